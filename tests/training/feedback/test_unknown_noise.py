@@ -16,6 +16,7 @@ from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceFault, NoiseUnknown
 from opusim.noise import MeasuredNoise
 from opusim.training.feedback.projection import AbsoluteTernary, DeviceProjection
+from opusim.training.reports.run_report import write_report
 from tests.support.appliance import connect
 
 SIGMA = 0.3
@@ -106,7 +107,7 @@ def test_an_appliance_trains_unprotected_out_of_the_box(
     run = train(tmp_path / "run", {"lighton": section})
     assert run.facts["noise"] is None
     assert run.summary["test_accuracy"] > 0.4  # chance is 0.1
-    assert (tmp_path / "run").is_dir()
+    assert "not stated" in write_report(run).read_text()
     with pytest.raises(NoiseUnknown, match="measure it by `opusim device calibrate`"):
         train(
             tmp_path / "private",

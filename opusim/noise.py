@@ -181,6 +181,61 @@ class GaussianNoise(NoiseModel):
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredNoise(NoiseModel):
+    """Noise of which only variances were measured: enough to train, nothing that a guarantee may credit.
+
+    Attributes:
+        levels: entries of an input that are not 0, for each input that was measured, rising from 0.
+        variances: variance of each output's readings at each level, squared units of the reading, at least 0, shape
+            (levels, n_outputs).
+        readings: readings of each input that the variances come from, at least 2.
+    """
+
+    law: ClassVar[str] = "measured"
+    levels: np.ndarray
+    variances: np.ndarray
+    readings: int
+
+    def __post_init__(self) -> None:
+        checks.integer(readings=self.readings, minimum=2)
+        checks.non_negative(levels=self.levels, variances=self.variances)
+        levels, variances = _frozen(self.levels), _frozen(self.variances)
+        if levels.ndim != 1 or variances.ndim != 2 or len(levels) != len(variances) or not len(levels):
+            raise ValueError(
+                f"variances has shape {variances.shape} for levels of shape {levels.shape}: must be (levels, "
+                "n_outputs); give one row for each level"
+            )
+        if levels[0] != 0 or bool(np.any(np.diff(levels) <= 0)):
+            raise ValueError(
+                f"levels = {levels.tolist()}: must rise from 0; sort them, and add blank readings"
+            )
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "variances", variances)
+
+    def variance_at(self, level: float) -> np.ndarray:
+        """Return each output's variance at an input of so many entries, between neighbours on a straight line."""
+        above = int(np.clip(np.searchsorted(self.levels, level), 1, max(len(self.levels) - 1, 1)))
+        if len(self.levels) == 1:
+            return np.array(self.variances[0])
+        low, high = self.levels[above - 1], self.levels[above]
+        share = float(np.clip((level - low) / (high - low), 0.0, 1.0))
+        return np.asarray((1 - share) * self.variances[above - 1] + share * self.variances[above])
+
+    def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return 0, since nothing is credited, and the largest variance that was measured."""
+        return np.zeros(self.variances.shape[1]), self.variances.max(axis=0)
+
+    def describe(self) -> str:
+        """Return the law in one line of text."""
+        low, high = (float(np.sqrt(row.mean())) for row in (self.variances[0], self.variances[-1]))
+        return (
+            f"measured from {self.readings} readings, credits nothing: standard deviation {low:.3g} (blank) to "
+            f"{high:.3g} (dense), mean over {self.variances.shape[1]} outputs"
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PhotonCountNoise(NoiseModel):
     """Photon counts: independent Poisson counts per pixel and frame, whose rates lie in known boxes.
 

@@ -188,7 +188,7 @@ class ProgrammableDevice(NoisyDevice):
         self._require_open()
         self._held()
         batch = real_batch(x, self.n_inputs, self._torch_device)
-        return like_input(self._read(lambda: self._project(batch), (len(batch), self.n_outputs)), x)
+        return like_input(self._read_in_calls(self._project, batch), x)
 
     def multiply_transposed(self, x: Array) -> Array:  # (batch, n_outputs) -> (batch, n_inputs)
         """Return x W + fresh noise, a row for each row of x of shape (batch, n_outputs); see `multiply`.
@@ -201,10 +201,10 @@ class ProgrammableDevice(NoisyDevice):
         self._held()
         batch = real_batch(x, self.n_outputs, self._torch_device)
 
-        def act() -> torch.Tensor:
-            return self._multiply_transposed(batch).mul_(self._scale)
+        def act(rows: torch.Tensor) -> torch.Tensor:
+            return self._multiply_transposed(rows).mul_(self._scale)
 
-        return like_input(self._read(act, (len(batch), self.n_inputs), readings=len(batch)), x)
+        return like_input(self._read_in_calls(act, batch, width=self.n_inputs), x)
 
     def wait(self, seconds: float) -> torch.Tensor:
         """Let time pass and return the matrix that readings use from now on; readings themselves take no time here.

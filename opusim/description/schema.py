@@ -36,11 +36,14 @@ class LightonSettings(StrictSection):
         config_file: lightonml's configuration of the appliance, a path from / or an http address; empty for the one
             that the machine names under /etc/lighton.
         exposure_us: exposure of the camera, microseconds, or None for the default of lightonml.
+        scale: factor that brings entries of the linear transform, as the factory calibrated it, to standard deviation
+            1, or None for 1; the device contract measures it.
     """
 
     simulated: bool = False
     config_file: str = ""
     exposure_us: float | None = Field(default=None, gt=0)
+    scale: float | None = Field(default=None, gt=0)
 
 
 class AccessSettings(StrictSection):

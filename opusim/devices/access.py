@@ -228,6 +228,7 @@ class Access:
 
     Attributes:
         call: makes a call, and makes it again after a failure that may pass.
+        timeout_s: longest time of one call, or None.
 
     Args:
         settings: how long and how often.
@@ -236,7 +237,7 @@ class Access:
     """
 
     def __init__(self, settings: AccessSettings, name: str, reconnect: Callable[[], None]) -> None:
-        self._settings = settings
+        self._settings, self.timeout_s = settings, settings.timeout_s
         self._name = name
         self._reconnect = reconnect
         self._caller: _Caller | None = None
@@ -277,20 +278,24 @@ class Access:
             raise type(error)(f"{error} (tried {self._settings.attempts} times)") from error
         raise AssertionError("an attempt returns or raises")
 
-    def once(self, act: Callable[[], Result]) -> Result:
+    def once(self, act: Callable[[], Result], *, undo: Callable[[], None] | None = None) -> Result:
         """Return the result of one call.
+
+        Args:
+            act: makes it.
+            undo: called in the call's own thread if the call ends after it was abandoned.
 
         Raises:
             DeviceTimeout: it took longer than `timeout_s`, after which the call is abandoned, or its driver says so.
             DeviceUnavailable: its driver reports another error of the operating system, which a run survives.
         """
-        timeout = self._settings.timeout_s
+        timeout = self.timeout_s
         try:
             if timeout is None:
                 return act()
             if self._caller is None:
                 self._caller = _Caller()
-            result: Result = self._caller.call(act, timeout)
+            result: Result = self._caller.call(act, timeout, undo)
             return result
         except queue.Empty:
             if self._caller is not None:
@@ -315,14 +320,16 @@ class _Caller:
     """A thread that makes calls one by one, so that a caller can stop waiting."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[], None] | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._is_stopped = False
         threading.Thread(target=self._work, daemon=True, name="opusim-device").start()
 
-    def call(self, act: Callable[[], Any], timeout_s: float) -> Any:
+    def call(self, act: Callable[[], Any], timeout_s: float, undo: Callable[[], None] | None = None) -> Any:
         """Return the call's result, or its error; queue.Empty when the time is over."""
-        self._calls.put(act)
+        self._calls.put((act, undo))
         result, error = self._answers.get(timeout=timeout_s)
         if error is not None:
             raise error
@@ -335,11 +342,17 @@ class _Caller:
 
     def _work(self) -> None:
         with pausing(self._require_wanted):
-            while (act := self._calls.get()) is not None:
+            while (call := self._calls.get()) is not None:
+                act, undo = call
+                answer: tuple[Any, BaseException | None]
                 try:
-                    self._answers.put((act(), None))
+                    answer = (act(), None)
                 except BaseException as error:  # handed to the caller unchanged
-                    self._answers.put((None, error))
+                    answer = (None, error)
+                if self._is_stopped and undo is not None:
+                    with suppress(Exception):  # nobody waits for a driver's error any more
+                        undo()
+                self._answers.put(answer)
 
     def _require_wanted(self) -> None:
         if self._is_stopped:

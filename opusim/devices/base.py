@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,7 +37,7 @@ from opusim.devices.kinds import (
 )
 from opusim.devices.monitor import BEFORE_ALL, Monitor, Unmonitored
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
-from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
+from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.processes import pause
 from opusim.randomness.streams import MODES
@@ -113,6 +114,9 @@ class NoisyDevice(ABC):
         self._access = Access(description.access or AccessSettings(), description.name, self._reconnect)
         self._monitor = Unmonitored(description.name)
         self._last_sought: int | None = None
+        self._is_credited = False
+        self.opened_parts = contextlib.ExitStack()
+        self._actual_frame_us, self._openings = 0.0, 0
 
     can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
     """What devices of this class can do (`opusim.devices.kinds`); a subclass declares what it adds or lacks."""
@@ -223,6 +227,17 @@ class NoisyDevice(ABC):
             described = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
         self._certified, self.certificate = certificate.certified(described), certificate
 
+    def credit_noise(self) -> None:
+        """Say that a guarantee rests on `noise`, so that the monitor compares hardware with a law that is only assumed.
+
+        A certified law, and that of a simulation, are always compared with.
+        """
+        self._is_credited = True
+
+    def _is_law_judged(self) -> bool:
+        """Return whether noise below the stated law is a fault, and not only a wrong assumption."""
+        return self._is_credited or self._certified is not None or self.description.medium is not None
+
     # Opening and closing
 
     def open(self) -> Self:
@@ -242,16 +257,14 @@ class NoisyDevice(ABC):
                 )
         self._access.acquire()
         try:
-            self._access.once(self._open)
+            self._open_all()
             self.is_open = True
             self._begin_monitor(None)
             if self._certified is not None:
                 self.monitor.check()
         except BaseException:
             self.is_open = False
-            # A driver's error, in any state, hides the error of opening, which is to be reported.
-            with contextlib.suppress(Exception):
-                self._access.once(self._close)
+            self._give_back()
             self._access.release()
             raise
         return self
@@ -261,7 +274,7 @@ class NoisyDevice(ABC):
         if self.is_open:
             self.is_open = False
             try:
-                self._close()
+                self._close_all()
             finally:
                 self._access.release()
 
@@ -295,8 +308,9 @@ class NoisyDevice(ABC):
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
-        batch = ternary_batch(x, self.n_inputs, self._torch_device)
-        return like_input(self._read(lambda: self._project(batch), (batch.shape[0], self.n_outputs)), x)
+        return like_input(
+            self._read_in_calls(self._project, ternary_batch(x, self.n_inputs, self._torch_device)), x
+        )
 
     def intensities(
         self, x: Array, *, packed: bool = False, out: np.ndarray | torch.Tensor | None = None
@@ -355,7 +369,15 @@ class NoisyDevice(ABC):
         self._require_open()
         self.require("draw")
         lengths = drawn_shape(shape, self.n_outputs, self.stated_noise)
-        return self._read(lambda: self._draw(lengths), lengths)
+        readings, at_once = -(-math.prod(lengths) // self.n_outputs), self._readings_at_once()
+        if readings <= at_once:
+            return self._read(lambda: self._draw(lengths), lengths)
+        parts = [min(at_once, readings - first) for first in range(0, readings, at_once)]
+        drawn = [
+            self._read(partial(self._draw, shape), shape)
+            for shape in ((part, self.n_outputs) for part in parts)
+        ]
+        return torch.cat(drawn).flatten()[: math.prod(lengths)].reshape(lengths)
 
     def project_for_all(self, x: torch.Tensor) -> torch.Tensor:
         """Return `project` of x, the same reading on all processes that share the device (`SharedDevice`)."""
@@ -461,7 +483,12 @@ class NoisyDevice(ABC):
         return DeviceWork()
 
     def _open(self) -> None:  # noqa: B027  # optional hook
-        """Connect to the device; a simulation needs nothing."""
+        """Connect to the device; a simulation needs nothing.
+
+        An instrument of several parts registers each one as soon as it is open, as in
+        ``self.opened_parts.callback(camera.close)``. They are closed behind `_close`, the last one first, also if a
+        later part does not open.
+        """
 
     def _close(self) -> None:  # noqa: B027  # optional hook
         """Disconnect from the device; a simulation needs nothing.
@@ -482,8 +509,7 @@ class NoisyDevice(ABC):
     def _read_intensities(self, frames: BinaryFrames, start: int, stop: int) -> torch.Tensor:
         """Return a checked reading of some frames."""
         part = frames.rows(start, stop, self._torch_device)
-        shape = (part.shape[0], self.n_outputs)
-        return self._read(partial(self._intensities, part), shape, frames_per_reading=1)
+        return self._read_in_calls(self._intensities, part, frames_per_reading=1)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
@@ -494,6 +520,49 @@ class NoisyDevice(ABC):
     @abstractmethod
     def _seek(self, step: int) -> None:
         """Position the noise at a checked step."""
+
+    def _readings_at_once(self, frames_per_reading: int | None = None) -> int:
+        """Return how many readings hardware takes in half the time that a call may last; at least 1.
+
+        A simulation takes no time of frames.
+        """
+        timeout_s, frames = self._access.timeout_s, self.description.frames
+        if timeout_s is None or self.description.medium is not None:
+            return sys.maxsize
+        each_us = max(frames.period_us(self.n_outputs), self._actual_frame_us) + (
+            frames.host_us_per_frame or 0.0
+        )
+        each_us *= frames_per_reading or frames.frames_per_projection
+        return max(1, int(0.5 * 1e6 * timeout_s / each_us))
+
+    def _read_in_calls(
+        self,
+        act: Callable[[torch.Tensor], torch.Tensor],
+        rows: torch.Tensor,
+        *,
+        width: int | None = None,
+        frames_per_reading: int | None = None,
+    ) -> torch.Tensor:
+        """Return a checked reading of each row, in as many calls as the time-out asks for.
+
+        Args:
+            act: reads rows.
+            rows: what is shown, a reading each.
+            width: numbers of a reading, or None for n_outputs.
+            frames_per_reading: as for `_read`.
+        """
+        at_once, shape = self._readings_at_once(frames_per_reading), (rows.shape[0], width or self.n_outputs)
+        if shape[0] <= at_once:
+            return self._read(
+                lambda: act(rows), shape, frames_per_reading=frames_per_reading, readings=shape[0]
+            )
+        parts = rows.split(at_once)
+        return torch.cat(
+            [
+                self._read_in_calls(act, part, width=width, frames_per_reading=frames_per_reading)
+                for part in parts
+            ]
+        )
 
     def _read(
         self,
@@ -516,14 +585,37 @@ class NoisyDevice(ABC):
         check_reading(y, shape, self.name)
         if readings is None:
             readings = -(-math.prod(shape) // self.n_outputs)
-        self._meter.count(readings * (frames_per_reading or self.description.frames.frames_per_projection))
+        frames = readings * (frames_per_reading or self.description.frames.frames_per_projection)
+        self._meter.count(frames, self._actual_frame_us)
         return y
+
+    def _open_all(self) -> None:
+        """Open all parts; if the time-out passes and opening ends later, all is closed then."""
+        self._openings += 1
+        mine = self._openings
+
+        def undo() -> None:
+            if self._openings == mine:  # nobody opened it again in between
+                self._close_all()
+
+        self._access.once(self._open, undo=undo)
+
+    def _close_all(self) -> None:
+        """Close the device and the parts that `_open` registered."""
+        try:
+            self._close()
+        finally:
+            self.opened_parts.close()
+
+    def _give_back(self) -> None:
+        """Close the device in any state; a driver's error there hides none that is to be reported."""
+        with contextlib.suppress(Exception):
+            self._access.once(self._close_all)
 
     def _reconnect(self) -> None:
         """Close the device in any state and open it again; the lock stays."""
-        with contextlib.suppress(DeviceError):  # it may be lost already
-            self._close()
-        self._access.once(self._open)
+        self._give_back()
+        self._open_all()
 
     def _begin_monitor(self, baseline: Baseline | None) -> None:
         settings, self._last_sought = self.description.monitor, None
@@ -535,6 +627,7 @@ class NoisyDevice(ABC):
             n_inputs=self.n_inputs,
             read=self._read_vectors,
             law=self._law_as_decoded,
+            judges_law=self._is_law_judged,
             saturated=self._saturated_share,
             show=self._pattern_frames,
             baseline=baseline,
@@ -544,8 +637,7 @@ class NoisyDevice(ABC):
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
         """Return readings of ternary vectors for the monitor, float64."""
         batch = vectors.to(self._torch_device)
-        y = self._read(lambda: self._project(batch), (batch.shape[0], self.n_outputs))
-        return y.cpu().double().numpy()
+        return self._read_in_calls(self._project, batch).cpu().double().numpy()
 
     def _require_open(self) -> None:
         if not self.is_open:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from opusim.camera.diagnosis import FrameLook, ShowsFrames, look_at_frames, shared_scatter
-from opusim.noise import NoiseModel
+from opusim.noise import MeasuredNoise, NoiseModel
 from opusim.plugins import Deferred
 
 special = Deferred("scipy.special")
@@ -165,6 +165,23 @@ def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, r
         **{f"shared_{key}": found for key, found in shared.items()},
         frames=look_at_frames(show, vectors.shape[1]),
     )
+
+
+def measure_noise(
+    read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int, readings: int = 64
+) -> MeasuredNoise:
+    """Measure what a device that states no law needs for training: variances of blank and of repeated frames.
+
+    Args:
+        read: takes readings of ternary vectors, a row each; never of data.
+        n_inputs: width of a vector.
+        readings: of nothing, of a half-dense and of a dense vector, each, at least 2.
+    """
+    dense = reference_vectors(1, n_inputs)[0]
+    levels = sorted({0, -(-n_inputs // 2), n_inputs})
+    shown = torch.stack([torch.where(torch.arange(n_inputs) < level, dense, 0.0) for level in levels])
+    taken = read(shown.repeat(readings, 1)).cpu().double().numpy().reshape(readings, len(levels), -1)
+    return MeasuredNoise(levels=np.array(levels), variances=taken.var(axis=0, ddof=1), readings=readings)
 
 
 def output_weights(blank: np.ndarray) -> np.ndarray:

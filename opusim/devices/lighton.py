@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import math
+import re
 import sys
 import threading
 import types
@@ -39,6 +41,9 @@ from opusim.noise import GaussianNoise
 from opusim.randomness.streams import noise_stream
 
 _WORD = 2**32
+_LOG = logging.getLogger("opusim")
+_TOO_LARGE = ("can't be greater than", "is beyond maximum", "doesn't fit in target")
+"""What lightonml says of a window that is larger than the OPU."""
 _BUSY = ("OpuAlreadyUsedException", "ProcessRunningException")
 """Classes of a closed package, whose place changes from version to version: told by their names."""
 
@@ -48,7 +53,8 @@ class LightonDevice(NoisyDevice):
 
     lightonml's linear_transform gives R x with entries of R of variance 1/n on n inputs (the appliance by its factory
     calibration, rescale="variance"; the simulated device by construction, rescale="none"), so that the factor sqrt(n)
-    brings entries of B to variance 1. One fitted OPU object serves all readings; the fit uses no data.
+    brings entries of B to variance 1, times ``lighton.scale`` if that calibration is off. One fitted
+    OPU object serves all readings; the fit uses no data.
 
     The simulated device is a noiseless product whose matrix comes from the description's medium.seed; ``[noise]`` adds
     Gaussian noise to it in software. The appliance has noise of an unpublished law: `noise` is what
@@ -108,7 +114,7 @@ class LightonDevice(NoisyDevice):
         """
         self.require("matrix")
         self._require_open()
-        b = self._opu.device.random_matrix.real.T * math.sqrt(self.n_inputs)
+        b = self._opu.device.random_matrix.real.T * (math.sqrt(self.n_inputs) * (self._settings.scale or 1.0))
         return torch.from_numpy(np.ascontiguousarray(b, dtype=np.float32)).to(self._torch_device)
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
@@ -138,10 +144,27 @@ class LightonDevice(NoisyDevice):
                 options |= {"config_file": self._settings.config_file, "rescale": "variance"}
             self._opu = lightonml.OPU(**options)
             self._opu.open()
-            overrides = (
-                {} if self._settings.exposure_us is None else {"exposure_us": self._settings.exposure_us}
-            )
+            exposure_us = self._settings.exposure_us
+            overrides = {} if exposure_us is None else {"exposure_us": exposure_us}
+            if not self._settings.simulated:
+                overrides["frametime_us"] = self._described_frame_us(exposure_us)
             self._opu.fit1d(n_features=self.n_inputs, online=False, **overrides)
+
+    def _described_frame_us(self, exposure_us: float | None) -> int:
+        """Return the described time from frame to frame, or the least that the camera's window allows if it is longer.
+
+        Frames are then counted with the longer one. Rule of the least time: lightonml 1.4.3, internal/runner.py.
+        """
+        device, described = self._opu.device, self.description.frames.period_us(self.n_outputs)
+        least = max(device.output_readout_us, device.exposure_us if exposure_us is None else exposure_us) + 50
+        if least > described:
+            _LOG.warning(
+                "opusim: device %r: frames.frame_period_us = %g is shorter than the %g us that %d outputs take; "
+                "frames take %g us, set it to that",
+                *(self.name, described, least, self.n_outputs, least),
+            )
+        self._actual_frame_us = float(math.ceil(max(described, least)))
+        return int(self._actual_frame_us)
 
     def _close(self) -> None:
         opu, self._opu = self._opu, None
@@ -155,7 +178,8 @@ class LightonDevice(NoisyDevice):
         positive, negative = ((x == sign).to(torch.uint8).cpu().numpy() for sign in (1, -1))
         with translated(self.name), quiet():
             y = np.subtract(self._opu.linear_transform(positive), self._opu.linear_transform(negative))
-        scaled = np.asarray(y, dtype=np.float32) * np.float32(math.sqrt(self.n_inputs))
+        factor = math.sqrt(self.n_inputs) * (self._settings.scale or 1.0)
+        scaled = np.asarray(y, dtype=np.float32) * np.float32(factor)
         return self._with_noise(torch.from_numpy(scaled).to(self._torch_device))
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,24 +245,27 @@ class _OtherThreads:
 _is_quiet: ContextVar[bool] = ContextVar("opusim_is_quiet", default=False)
 _quiet_lock = threading.Lock()
 _quiet_calls = 0
-_before_quiet = contextlib.ExitStack()
+_FILTER = ("ignore", None, Warning, re.compile(r"lighton(ml|opu)(\.|$)"), 0)
+"""Of `warnings.filters`: other packages' warnings stay, whatever call hangs."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lightonml's prints and deprecation warnings off the terminal.
+    """Keep lightonml's prints and its warnings off the terminal.
 
-    Safe for threads, one of which may hang in an abandoned call: what other threads print appears. Standard output and
-    the warnings' filters, which belong to the process, are put back once, behind the last call.
+    Safe for threads, one of which may hang in an abandoned call: what other threads print appears. Standard output is
+    put back behind the last call, unless something else stands there by then, such as the stream of a test that began
+    since; what a call found there may be closed when it ends.
     """
     global _quiet_calls
     with _quiet_lock:
-        if not _quiet_calls:
+        if not isinstance(sys.stdout, _OtherThreads):
             stream: Any = _OtherThreads(sys.stdout)
-            _before_quiet.enter_context(contextlib.redirect_stdout(stream))
-            _before_quiet.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            sys.stdout = stream
         _quiet_calls += 1
+        filters: Any = warnings.filters
+        if _FILTER not in filters:
+            filters.insert(0, _FILTER)
     token = _is_quiet.set(True)
     try:
         yield
@@ -247,7 +274,11 @@ def quiet() -> Iterator[None]:
         with _quiet_lock:
             _quiet_calls -= 1
             if not _quiet_calls:
-                _before_quiet.close()
+                if isinstance(sys.stdout, _OtherThreads):
+                    sys.stdout = sys.stdout.stream
+                filters = warnings.filters
+                if _FILTER in filters:
+                    filters.remove(_FILTER)
 
 
 @contextlib.contextmanager
@@ -284,9 +315,14 @@ def translated(name: str) -> Iterator[None]:
                 f"device {name!r}: no OPU is configured on this machine; set lighton.config_file, or take the device "
                 "lightonml_simulated"
             )
-        elif isinstance(error, IndexError | ValueError | KeyError | TypeError | AttributeError):
+        elif any(words in text for words in _TOO_LARGE):
             found = ConfigError(
-                name, "lighton", f"lightonml refuses this use of the OPU ({text}); open a smaller window"
+                name, "lighton", f"the OPU is smaller than this window ({text}); open a smaller window"
+            )
+        elif isinstance(error, LookupError | ValueError | TypeError | AttributeError):
+            found = DeviceFault(
+                f"device {name!r}: its driver failed ({type(error).__name__}: {text}); check that lightonopu belongs "
+                "to lightonml 1.4.3, and the OPU's configuration (lighton.config_file)"
             )
         raise found from error
 

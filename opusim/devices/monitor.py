@@ -16,6 +16,9 @@ the anchor included.
 | output | the same of each single output, under a certificate, whose law holds at every output | nothing |
 | noise | blank variance over its first value; fresh looks then tell single outputs (hot pixels) | `noise_tolerance` |
 
+The law's test is left out if hardware's law is only assumed and no guarantee rests on it: the noise test then
+compares the instrument with itself.
+
 Once a test fails, fresh frames of fixed patterns name the fault (`opusim.camera.diagnosis`) if the device shows any.
 If not, readings far off among others that are not mean lost frames, and scatter over fresh looks that outputs share
 means that the power or the bench is unsteady.
@@ -181,6 +184,8 @@ class Monitor(Unmonitored):
         n_inputs: its width.
         read: takes readings.
         law: tells the law that the device states now, or None if it states none.
+        judges_law: tells whether noise below that law is a fault; not if hardware's law is assumed and nothing rests on
+            it.
         saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
             if the device shows no frames.
         show: takes frames of fixed patterns, or tells that the device has none.
@@ -201,6 +206,7 @@ class Monitor(Unmonitored):
         n_inputs: int,
         read: Readings,
         law: Callable[[], NoiseModel | None],
+        judges_law: Callable[[], bool],
         saturated: Callable[[torch.Tensor], float | None],
         show: ShowsFrames,
         baseline: Baseline | None = None,
@@ -208,7 +214,7 @@ class Monitor(Unmonitored):
     ) -> None:
         self._settings = settings
         self._read = read
-        self._law = law
+        self._law, self._judges_law = law, judges_law
         self._saturated, self._show = saturated, show
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
@@ -321,7 +327,7 @@ class Monitor(Unmonitored):
             self._check_reference(reference)
             if noisy:
                 variance = noise_variance(blank)
-                if law is not None:
+                if law is not None and self._judges_law():
                     self._check_law(variance, law)
                 self._check_change(variance, blank, law)
         except DeviceError as error:
@@ -469,7 +475,7 @@ class Monitor(Unmonitored):
         if judged.size and self._weaker.observe(1 - float(judged.mean())):
             raise NoiseBelowCertificate(
                 f"device {self._name!r}: blank frames scatter {math.sqrt(max(1 - self._weaker.mean, 0)):.3g} times as "
-                "much as its law states; stop private work and calibrate it again"
+                f"much as its law states; {'stop private work and ' if self._certified else ''}calibrate it again"
             )
         if self._certified and self._single.observe(ratio):
             output = self._single.output

@@ -172,10 +172,15 @@ class SharedDevice(NoisyDevice):
             window = {"n_inputs": device.n_inputs, "n_outputs": device.n_outputs, "mode": device.mode}
             return device.description, window, device.stated_noise, device.usage
 
-        whole, window, self._law, self._usage = ranks.on_first(opened)
-        super().__init__(whole.model_copy(update={"access": None}), **window)  # the held device has it
-        self.description, self.world = whole, ranks.world
-        self.open()
+        try:
+            whole, window, self._law, self._usage = ranks.on_first(opened)
+            super().__init__(whole.model_copy(update={"access": None}), **window)  # the held device has it
+            self.description, self.world = whole, ranks.world
+            self.open()
+        except BaseException:
+            if self.held is not None:
+                self.held.close()
+            raise
 
     # What the held device answers; the other processes know what does not change
 
@@ -197,6 +202,11 @@ class SharedDevice(NoisyDevice):
         if self.held is not None:
             self.held.attach_certificate(certificate)
         self._certified = certificate.certified(self.described_noise)
+
+    @override
+    def credit_noise(self) -> None:
+        if self.held is not None:
+            self.held.credit_noise()
 
     @property
     @override

@@ -207,8 +207,10 @@ class FaultyDevice(NoisyDevice):
         self._other.open()
 
     def _close(self) -> None:
-        self._inner.close()
-        self._other.close()
+        try:
+            self._inner.close()
+        finally:
+            self._other.close()
 
     def _seek(self, step: int) -> None:
         self._plan.step = step

@@ -19,8 +19,10 @@ from typing_extensions import override
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
+from opusim.devices.baseline import measure_noise
 from opusim.devices.usage import DeviceWork
 from opusim.encodings import bit_planes, ternarize
+from opusim.noise import MeasuredNoise
 from opusim.randomness.seeds import derive_seed
 
 EncodingName = Literal["real", "ternary", "stochastic", "planes", "sign"]
@@ -344,7 +346,8 @@ class DeviceProjection(Projection):
         if ones is None and encoding.has_offset:
             ones = self._measured(torch.ones(1, n))[0]
         self.ones = ones
-        self._std = torch.as_tensor(device.noise.variance_bounds()[1], dtype=torch.float32).sqrt()
+        self._law = device.stated_noise or self._measured_noise(n)
+        self._std = torch.as_tensor(self._law.variance_bounds()[1], dtype=torch.float32).sqrt()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
         """Return this very projection: a copied model reads the same device."""
@@ -352,11 +355,21 @@ class DeviceProjection(Projection):
 
     @override
     def noise_std(self, error: Tensor) -> Tensor:
-        return self._std.to(error.device) * self._encoding(error).noise_gain().mean()
+        encoded = self._encoding(error)
+        return self._std_at(encoded) * encoded.noise_gain().mean()
 
     @override
     def noise_power(self, error: Tensor) -> Tensor:
-        return (self._std.to(error.device) ** 2) * self._encoding(error).noise_gain().square().mean()
+        encoded = self._encoding(error)
+        return (self._std_at(encoded) ** 2) * encoded.noise_gain().square().mean()
+
+    def _std_at(self, encoded: Encoded) -> Tensor:
+        """Return the standard deviation of one reading of these frames: the largest of the law, or as measured."""
+        if not isinstance(self._law, MeasuredNoise):
+            return self._std.to(encoded.frames.device)
+        rows = encoded.frames.flatten(0, 1)
+        found = self._law.variance_at(float(rows.count_nonzero()) / max(len(rows), 1))
+        return torch.as_tensor(found, dtype=torch.float32).sqrt().to(rows.device)
 
     @override
     def read(self, error: Tensor) -> Tensor:
@@ -374,6 +387,11 @@ class DeviceProjection(Projection):
         self._device.seek(_CALIBRATION_STEP)
         readings = self._device.project_for_all(self._padded(vectors.repeat(_CALIBRATION_READINGS, 1)))
         return readings.view(_CALIBRATION_READINGS, len(vectors), -1).mean(dim=0)
+
+    def _measured_noise(self, n_inputs: int) -> MeasuredNoise:
+        """Return the variances of a device that states no law."""
+        self._device.seek(_CALIBRATION_STEP)
+        return measure_noise(lambda rows: self._device.project_for_all(self._padded(rows)), n_inputs)
 
     def _padded(self, vectors: Tensor) -> Tensor:
         """Return vectors with zeros at the device's further inputs."""

@@ -452,6 +452,7 @@ def creditable_law(
         ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate that no mechanism names.
     """
     law, named = device.noise, (credit or {}).get("beta", 0.0)
+    device.credit_noise()
     if isinstance(law, GaussianNoise) and law.min_std > 0 and law.beta == named:
         return law
     remedy = "use 'digital', or for label-readout another device"

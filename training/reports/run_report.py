@@ -264,7 +264,7 @@ def _device_rows(run: StoredRun) -> list[dict[str, str]]:
     """Return the noise law and the description of the run's device as rows of key, value, status, source."""
     device, noise = run.facts["device"], run.facts["noise"]
     provenance = device.get("provenance", {})
-    law = noise.get("description", noise["law"])
+    law = "not stated" if noise is None else noise.get("description", noise["law"])
     described = shown_values({key: value for key, value in device.items() if key != "provenance"})
     origins = [(key, value, provenance.get(key, {})) for key, value in described]
     return [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import torch
 
 from opusim.description.schema import load_description
 from opusim.devices.access import FOLDER_VARIABLE, lock_file
+from opusim.devices.base import NoisyDevice
 from opusim.devices.lighton import quiet
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
@@ -195,6 +198,116 @@ def test_a_quiet_call_that_is_left_behind_silences_no_other_thread(
     print("ours")
     assert (sys.stdout, list(warnings.filters)) == (before, filters)
     assert capsys.readouterr().out == "ours\n"
+
+
+def test_a_quiet_call_that_ends_late_puts_no_closed_stream_back() -> None:
+    """A call is abandoned while output goes to a stream that is closed by the time the call ends."""
+    begun, release, before = threading.Event(), threading.Event(), sys.stdout
+
+    def hang() -> None:
+        with quiet():
+            begun.set()
+            release.wait(60)
+
+    with io.StringIO() as text:
+        with contextlib.redirect_stdout(text):
+            hanging = threading.Thread(target=hang)
+            hanging.start()
+            assert begun.wait(60)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            warnings.warn("ours", stacklevel=1)
+        assert [str(one.message) for one in seen] == ["ours"]
+    release.set()
+    hanging.join(60)
+    assert sys.stdout is before
+    assert not sys.stdout.closed
+
+
+def test_opening_that_ends_after_its_time_out_is_closed_again() -> None:
+    release, events = threading.Event(), list[str]()
+
+    class Slow(Scripted):
+        def _open(self) -> None:
+            release.wait(60)
+            self.opened_parts.callback(events.append, "a part is closed")
+            events.append("opened")
+
+        def _close(self) -> None:
+            events.append("closed")
+
+    device = Slow(load_description("gaussian", {"access": {"timeout_s": 0.05}}), n_inputs=12, n_outputs=40)
+    with pytest.raises(DeviceTimeout):
+        device.open()
+    assert events == ["closed"]
+    release.set()
+    until = time.monotonic() + 60
+    while len(events) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert events == ["closed", "opened", "closed", "a part is closed"]
+
+
+def test_parts_that_were_opened_are_closed_if_a_later_one_does_not_open() -> None:
+    held = list[str]()
+
+    class Bench(Scripted):
+        def _open(self) -> None:
+            for part in ("mirrors", "camera"):
+                held.append(part)
+                self.opened_parts.callback(held.remove, part)
+            if self.opened == 0:
+                raise OSError("the shutter does not answer")
+
+        def _close(self) -> None:
+            raise OSError("the link is down")
+
+    device = Bench(load_description("gaussian"), n_inputs=12, n_outputs=40)
+    with pytest.raises(DeviceUnavailable, match="the shutter does not answer"):
+        device.open()
+    assert not held
+    device.opened = 1
+    device.open()
+    assert held == ["mirrors", "camera"]
+    with pytest.raises(OSError, match="the link is down"):
+        device.close()
+    assert not held
+
+
+@pytest.mark.parametrize("error", [OSError("the link is down"), RuntimeError("handle 0")])
+def test_a_lost_device_that_does_not_close_is_reconnected(error: Exception) -> None:
+    with scripted(attempts=2, backoff_s=0.0) as device:
+        device._close = Failing(error, 1)  # type: ignore[method-assign]
+        device.before = Failing(DeviceTimeout("gone"), 1)
+        assert device.project(X).shape == (4, 40)
+
+
+@pytest.mark.parametrize("act", ["project", "draw"])
+def test_calls_are_split_so_that_none_takes_longer_than_the_time_out(act: str) -> None:
+    """300 readings of 2 frames of 1 ms take 0.6 s; a call may take 0.2 s."""
+    shown = list[int]()
+
+    class Instrument(Scripted):
+        def _project(self, x: torch.Tensor) -> torch.Tensor:
+            shown.append(len(x))
+            time.sleep(2e-3 * len(x))
+            return x @ torch.ones(self.n_inputs, self.n_outputs)
+
+        def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+            return NoisyDevice._draw(self, shape)
+
+    access, frames = {"timeout_s": 0.2}, {"frame_period_us": 1000.0, "frames_per_projection": 2}
+    found = load_description("gaussian", {"access": access, "frames": frames})
+    device = Instrument(found, n_inputs=12, n_outputs=40)
+    device.description = found.model_copy(update={"medium": None})  # hardware
+    x = torch.randint(-1, 2, (300, 12), generator=torch.Generator().manual_seed(3))
+    with device:
+        if act == "project":
+            expected = x.sum(dim=1, keepdim=True).float().expand(300, 40)
+            assert torch.equal(device.project(x), expected)
+        else:
+            assert device.draw((3, 100, 40)).shape == (3, 100, 40)
+        assert shown == [50] * 6
+        assert device.usage.frames == 600
 
 
 def test_what_is_printed_beside_a_quiet_call_appears(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from opusim.devices.base import NoisyDevice
 from opusim.devices.lighton import translated
 from opusim.devices.registry import open_device
 from opusim.errors import (
@@ -22,8 +25,12 @@ from opusim.errors import (
     DeviceUnavailable,
     NoiseUnknown,
 )
+from opusim.testing.contract import DeviceContract
+from tests.support.appliance import DOUBLE, connect
 
 pytest.importorskip("lightonml")
+
+ROOT = Path(__file__).parents[3]
 
 X = torch.randint(-1, 2, (4, 12), generator=torch.Generator().manual_seed(2))
 
@@ -153,9 +160,15 @@ class ProcessRunningException(BaseException):  # lightonml's name, and its base
         (RuntimeError("No configuration files for the OPU"), DeviceUnavailable, "no OPU is configured"),
         (AssertionError("Call fit1d before"), DeviceFault, "reports: Call fit1d before"),
         (AssertionError(), DeviceFault, "reports: AssertionError"),
-        (IndexError("n_components"), ConfigError, "open a smaller window"),
-        (ValueError("non-binary"), ConfigError, "lightonml refuses"),
-        (KeyError("variance"), ConfigError, "lightonml refuses"),
+        (IndexError("n_components is beyond maximum (9)"), ConfigError, "open a smaller window"),
+        (ValueError("number of features (3) can't be greater than 2"), ConfigError, "open a smaller window"),
+        (ValueError("non-binary"), DeviceFault, "its driver failed .ValueError: non-binary"),
+        (KeyError("ones_range"), DeviceFault, "KeyError: 'ones_range'.; check .*lighton.config_file"),
+        (
+            AttributeError("no attribute 'x'"),
+            DeviceFault,
+            "AttributeError.* check that lightonopu belongs to",
+        ),
     ],
 )
 def test_every_failure_becomes_one_of_ours(raised: BaseException, kind: type[Exception], words: str) -> None:
@@ -180,3 +193,113 @@ def test_a_broken_configuration_of_the_appliance_is_named(
         file.write_text(content)
     with pytest.raises(DeviceUnavailable, match=f"lighton.config_file = '{file}' {words}"):
         open_device("lighton_appliance", n_inputs=12, n_outputs=40, lighton={"config_file": str(file)})
+
+
+# The appliance, by a double of its closed driver
+
+
+def appliance(section: dict[str, Any], **options: Any) -> Any:
+    options.setdefault("n_inputs", 10)
+    options.setdefault("n_outputs", 64)
+    return open_device("lighton_appliance", lighton=section, **options)
+
+
+def test_scale_brings_entries_to_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section, powers = connect(monkeypatch, tmp_path), list[float]()
+    for scale in (1.0, 2.0):
+        with appliance({**section, "scale": scale}, n_outputs=400) as device:
+            assert device.stated_noise is None
+            taken = np.asarray(device.project(np.eye(10).repeat(64, axis=0))).reshape(10, 64, -1)
+            powers.append(float(np.mean(taken.mean(axis=1) ** 2) - taken.var(axis=1, ddof=1).mean() / 64))
+    assert abs(powers[0] - 1) < 5 * np.sqrt(2 / 400)  # the entries of an output share its anchor
+    assert powers[1] / powers[0] == pytest.approx(4, rel=0.02)
+
+
+class TestAppliance(DeviceContract):
+    """It states no law, and is reached by the published calls."""
+
+    replayable = False
+
+    @pytest.fixture(autouse=True)
+    def _connected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.section = connect(monkeypatch, tmp_path)
+
+    def open_window(self, **options: Any) -> NoisyDevice:
+        device: NoisyDevice = appliance(self.section, n_inputs=12, n_outputs=40, **options)
+        return device
+
+
+def test_4096_vectors_do_not_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their frames pass in 0.8 s, at ten times the appliance's speed, and a call may take 0.6 s."""
+    section = connect(monkeypatch, tmp_path, speed=10)
+    access = {"timeout_s": 0.6, "attempts": 1}
+    calls = list[int]()
+    with appliance(section, access=access) as device:
+        real = device._opu.linear_transform
+        device._opu.linear_transform = lambda x: calls.append(len(x)) or real(x)
+        x = torch.randint(-1, 2, (4096, 10), generator=torch.Generator().manual_seed(4))
+        begun = time.monotonic()
+        assert device.project(x).shape == (4096, 64)
+        assert time.monotonic() - begun > 0.8
+    assert sum(calls) == 2 * 4096
+    assert len(calls) > 2
+
+
+def test_the_driver_is_told_the_time_of_a_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = connect(monkeypatch, tmp_path)
+    with appliance(section, frames={"frame_period_us": 900.0}) as device:
+        assert device._opu.device.frametime_us == 900
+        before = device.usage
+        device.project(torch.ones(5, 10))
+        used = device.usage - before
+        assert used.seconds == pytest.approx(used.frames * 900e-6)
+    assert not caplog.records
+    with appliance({**section, "exposure_us": 2000}, frames={"frame_period_us": 900.0}) as device:
+        assert device._opu.device.frametime_us == 2050
+        before = device.usage
+        device.project(torch.ones(5, 10))
+        used = device.usage - before
+        assert used.seconds == pytest.approx(used.frames * 2050e-6)
+    assert "frames.frame_period_us = 900 is shorter than the 2050 us" in caplog.text
+
+
+def test_a_driver_that_lacks_a_call_is_not_called_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = connect(monkeypatch, tmp_path)
+    with appliance(section) as device:
+        from lightonopu.internal.device import OpuDevice
+
+        monkeypatch.delattr(OpuDevice, "transform2")
+        with pytest.raises(DeviceFault, match="its driver failed .AttributeError: .*transform2"):
+            device.project(torch.ones(1, 10))
+    assert OpuDevice.opened == 0
+    with pytest.raises(ConfigError, match="open a smaller window"):
+        appliance(section, n_inputs=2000)
+    assert OpuDevice.opened == 0
+
+
+def test_a_killed_process_leaves_the_appliance_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = connect(monkeypatch, tmp_path)
+    code = f"""
+import os, signal, torch
+from opusim import open_device
+device = open_device("lighton_appliance", n_inputs=10, n_outputs=64, lighton={section!r})
+device.project(torch.ones(3, 10))
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = os.pathsep.join([str(DOUBLE), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == -9, done.stderr
+    assert done.stdout.strip() in {file.read_text() for file in tmp_path.glob("*.pid")}
+    with appliance(section) as device:
+        assert device.project(torch.ones(3, 10)).shape == (3, 64)
+        with pytest.raises(DeviceBusy):
+            appliance(section)

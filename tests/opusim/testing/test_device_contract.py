@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.devices.simulated import GaussianDevice
+from opusim.errors import NoiseUnknown
+from opusim.noise import GaussianNoise
 from opusim.testing.contract import DeviceContract, scatter_fits
 
 
@@ -182,6 +185,109 @@ def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], t
 
     with pytest.raises((AssertionError, AttributeError)):
         getattr(Contract(), test)()
+
+
+class Lawless(GaussianDevice):
+    """Hardware whose noise nobody measured, and a factor on its readings."""
+
+    factor = 1.0
+
+    @property
+    def described_noise(self) -> GaussianNoise:
+        raise NoiseUnknown(f"device {self.name!r} states no law")
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._project(x) * self.factor
+
+
+class TestLawless(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return Lawless(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
+
+
+class Unscaled(Lawless):
+    factor = 0.26
+
+
+class Intensities(Lawless):
+    """A camera whose pixels are taken for fields."""
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._project(x).square()
+
+
+class Dark(Lawless):
+    """Its shutter is closed."""
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return self._draw((len(x), self.n_outputs))
+
+
+class Batchwise(Lawless):
+    """Every reading is scaled by its batch."""
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        found = super()._project(x)
+        return found / (1 + found.std(dim=0).mean())
+
+
+class Restless(Lawless):
+    """Another matrix each time it is opened."""
+
+    opened = 0
+
+    def _open(self) -> None:
+        type(self).opened += 1
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._project(x).roll(type(self).opened, dims=1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "test", "sentence"),
+    [
+        (
+            Unscaled,
+            "test_readings_are_linear_and_of_unit_entries",
+            r"entries have std 0\.2\d, not 1: set scale = 3\.\d",
+        ),
+        (
+            Intensities,
+            "test_readings_are_linear_and_of_unit_entries",
+            "not linear: .* return fields and not intens",
+        ),
+        (Dark, "test_readings_are_linear_and_of_unit_entries", "no light passes; check the laser"),
+        (
+            Batchwise,
+            "test_a_reading_does_not_depend_on_its_batch",
+            "depends on the other rows .* match each frame",
+        ),
+        (
+            Restless,
+            "test_the_matrix_stays_over_opening_and_closing",
+            "between two openings, .* keep window, exposure",
+        ),
+        (
+            Quieter,
+            "test_the_noise_drawn_is_the_reported_one",
+            "the law says .*: correct the law, or raise Noise",
+        ),
+        (
+            Repeating,
+            "test_every_reading_has_fresh_noise",
+            "repeat their noise: .*; read a fresh frame for each",
+        ),
+        (OtherMatrix, "test_the_matrix_is_that_of_the_readings", "return the matrix that the device applies"),
+    ],
+)
+def test_a_failure_is_a_sentence_with_the_remedy(broken: type[NoisyDevice], test: str, sentence: str) -> None:
+    class Contract(DeviceContract):
+        def open_window(self, **options: Any) -> NoisyDevice:
+            return broken(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
+
+    with pytest.raises(AssertionError) as found:
+        getattr(Contract(), test)()
+    assert re.search(sentence, str(found.value)), str(found.value)
 
 
 class Incoherent(CameraDevice):

@@ -1,0 +1,32 @@
+"""LightOn's appliance, by the double of its closed driver in `lightonopu_double`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOUBLE = Path(__file__).parent / "lightonopu_double"
+CONFIG_FILE = str(DOUBLE / "opu.json")
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *, speed: float | None = None) -> dict[str, Any]:
+    """Put the double in the place of the driver, and return the section ``[lighton]`` that finds it.
+
+    Args:
+        monkeypatch: takes it away after the test.
+        folder: where the appliance keeps the process that has it.
+        speed: how many times faster than in real time frames pass; None for no time at all.
+    """
+    pytest.importorskip("lightonml")
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    if "pkg_resources" in sys.modules and hasattr(sys.modules["pkg_resources"], "working_set"):
+        sys.modules["pkg_resources"].working_set.add_entry(str(DOUBLE))
+    monkeypatch.setenv("LIGHTONOPU_DOUBLE_FOLDER", str(folder))
+    monkeypatch.setenv("LIGHTONOPU_DOUBLE_SPEED", "inf" if speed is None else str(speed))
+    monkeypatch.setenv("OPUSIM_LOCKS", str(folder / "locks"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightonopu"]:
+        monkeypatch.delitem(sys.modules, name)
+    return {"config_file": CONFIG_FILE}

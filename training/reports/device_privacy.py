@@ -278,7 +278,7 @@ class LabelCounts:
             if frames.certified is not None:
                 return confusion(frames, groups, cell)
             lights = {max(light, NO_LIGHT) for light in (cell.least, cell.most)}
-            rates = [self.law.rates(replace(point, light=light))[0] for light in sorted(lights)]
+            rates = [self.law.credited_rates(replace(point, light=light))[0] for light in sorted(lights)]
             return confusion_at(self.law, groups, rates[0], rates[-1])
 
         most = self._brightest(1) * point.light

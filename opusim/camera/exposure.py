@@ -400,6 +400,14 @@ class CountLaw:
         """
         return self._dark_e(self.dark, point)
 
+    def credited_dark_e(self, point: OperatingPoint) -> float:
+        """Return the dark charge of a frame that a guarantee may rest on, electrons: at most `dark_e`.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        return self._dark_e(None if self.dark is None else self.dark.credited(), point)
+
     def _dark_e(self, dark: DarkCurrent | None, point: OperatingPoint) -> float:
         wanted = self.temperature_c if point.temperature_c is None else point.temperature_c
         if dark is None or wanted is None:
@@ -408,15 +416,14 @@ class CountLaw:
 
     def rates(self, point: OperatingPoint) -> np.ndarray:
         """Return the expected electrons, ambient light included, shape (4, vectors, n_outputs)."""
-        return np.asarray(self._lit_rates(point, self.dark_e(point)) + point.exposure * self.ambient_e)
+        return np.asarray(self.rates_with(point, self.dark_e(point)) + point.exposure * self.ambient_e)
 
     def credited_rates(self, point: OperatingPoint) -> np.ndarray:
         """Return the electrons that a guarantee may rest on: no ambient light, and the credited dark charge."""
-        dark = None if self.dark is None else self.dark.credited()
-        return self._lit_rates(point, self._dark_e(dark, point))
+        return self.rates_with(point, self.credited_dark_e(point))
 
-    def _lit_rates(self, point: OperatingPoint, dark_e: float) -> np.ndarray:
-        """Return the expected electrons without ambient light."""
+    def rates_with(self, point: OperatingPoint, dark_e: float) -> np.ndarray:
+        """Return the expected electrons without ambient light, at a dark charge of a frame in electrons."""
         light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
         return np.asarray(point.exposure * light + dark_e * self.dark_scale)
 

@@ -404,8 +404,9 @@ class Cell:
     Attributes:
         least: Least light, a multiple of the described one, at least 0.
         most: Largest light.
-        dark_low: Least dark charge of every output that a certificate leaves open, electrons; 0 without one.
-        dark_high: Largest dark charge.
+        dark_low: Least dark charge of a frame that a certificate leaves open, or that is credited without one,
+            electrons.
+        dark_high: Largest dark charge; the described one without a certificate.
     """
 
     least: float
@@ -427,7 +428,14 @@ class Cell:
         return replace(self, dark_low=dark), replace(self, dark_high=dark)
 
 
-def shared_range(frames: LabelFrames, size: int, light: float, *, least: float | None = None) -> Cell:
+def shared_range(
+    frames: LabelFrames,
+    size: int,
+    light: float,
+    *,
+    least: float | None = None,
+    point: OperatingPoint | None = None,
+) -> Cell:
     """Return what all outputs of a frame may share.
 
     Args:
@@ -435,10 +443,13 @@ def shared_range(frames: LabelFrames, size: int, light: float, *, least: float |
         size: Outputs of a group.
         light: Largest multiple of the described light in a frame, but for what a certificate leaves open.
         least: Least such multiple; None for `light` itself.
+        point: How the camera is run, but for its light; None for the description.
     """
     certified, dimmed = frames.certified, light if least is None else least
     if certified is None:
-        return Cell(least=dimmed, most=light)
+        here = OperatingPoint() if point is None else point
+        low, high = frames.law.credited_dark_e(here), frames.law.dark_e(here)
+        return Cell(least=dimmed, most=light, dark_low=low, dark_high=high)
     dark_low, dark_high, _ = certified.dark_of_groups(size)
     return Cell(
         least=certified.least_light * dimmed,
@@ -461,12 +472,11 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     Args:
         frames: The camera.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of D; without a certificate dark charge is the described.
+        cell: Ranges of the light and of D; without a certificate all outputs have the same D.
     """
     certified, law = frames.certified, frames.law
     if certified is None:
-        lowest, highest = (frames.rates(max(light, NO_LIGHT)) for light in (cell.least, cell.most))
-        return confusion_at(law, groups, lowest, highest if cell.least < cell.most else lowest)
+        return described_confusion(law, groups, cell, OperatingPoint())
     deviation, single = (certified.dark_of_groups(size)[2] for size in (groups.shape[1], 1))
     brightest = cell.most * frames.light + cell.dark_high
     most = float(np.max(brightest)) + single
@@ -477,6 +487,22 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     lower, upper = confusion_at(law, groups, lowest, brightest + deviation)
     off = math.fsum(errors)
     return np.clip(lower - off, 0.0, 1.0), np.clip(upper + off, 0.0, 1.0)
+
+
+def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: OperatingPoint) -> Matrices:
+    """Return limits of the confusion matrix over a cell, of a camera as described but for its operating point.
+
+    Args:
+        law: The camera's stages.
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        cell: Ranges of the light and of the dark charge.
+        point: How the camera is run, but for its light.
+    """
+    ends = ((cell.least, cell.dark_low), (cell.most, cell.dark_high))
+    lowest, highest = (
+        law.rates_with(replace(point, light=max(light, NO_LIGHT)), dark)[0] for light, dark in ends
+    )
+    return confusion_at(law, groups, lowest, lowest if ends[0] == ends[1] else highest)
 
 
 def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: float) -> float:

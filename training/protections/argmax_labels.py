@@ -404,9 +404,10 @@ class Cell:
     Attributes:
         least: Least light, a multiple of the described one, at least 0.
         most: Largest light.
-        dark_low: Least dark charge of a frame that a certificate leaves open, or that is credited without one,
-            electrons.
-        dark_high: Largest dark charge; the described one without a certificate.
+        dark_low: Least dark charge of every output that a certificate leaves open, electrons. Without one what it is
+            beyond the described charge: 0, or less if the law of the dark current is a rule of thumb, whose credited
+            charge is less.
+        dark_high: Largest dark charge, likewise; 0 without a certificate.
     """
 
     least: float
@@ -418,6 +419,13 @@ class Cell:
     def worst(self) -> Cell:
         """The brightest frames at the least dark charge, where an answer usually tells most."""
         return replace(self, least=self.most, dark_high=self.dark_low)
+
+    @property
+    def dark_laws(self) -> tuple[Cell, ...]:
+        """The cells whose dark charge is the credited and the described one; this cell if they are the same."""
+        if self.dark_low >= 0 or self.dark_low == self.dark_high:
+            return (self,)
+        return replace(self, dark_high=self.dark_low), replace(self, dark_low=0.0)
 
     def halves(self, electrons: float) -> tuple[Cell, Cell]:
         """Return the halves along the range that changes more, if a light of 1 has so many electrons at an output."""
@@ -448,8 +456,8 @@ def shared_range(
     certified, dimmed = frames.certified, light if least is None else least
     if certified is None:
         here = OperatingPoint() if point is None else point
-        low, high = frames.law.credited_dark_e(here), frames.law.dark_e(here)
-        return Cell(least=dimmed, most=light, dark_low=low, dark_high=high)
+        uncredited = frames.law.dark_e(here) - frames.law.credited_dark_e(here)
+        return Cell(least=dimmed, most=light, dark_low=-uncredited)
     dark_low, dark_high, _ = certified.dark_of_groups(size)
     return Cell(
         least=certified.least_light * dimmed,
@@ -472,7 +480,7 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     Args:
         frames: The camera.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of D; without a certificate all outputs have the same D.
+        cell: Ranges of the light and of D; without a certificate D is what the dark charge is beyond the described.
     """
     certified, law = frames.certified, frames.law
     if certified is None:
@@ -495,18 +503,21 @@ def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: Op
     Args:
         law: The camera's stages.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of the dark charge.
+        cell: Ranges of the light and of the dark charge beyond the described.
         point: How the camera is run, but for its light.
     """
-    ends = ((cell.least, cell.dark_low), (cell.most, cell.dark_high))
+    ends, described = ((cell.least, cell.dark_low), (cell.most, cell.dark_high)), law.dark_e(point)
     lowest, highest = (
-        law.rates_with(replace(point, light=max(light, NO_LIGHT)), dark)[0] for light, dark in ends
+        law.rates_with(replace(point, light=max(light, NO_LIGHT)), described + dark)[0]
+        for light, dark in ends
     )
     return confusion_at(law, groups, lowest, lowest if ends[0] == ends[1] else highest)
 
 
 def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: float) -> float:
     """Return a bound of the epsilon of the symmetrised argmax over all points of a cell.
+
+    Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned.
 
     No argument says where an answer tells most, so the cell with the largest bound is halved until its bound is within
     0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
@@ -516,6 +527,8 @@ def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: 
         whole: The cell.
         electrons: Light of an output at a light of 1, by which ranges of light and dark charge are compared.
     """
+    if len(whole.dark_laws) > 1:
+        return max(largest_epsilon(limits, each, electrons) for each in whole.dark_laws)
 
     def bound(cell: Cell) -> float:
         return argmax_epsilon(*limits(cell), symmetrised=True)

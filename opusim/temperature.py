@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from scipy.optimize import brentq
 
 from opusim import checks
 
@@ -26,6 +25,9 @@ ZERO_C_K = 273.15
 _EV_K = CHARGE_C / BOLTZMANN_J_PER_K  # kelvin of an electronvolt, 11,604.5
 _MOST_DOUBLINGS = 64
 """Far beyond any sensor, and far below the exponent at which a float overflows."""
+
+_HALVINGS = 60
+"""Of a range of temperatures, which leave its last bits."""
 
 
 def kelvin(temperature_c: float) -> float:
@@ -58,9 +60,8 @@ def thermal_charge_e2_per_k(load_ohm: float, exposure_us: float) -> float:
 
 
 def _above_absolute_zero(**temperatures_c: float) -> None:
-    checks.finite(**temperatures_c)
     for name, value in temperatures_c.items():
-        if kelvin(value) <= 0:
+        if not math.isfinite(value) or kelvin(value) <= 0:
             raise ValueError(
                 f"{name} = {value:g}: must be above -273.15, absolute zero; give degrees Celsius"
             )
@@ -360,10 +361,17 @@ class TemperatureLaw:
                 f"{low:.6g} to {high:.6g}; change the exposure or the bias light, or add a digital share of noise"
             )
         if self.thermal_e2_per_k:
-            return float(brentq(lambda t: self.std(t) - std, coldest, hottest, xtol=1e-10, rtol=1e-14))
+            return self._bisected(std, coldest, hottest)
         charge = (std**2 - self.floor_variance) / self.variance_per_e
         charge = min(max(charge, self.dark_e(coldest)), self.dark_e(hottest))
         return self.dark.temperature_c(charge / (self.exposure_us * 1e-6))
+
+    def _bisected(self, std: float, coldest: float, hottest: float) -> float:
+        """Return the temperature of a noise that grows with it, within the last bits."""
+        for _ in range(_HALVINGS):
+            middle = (coldest + hottest) / 2
+            coldest, hottest = (middle, hottest) if self.std(middle) < std else (coldest, middle)
+        return (coldest + hottest) / 2
 
     def _steady_variance(self, temperature_c: float) -> float:
         """Return what is not the dark current's part, squared projection units."""

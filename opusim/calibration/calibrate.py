@@ -48,7 +48,7 @@ from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM
 from opusim.tables import data_url, html_page, png_bytes, print_table, unit_of, wrapped
-from opusim.temperature import TemperatureLaw
+from opusim.temperature import TemperatureLaw, TemperatureTable
 
 _BLANK_FRAMES = 100
 _OTHER_FRAMES = 500  # of a camera besides its series: pilots, the anchor and blanks, about
@@ -445,17 +445,22 @@ def readings_figure(samples: np.ndarray) -> Figure:
     return figure
 
 
-def temperature_figure(law: TemperatureLaw, name: str) -> Figure:
-    """Return the noise of a reading and the dark current's share of its variance against the temperature."""
-    temperatures = np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, 200)
+def temperature_figure(law: TemperatureLaw | TemperatureTable, name: str) -> Figure:
+    """Return the noise of a reading against temperature, with the shares of its variance or the matrix's size."""
+    temperatures = np.linspace(*law.temperatures_c, 200)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     share = axes.twinx()
     axes.plot(temperatures, [law.std(t) for t in temperatures], color="C0")
-    share.plot(temperatures, [100 * law.dark_share(t) for t in temperatures], color="C1", linestyle="--")
-    axes.set(xlabel="sensor temperature, °C", title=f"{name}: noise of a reading")
+    axes.set(xlabel="temperature, °C", title=f"{name}: noise of a reading")
     axes.set_ylabel("standard deviation, projection units", color="C0")
     axes.set_ylim(bottom=0)
+    if isinstance(law, TemperatureTable):
+        share.plot(temperatures, [law.size(t) for t in temperatures], color="C1", linestyle="--")
+        share.set_ylabel("root mean square of the matrix's entries", color="C1")
+        share.set_ylim(bottom=0)
+        return figure
+    share.plot(temperatures, [100 * law.dark_share(t) for t in temperatures], color="C1", linestyle="--")
     share.set_ylabel("dark current's share of the variance, %", color="C1")
     share.set_ylim(0, 100)
     return figure
@@ -541,20 +546,35 @@ def print_calibration(found: Calibration) -> None:
         )
 
 
-def print_temperatures(law: TemperatureLaw, name: str, n_inputs: int, steps: int) -> None:
-    """Print how temperature sets the noise, at some temperatures over the sensor's range."""
-    rows = [
-        (
-            f"{t:.1f}",
-            f"{law.dark.current_e_per_s(t):.4g}",
-            f"{law.dark_e(t):.4g}",
-            f"{law.std(t):.4g}",
-            f"{law.dark_share(t):.2%}",
-            f"{law.temperature_c(law.std(t)):.1f}",
+def print_temperatures(law: TemperatureLaw | TemperatureTable, name: str, n_inputs: int, steps: int) -> None:
+    """Print how temperature sets the noise, at some temperatures over the working range."""
+    temperatures = np.linspace(*law.temperatures_c, steps).tolist()
+    columns: tuple[str, ...] = ("°C", "noise of a reading", "entries of the matrix, rms")
+    if isinstance(law, TemperatureTable):
+        rows = [(f"{t:.1f}", f"{law.std(t):.5g}", f"{law.size(t):.5g}") for t in temperatures]
+    else:
+        columns = (
+            "°C",
+            "dark current, e⁻/s",
+            "dark charge, e⁻",
+            "noise of a reading",
+            "dark share",
+            "back, °C",
         )
-        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, steps)
-    ]
-    columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share", "back, °C")
+        thermal = law.thermal_e2_per_k > 0
+        columns = (*columns[:5], "thermal share", columns[5]) if thermal else columns
+        rows = [
+            (
+                f"{t:.1f}",
+                f"{law.dark.current_e_per_s(t):.4g}",
+                f"{law.dark_e(t):.4g}",
+                f"{law.std(t):.4g}",
+                f"{law.dark_share(t):.2%}",
+                *((f"{law.thermal_share(t):.2%}",) if thermal else ()),
+                f"{law.temperature_c(law.std(t)):.1f}",
+            )
+            for t in temperatures
+        ]
     print_table(f"{name}: random ternary vectors, {n_inputs} inputs", columns, rows)
 
 

@@ -154,20 +154,25 @@ def temperature_command(
     steps: Annotated[int, typer.Option("--steps", min=2, help="Temperatures of the table.")] = 10,
     seed: _SEED = 0,
 ) -> None:
-    """Show how a camera's temperature sets the noise of its readings, and what temperature a noise needs."""
+    """Show how a device's temperature sets the noise of its readings, and what temperature a noise needs."""
     import torch
 
     from opusim.calibration.calibrate import print_temperatures, temperature_figure
-    from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
     with open_window(name, inputs, outputs, seed) as device:
-        if not isinstance(device, CameraDevice):
-            raise ConfigError(name, "kind", f"{device.kind!r} has no sensor; use a device of kind 'camera'")
+        law_of = getattr(device, "temperature_law", None)
+        if law_of is None:
+            raise ConfigError(
+                name,
+                "kind",
+                f"no number of the kind {device.kind!r} depends on its temperature; use a device such as "
+                "'gaussian_temperature' or 'camera_low_light'",
+            )
         x = torch.randint(-1, 2, (64, device.n_inputs), generator=torch.Generator().manual_seed(1)).float()
-        law = device.temperature_law(x)
+        law = law_of(x)
     print_temperatures(law, device.name, device.n_inputs, steps)
     if std is not None:
         typer.echo(f"a noise of {std:g} projection units needs {law.temperature_c(std):.2f} °C")

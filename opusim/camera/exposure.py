@@ -132,6 +132,8 @@ class Exposure:
         offset_e: fixed offset of each pixel, electrons, shape (n_outputs,).
         dark_scale: dark current of each output's pixel as a multiple of the sensor's, shape (n_outputs,), or of all.
         nonlinearity: q of the read-out (`opusim.camera.from_description`), in [0, 0.25].
+        credited_dark_e: the part of the dark charge that a law may credit (`opusim.temperature.DarkCurrent.credited`),
+            electrons, or None for all of it.
     """
 
     light: LightSettings
@@ -142,6 +144,7 @@ class Exposure:
     offset_e: np.ndarray
     dark_scale: np.ndarray | float = 1.0
     nonlinearity: float = 0.0
+    credited_dark_e: float | None = None
 
     @cached_property
     def gain_e(self) -> np.ndarray:
@@ -150,13 +153,15 @@ class Exposure:
 
     @cached_property
     def floor_e(self) -> np.ndarray:
-        """Electrons that a law may credit, at each pixel: bias light (1 + PRNU) + dark charge."""
-        return np.asarray(self.light.bias_e * self.response + self.dark_current_e * self.dark_scale)
+        """Electrons that a law may credit, at each pixel: bias light (1 + PRNU) + credited dark charge."""
+        credited = self.dark_current_e if self.credited_dark_e is None else self.credited_dark_e
+        return np.asarray(self.light.bias_e * self.response + credited * self.dark_scale)
 
     @cached_property
     def dark_e(self) -> np.ndarray:
-        """Electrons of a frame without coherent light, at each pixel: the floor and ambient light (1 + PRNU)."""
-        return self.floor_e + self.light.ambient_e * self.response
+        """Electrons of a frame without coherent light: bias and ambient light (1 + PRNU) + dark charge."""
+        bias_and_dark = np.asarray(self.light.bias_e * self.response + self.dark_current_e * self.dark_scale)
+        return bias_and_dark + self.light.ambient_e * self.response
 
     @property
     def mean_power(self) -> float:
@@ -351,7 +356,8 @@ class OperatingPoint:
 class CountLaw:
     """Poisson counts with rates exposure (light L + bias + ambient + dark(T)) in every frame of every vector.
 
-    A guarantee rests on `credited_rates`, without the ambient light, which may be gone tomorrow.
+    A guarantee rests on `credited_rates`, without the ambient light, which may be gone tomorrow, and with the dark
+    charge that is credited (`opusim.temperature.DarkCurrent.credited`).
 
     Var[y] = Var of the recovery / (light exposure)^2, since the recovery divides by the anchor's intensity.
 
@@ -392,19 +398,34 @@ class CountLaw:
         Raises:
             ValueError: the sensor does not work at this temperature.
         """
+        return self._dark_e(self.dark, point)
+
+    def credited_dark_e(self, point: OperatingPoint) -> float:
+        """Return the dark charge of a frame that a guarantee may rest on, electrons: at most `dark_e`.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        return self._dark_e(None if self.dark is None else self.dark.credited(), point)
+
+    def _dark_e(self, dark: DarkCurrent | None, point: OperatingPoint) -> float:
         wanted = self.temperature_c if point.temperature_c is None else point.temperature_c
-        if self.dark is None or wanted is None:
+        if dark is None or wanted is None:
             return 0.0
-        return float(self.dark.current_e_per_s(wanted) * self.exposure_us * point.exposure * 1e-6)
+        return float(dark.current_e_per_s(wanted) * self.exposure_us * point.exposure * 1e-6)
 
     def rates(self, point: OperatingPoint) -> np.ndarray:
         """Return the expected electrons, ambient light included, shape (4, vectors, n_outputs)."""
-        return np.asarray(self.credited_rates(point) + point.exposure * self.ambient_e)
+        return np.asarray(self.rates_with(point, self.dark_e(point)) + point.exposure * self.ambient_e)
 
     def credited_rates(self, point: OperatingPoint) -> np.ndarray:
-        """Return the expected electrons without ambient light: those that a guarantee may rest on."""
+        """Return the electrons that a guarantee may rest on: no ambient light, and the credited dark charge."""
+        return self.rates_with(point, self.credited_dark_e(point))
+
+    def rates_with(self, point: OperatingPoint, dark_e: float) -> np.ndarray:
+        """Return the expected electrons without ambient light, at a dark charge of a frame in electrons."""
         light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
-        return np.asarray(point.exposure * light + self.dark_e(point) * self.dark_scale)
+        return np.asarray(point.exposure * light + dark_e * self.dark_scale)
 
     def std(self, point: OperatingPoint) -> float:
         """Return the root mean square over vectors and outputs of a reading's noise, projection units."""

@@ -421,6 +421,7 @@ def exposure_of(
         "sensor": sensor_of(camera, description.frames),
         "mirrors": mirrors,
         "dark_current_e": dark_charge_e(camera, light.exposure_us, temperature_c),
+        "credited_dark_e": dark_charge_e(camera, light.exposure_us, temperature_c, credited=True),
         "response": response(pixels),
         "offset_e": camera.sensor.dsnu_e * pixel_normals(seed, _DSNU_PLANE, pixels),
     }
@@ -459,8 +460,16 @@ def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
     return sensor if bits is None else sensor.sent_in(bits)
 
 
-def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: float | None = None) -> float:
+def dark_charge_e(
+    camera: CameraSettings, exposure_us: float, temperature_c: float | None = None, *, credited: bool = False
+) -> float:
     """Return the dark charge of a frame, electrons: current times exposure; 0 if dark current is off.
+
+    Args:
+        camera: the section of the description.
+        exposure_us: of the frame, microseconds.
+        temperature_c: another temperature than the description's, degrees Celsius.
+        credited: whether only the charge counts that a guarantee may rest on.
 
     Raises:
         ValueError: the sensor does not work at this temperature.
@@ -469,7 +478,7 @@ def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: flo
     if camera.dark is None or law is None:
         return 0.0
     wanted = camera.dark.temperature_c if temperature_c is None else temperature_c
-    return law.current_e_per_s(wanted) * exposure_us * 1e-6
+    return (law.credited() if credited else law).current_e_per_s(wanted) * exposure_us * 1e-6
 
 
 def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
@@ -542,9 +551,11 @@ def noise_line(description: DeviceDescription) -> str:
         )
     line = f"noise: Gaussian, standard deviation {noise.value():.6g} projection units at each output"
     if noise.temperature_law is not None:
-        temperature_c = noise.temperature_law.temperature_c
-        share = noise.temperature_law.law().dark_share(temperature_c)
+        temperature_c, law = noise.temperature_law.temperature_c, noise.temperature_law.law()
+        share = law.dark_share(temperature_c)
         line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
+        if law.thermal_e2_per_k:
+            line += f", thermal noise {law.thermal_share(temperature_c):.3%}"
     return line
 
 

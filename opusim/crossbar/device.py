@@ -8,6 +8,11 @@ g_max. For each device, in the order in which the effects act:
 2. drift: g_d = g_p ((t0 + t) / t0)^-nu with nu = |mean(g) + std(g) z_2|;
 3. 1/f noise accumulated since programming: g_f = max(g_d (1 + q(g_p) sqrt(ln((t0 + t + t_read) / (2 t_read))) z_3), 0).
 
+With a section ``[crossbar.temperature]`` the conductances are then multiplied by exp(-(E(g) / k) (1 / T - 1 / T_ref)),
+E at the target: the Arrhenius law of a semiconductor's conduction (`opusim.temperature.arrhenius_exponent`). For the
+temperature dependence of drift, 1/f noise and programming noise no law is published that fits these constants
+(measurements below room temperature: Lombardo et al., arXiv 2509.22511); they stay as described.
+
 t is the time since programming. z_1 and z_2 are drawn once for each programmed device, z_3 at each time that is looked
 at: two looks share no 1/f noise, which they would if they lay close together. q is taken at the programmed conductance,
 as in aihwkit's code (its documentation takes the target; aihwkit issue 436).
@@ -23,7 +28,8 @@ act:
    a_i = n / ratio * sum_j |w_ij| |x_j|, n the tile's inputs and r the scale `ir_drop`: the form of aihwkit
    (rpu_forward_backward_pass.cpp, applyIrDrop), a fit to the steady state of the wires;
 3. noise: z_i ~ N(0, s_i^2), s_i^2 = output_std^2 + weight_std^2 sum_j x_j^2 + current_std^2 sum_j |w_ij| x_j^2, the
-   noise of aihwkit's additive and PCM-like weight noise referred to the output;
+   noise of aihwkit's additive and PCM-like weight noise referred to the output; thermal noise adds
+   4 k T bandwidth / (g_max read_v^2) sum_j |w_ij| (`CrossbarTemperatureSettings`);
 4. ADC: step * round((m + z) / step), limited to the bound.
 
 The codes of the tiles are added in digital electronics. Each tile takes one reading of the noise stream, so the numbers
@@ -56,6 +62,7 @@ from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
 from opusim.processes import pause
 from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream, SeededStream, noise_stream
+from opusim.temperature import TemperatureTable, arrhenius_exponent
 
 _LEAST_G = 1e-7
 """Relative conductance below which logarithms and powers are held constant."""
@@ -77,13 +84,15 @@ class Pairs:
     def __init__(self, wanted: torch.Tensor, settings: CrossbarSettings, *, chip: int, number: int) -> None:
         self._wanted, self._settings, self._chip, self._number = wanted, settings, chip, number
 
-    def weights(self, seconds: float, look: int) -> torch.Tensor:
+    def weights(self, seconds: float, look: int, settings: CrossbarSettings | None = None) -> torch.Tensor:
         """Return w = g+ - g- at a time, float32, of the wanted matrix's shape.
 
         Args:
             seconds: since programming, at least 0.
             look: how often the matrix was looked at since programming; each look has 1/f noise of its own.
+            settings: laws at another temperature than that of this programming.
         """
+        laws = self._settings if settings is None else settings
         fixed = SeededStream(self._chip, "crossbar programming")
         fixed.seek(self._number)
         passing = SeededStream(self._chip, f"crossbar 1/f noise of programming {self._number}")
@@ -92,6 +101,9 @@ class Pairs:
         rows = max(1, _WEIGHTS_AT_ONCE // self._wanted.shape[1])
         for wanted, part in zip(self._wanted.split(rows), found.split(rows), strict=True):
             plus, minus = (self._at(side, seconds, fixed, passing) for side in (wanted, -wanted))
+            for side, conductance in ((wanted, plus), (-wanted, minus)):
+                if (factor := thermal_factor(side.clamp(min=0), laws)) is not None:
+                    conductance.mul_(factor)
             part.copy_(plus.sub_(minus).mul_(_EXACT).round_().div_(_EXACT))
         return found
 
@@ -114,6 +126,15 @@ class Pairs:
             return drifted
         relative = low_frequency(g, law).mul_(accumulated(t0 + seconds, law.t_read_s))
         return drifted.mul_(relative.mul_(_normal(passing, target)).add_(1)).clamp_(min=0)
+
+
+def thermal_factor(g: torch.Tensor, settings: CrossbarSettings) -> torch.Tensor | None:
+    """Return exp(-(E(g) / k) (1 / T - 1 / T_ref)), a new tensor of the targets' shape, or None if it is off."""
+    law = settings.temperature
+    if law is None or law.activation_ev is None:
+        return None
+    exponent = arrhenius_exponent(law.temperature_c, law.reference_c)
+    return evaluate(law.activation_ev, g).mul_(exponent).exp_()
 
 
 def spread(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch.Tensor:
@@ -148,7 +169,8 @@ def moments(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> tupl
         E[g_p] = g Phi(u) + s phi(u),        E[g_p^2] = (g^2 + s^2) Phi(u) + g s phi(u),
         E[k] = exp(-m L + tau^2 L^2 / 2),    E[k^2] = exp(-2 m L + 2 tau^2 L^2).
 
-    Left out: that nu and the conductance with 1/f noise are not negative, and that q is taken at g_p.
+    Mean and root of the variance are multiplied by `thermal_factor`. Left out: that nu and the conductance with 1/f
+    noise are not negative, and that q is taken at g_p.
 
     Args:
         g: targets in [0, 1].
@@ -160,6 +182,9 @@ def moments(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> tupl
     density = ratio.square().mul_(-0.5).exp_().mul_(std / math.sqrt(2 * math.pi))
     below = torch.special.ndtr(ratio)
     mean, second = g * below + density, (g.square() + std.square()) * below + g * density
+    factor = thermal_factor(g, settings)
+    if factor is not None:
+        mean, second = mean * factor, second * factor.square()
     if settings.drift is None:
         return mean, second.sub_(mean.square()).clamp_(min=0)
     decay = math.log((settings.drift.t0_s + seconds) / settings.drift.t0_s)
@@ -217,15 +242,21 @@ class TiledProduct:
         weights: w, float32, shape (outputs, inputs).
         converter: bits, bounds and inputs of a tile.
         settings: the noise of a product.
+        thermal: variance of thermal noise for sum_j |w_ij| = 1 (`CrossbarSettings.thermal_variance`).
 
     Attributes:
         saturated: which rows of the last `read` met the bound of an ADC, shape (batch,); None before.
     """
 
-    def __init__(self, weights: torch.Tensor, converter: Converter, settings: ProductSettings) -> None:
+    def __init__(
+        self, weights: torch.Tensor, converter: Converter, settings: ProductSettings, thermal: float = 0.0
+    ) -> None:
         self._weights, self._converter, self._settings = weights, converter, settings
+        self._thermal = thermal
+        # The variance that depends on weights is factor * current: current holds all of it with thermal noise.
+        self._factor = 1.0 if thermal else settings.current_std**2
         self.saturated: torch.Tensor | None = None
-        needed = settings.current_std or settings.ir_drop
+        needed = settings.current_std or settings.ir_drop or thermal
         self._magnitudes = weights.abs() if needed else weights
 
     @property
@@ -248,18 +279,21 @@ class TiledProduct:
         """Return the exact variance of `read`, float64, from the masses of every code."""
         total = torch.zeros((len(x), len(self._weights)), dtype=torch.float64, device=x.device)
         for mean, constant, current in self._tiles(self._converter.shown(x)):
-            noise = constant[:, None].double() + self._settings.current_std**2 * current.double()
+            noise = constant[:, None].double() + self._factor * current.double()
             total += self._code_variance(mean.double(), noise.sqrt())
         return total
 
     def std_limits(self) -> tuple[float, float]:
-        """Return the smallest and the largest standard deviation of a tile's noise over all inputs in [-1, 1]."""
+        """Return the smallest and the largest standard deviation of a tile's noise over all inputs in [-1, 1].
+
+        Thermal noise does not count in the smallest one: it may be less at another temperature.
+        """
         settings, most = self._settings, 0.0
+        by_weight = settings.current_std**2 + self._thermal
         for part in self._split(self._magnitudes):
             most = max(
                 most,
-                float(self._settings.current_std**2 * part.sum(1).max())
-                + settings.weight_std**2 * part.shape[1],
+                float(by_weight * part.sum(1).max()) + settings.weight_std**2 * part.shape[1],
             )
         return settings.output_std, (settings.output_std**2 + most) ** 0.5
 
@@ -271,7 +305,10 @@ class TiledProduct:
         return matrix.split(self._converter.tile_inputs or matrix.shape[1], dim=1)
 
     def _tiles(self, shown: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each tile: mean m, constant part of the variance by row, and sum_j |w| x^2 (m if not needed)."""
+        """For each tile: mean m, constant part of the variance by row, and sum_j |w| x^2 (m if not needed).
+
+        With thermal noise the last is the whole part of the variance that depends on weights.
+        """
         settings = self._settings
         parts = zip(
             self._split(shown), self._split(self._weights), self._split(self._magnitudes), strict=True
@@ -284,7 +321,13 @@ class TiledProduct:
                     voltage_drop(x, w, magnitudes, settings.ir_drop_conductance_ratio, settings.ir_drop)
                 )
             constant = squares.sum(1).mul_(settings.weight_std**2).add_(settings.output_std**2)
-            yield mean, constant, squares @ magnitudes.T if settings.current_std else mean
+            current = squares @ magnitudes.T if settings.current_std else mean
+            if self._thermal:
+                warm = magnitudes.sum(1).mul_(self._thermal)
+                current = warm.expand_as(mean) + (
+                    settings.current_std**2 * current if settings.current_std else 0.0
+                )
+            yield mean, constant, current
 
     def _add_codes(
         self,
@@ -299,7 +342,7 @@ class TiledProduct:
 
         The compiled kernel serves the CPU.
         """
-        step, factor = self._converter.output_step, self._settings.current_std**2
+        step, factor = self._converter.output_step, self._factor
         most = levels(self._converter.output_bits) if self._converter.output_bits is not None else 0
         if total.device.type == "cpu":
             arrays = [part.numpy() for part in (total, saturated, mean, constant, current, normal)]
@@ -395,6 +438,8 @@ def add_codes(
                 total[i, j] += mean[i, j] + spread * normal[i, j]
 
 
+_TEMPERATURES = 21
+"""Of the table that `CrossbarDevice.temperature_law` gives."""
 _FAR = 8.0
 """Standard deviations of a tile's noise between its largest output and the converter's limit that make clipping
 negligible: a probability below 1e-15 for each conversion."""
@@ -473,6 +518,35 @@ class CrossbarDevice(ProgrammableDevice):
         batch = real_batch(x, self.n_inputs, self._torch_device)
         return self._forward().variance(batch).mul_(self.reading_scale**2)
 
+    def temperature_law(self, x: torch.Tensor) -> TemperatureTable:  # (vectors, n_inputs)
+        """Return noise and size of readings at 21 temperatures, for the matrix that is held, without other 1/f noise.
+
+        Raises:
+            ConfigError: nothing depends on temperature.
+        """
+        law = self._settings.temperature
+        if law is None:
+            raise ConfigError(
+                self.name,
+                "crossbar.temperature",
+                "is missing, so nothing depends on temperature; give read_v and bandwidth_hz, or activation_ev",
+            )
+        self._held()
+        if self._pairs is None:
+            raise RuntimeError("a matrix is held that was never programmed")
+        batch = real_batch(x, self.n_inputs, self._torch_device)
+        temperatures = np.linspace(*law.working_c, _TEMPERATURES).tolist()
+        stds, sizes = [], []
+        for temperature in temperatures:
+            there = self._settings.model_copy(
+                update={"temperature": law.model_copy(update={"temperature_c": temperature})}
+            )
+            weights = self._pairs.weights(self._elapsed_s, self._looks - 1, there)
+            product = TiledProduct(weights, self._converter, there.product, there.thermal_variance)
+            stds.append(float(product.variance(batch).mean()) ** 0.5 * self.reading_scale)
+            sizes.append(float(weights.square().mean()) ** 0.5 * self.reading_scale)
+        return TemperatureTable(temperatures=tuple(temperatures), stds=tuple(stds), sizes=tuple(sizes))
+
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the spread of both devices of a pair just after programming: programming and 1/f noise."""
         return self.weight_moments(matrix, 0.0)[1]
@@ -539,7 +613,7 @@ class CrossbarDevice(ProgrammableDevice):
     def _forward(self) -> TiledProduct:
         weights = self._held()
         if self._product is None:
-            self._product = TiledProduct(weights, self._converter, self._settings.product)
+            self._product = self._tiled(weights)
         return self._product
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -547,8 +621,12 @@ class CrossbarDevice(ProgrammableDevice):
 
     def _multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
         if self._transposed is None:
-            self._transposed = TiledProduct(self._held().T, self._converter, self._settings.product)
+            self._transposed = self._tiled(self._held().T)
         return self._transposed.read(x, self._stream)
+
+    def _tiled(self, weights: torch.Tensor) -> TiledProduct:
+        settings = self._settings
+        return TiledProduct(weights, self._converter, settings.product, settings.thermal_variance)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from opusim.description.section import StrictSection
-from opusim.temperature import DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
+from opusim.temperature import ArrheniusDarkCurrent, DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
 
 
 class PowerSettings(StrictSection):
@@ -106,9 +106,9 @@ class DoublingSettings(StrictSection):
     """Keys of `opusim.temperature.DoublingDarkCurrent`."""
 
     dark_current_ref_e_per_s: float = Field(ge=0)
-    temperature_ref_c: float
+    temperature_ref_c: float = Field(gt=-273.15)
     doubling_k: float = Field(gt=0)
-    temperature_min_c: float = Field(ge=-273.15)
+    temperature_min_c: float = Field(gt=-273.15)
     temperature_max_c: float
 
     def dark_current(self) -> DoublingDarkCurrent:
@@ -120,6 +120,24 @@ class DoublingSettings(StrictSection):
         return DoublingDarkCurrent(**{key: getattr(self, key) for key in DoublingSettings.model_fields})
 
 
+class ArrheniusSettings(StrictSection):
+    """Keys of `opusim.temperature.ArrheniusDarkCurrent`."""
+
+    dark_current_ref_e_per_s: float = Field(ge=0)
+    temperature_ref_c: float = Field(gt=-273.15)
+    activation_ev: float = Field(gt=0)
+    temperature_min_c: float = Field(gt=-273.15)
+    temperature_max_c: float
+
+    def dark_current(self) -> ArrheniusDarkCurrent:
+        """Return the law.
+
+        Raises:
+            ValueError: its numbers contradict each other.
+        """
+        return ArrheniusDarkCurrent(**{key: getattr(self, key) for key in ArrheniusSettings.model_fields})
+
+
 class TableSettings(StrictSection):
     """Keys of `opusim.temperature.TableDarkCurrent`."""
 
@@ -128,23 +146,37 @@ class TableSettings(StrictSection):
 
 
 class DarkSettings(StrictSection):
-    """Dark current: one of two laws, and the temperature the sensor is at.
+    """Dark current: one of three laws, and the temperature the sensor is at.
 
     Attributes:
         temperature_c: operating temperature, degrees Celsius.
-        doubling: the doubling law.
+        doubling: the doubling rule.
+        arrhenius: the Arrhenius law.
         table: measured points.
     """
 
     temperature_c: float
     doubling: DoublingSettings | None = None
+    arrhenius: ArrheniusSettings | None = None
     table: TableSettings | None = None
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
-        if (self.doubling is None) == (self.table is None):
-            raise ValueError("give exactly one of doubling and table")
+    def _one_law(self) -> Self:
+        if sum(law is not None for law in (self.doubling, self.arrhenius, self.table)) != 1:
+            raise ValueError("give exactly one of doubling, arrhenius and table")
         return self
+
+    def law(self) -> DarkCurrent:
+        """Return the law.
+
+        Raises:
+            ValueError: its numbers contradict each other.
+        """
+        formula = self.doubling or self.arrhenius
+        if formula is not None:
+            return formula.dark_current()
+        points = self.table.model_dump() if self.table is not None else {}
+        return TableDarkCurrent(**{key: tuple(value) for key, value in points.items()})
 
 
 class MirrorSettings(StrictSection):
@@ -317,12 +349,7 @@ class CameraSettings(StrictSection):
         Raises:
             ValueError: its numbers contradict each other.
         """
-        if self.dark is None:
-            return None
-        if self.dark.doubling is not None:
-            return self.dark.doubling.dark_current()
-        points = self.dark.table.model_dump() if self.dark.table is not None else {}
-        return TableDarkCurrent(**{key: tuple(value) for key, value in points.items()})
+        return None if self.dark is None else self.dark.law()
 
     @model_validator(mode="after")
     def _a_path_has_a_reference(self) -> Self:

@@ -12,6 +12,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from opusim.description.section import StrictSection
+from opusim.temperature import BOLTZMANN_J_PER_K, kelvin
 
 
 class PiecewiseSettings(StrictSection):
@@ -160,6 +161,73 @@ class LowFrequencySettings(StrictSection):
         return self
 
 
+class CrossbarTemperatureSettings(StrictSection):
+    """What temperature does to conductances and products; each law is off unless its keys are given.
+
+    Conductances: g(T) = g exp(-(E(g) / k) (1 / T - 1 / T_ref)), g and E at the target. Thermal noise: the variance of
+    an output of a tile grows by 4 k T bandwidth sum_j |w_ij| / (g_max read_v^2).
+
+    Attributes:
+        temperature_c: operating temperature, degrees Celsius.
+        temperature_ref_c: temperature at which the other sections' constants hold, degrees Celsius; None: 25.
+        temperature_min_c: lowest working temperature, degrees Celsius; None: -40.
+        temperature_max_c: highest one; None: 85.
+        activation_ev: activation energy E of the conduction, electronvolts, coefficients of g, lowest power first; None
+            is off.
+        read_v: voltage of an input of 1, volts; with bandwidth_hz it switches thermal noise on.
+        bandwidth_hz: noise bandwidth of the read-out, hertz.
+    """
+
+    temperature_c: float
+    temperature_ref_c: float | None = Field(default=None, gt=-273.15)
+    temperature_min_c: float | None = Field(default=None, gt=-273.15)
+    temperature_max_c: float | None = None
+    activation_ev: list[float] | None = Field(default=None, min_length=1)
+    read_v: float | None = Field(default=None, gt=0)
+    bandwidth_hz: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _some_law_in_range(self) -> Self:
+        if (self.read_v is None) != (self.bandwidth_hz is None):
+            raise ValueError("read_v and bandwidth_hz belong together; give both or neither")
+        if self.read_v is None and self.activation_ev is None:
+            raise ValueError("nothing depends on temperature; give read_v and bandwidth_hz, or activation_ev")
+        low, high = self.working_c
+        if not low <= self.temperature_c <= high:
+            raise ValueError(
+                f"temperature_c = {self.temperature_c:g}: must lie between temperature_min_c = {low:g} and "
+                f"temperature_max_c = {high:g}"
+            )
+        return self
+
+    @property
+    def reference_c(self) -> float:
+        """Temperature at which the other sections' constants hold, degrees Celsius."""
+        return 25.0 if self.temperature_ref_c is None else self.temperature_ref_c
+
+    @property
+    def working_c(self) -> tuple[float, float]:
+        """The lowest and the highest working temperature, degrees Celsius."""
+        return (
+            -40.0 if self.temperature_min_c is None else self.temperature_min_c,
+            85.0 if self.temperature_max_c is None else self.temperature_max_c,
+        )
+
+    def thermal_variance(self, g_max_us: float) -> float:
+        """Return the variance of thermal noise for sum_j |w_ij| = 1, squared units of w x; 0 if it is off.
+
+        Johnson and Nyquist, Phys. Rev. 32, 97 and 110 (1928): a conductance G has the current noise 4 k T G bandwidth.
+        The sum of both conductances of a pair is at least |w| g_max, which is taken.
+
+        Args:
+            g_max_us: conductance of a weight of 1, microsiemens.
+        """
+        if self.read_v is None or self.bandwidth_hz is None:
+            return 0.0
+        current_a2 = 4 * BOLTZMANN_J_PER_K * kelvin(self.temperature_c) * self.bandwidth_hz
+        return current_a2 / (g_max_us * 1e-6 * self.read_v**2)
+
+
 class WorkSettings(StrictSection):
     """Time and energy of programming.
 
@@ -186,6 +254,7 @@ class CrossbarSettings(StrictSection):
         drift: drift by a power law, or None.
         low_frequency: accumulated 1/f noise, or None; needs `drift`.
         work: time and energy of programming, or None if they are not counted.
+        temperature: what temperature does, or None if nothing depends on it.
     """
 
     g_max_us: float = Field(gt=0)
@@ -197,6 +266,12 @@ class CrossbarSettings(StrictSection):
     drift: ConductanceDriftSettings | None = None
     low_frequency: LowFrequencySettings | None = None
     work: WorkSettings | None = None
+    temperature: CrossbarTemperatureSettings | None = None
+
+    @property
+    def thermal_variance(self) -> float:
+        """Variance that thermal noise adds for sum_j |w_ij| = 1, squared units of w x; 0 if it is off."""
+        return 0.0 if self.temperature is None else self.temperature.thermal_variance(self.g_max_us)
 
     @model_validator(mode="after")
     def _laws_fit(self) -> Self:

@@ -20,12 +20,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim import plugins
-from opusim.description.camera import CameraSettings, DoublingSettings
+from opusim.description.camera import ArrheniusSettings, CameraSettings, DoublingSettings
 from opusim.description.crossbar import CrossbarSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
-from opusim.temperature import TemperatureLaw
+from opusim.temperature import DarkCurrent, TemperatureLaw, thermal_charge_e2_per_k
 
 
 class LightonSettings(StrictSection):
@@ -114,6 +114,16 @@ _OWN_SECTION = {
 LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
 
+TEMPERATURE = "temperature_c"
+"""The override that sets the operating temperature of any description, in degrees Celsius."""
+_TEMPERATURES = (
+    ("camera", "dark"),
+    ("noise", "temperature_law"),
+    ("crossbar", "temperature"),
+    ("options",),
+)
+"""Sections whose key `temperature_c` it sets; one of options only if the file has that key."""
+
 NUMBERS = (int, float, list)
 """Types of plain values that are numbers, or lists of them, and need a provenance; a bool is none."""
 
@@ -199,20 +209,44 @@ class FrameSettings(StrictSection):
         return 1e-6 * (frames * each + (self.host_us_per_call or 0.0))
 
 
-class TemperatureSettings(DoublingSettings):
-    """Gaussian noise with a dark current that doubles every few kelvin (`opusim.temperature`), at one temperature.
+class TemperatureSettings(StrictSection):
+    """Gaussian noise of a read-out with dark current and thermal noise (`opusim.temperature`), at one temperature.
+
+    The dark current follows the Arrhenius law (`activation_ev`) or the doubling rule (`doubling_k`). The rule gives the
+    current that a guarantee may rest on (`opusim.temperature.DoublingDarkCurrent.credited`), in readings too.
 
     Attributes:
-        sigma_0: noise without dark current (read noise and the like), projection units.
+        sigma_0: noise that does not depend on temperature (amplifier and the like), projection units.
         variance_per_e: squared projection units for an electron of dark charge.
-        exposure_us: exposure of a frame, microseconds.
+        exposure_us: exposure of a frame, or time over which an analog read-out integrates, microseconds.
         temperature_c: operating temperature, degrees Celsius.
+        dark_current_ref_e_per_s: dark current at temperature_ref_c, electrons per second; 0 switches it off.
+        temperature_ref_c: temperature of that number, degrees Celsius.
+        temperature_min_c: lowest working temperature, degrees Celsius.
+        temperature_max_c: highest one.
+        doubling_k: kelvin in which the dark current doubles; this or activation_ev.
+        activation_ev: activation energy of the dark current, electronvolts.
+        load_ohm: resistance of an analog read-out (the load, or an amplifier's feedback resistor), whose thermal noise
+            is added, ohm; None is off.
     """
 
     sigma_0: float = Field(ge=0)
     variance_per_e: float = Field(gt=0)
     exposure_us: float = Field(gt=0)
     temperature_c: float
+    dark_current_ref_e_per_s: float = Field(ge=0)
+    temperature_ref_c: float = Field(gt=-273.15)
+    temperature_min_c: float = Field(gt=-273.15)
+    temperature_max_c: float
+    doubling_k: float | None = Field(default=None, gt=0)
+    activation_ev: float | None = Field(default=None, gt=0)
+    load_ohm: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_dark_law(self) -> Self:
+        if (self.doubling_k is None) == (self.activation_ev is None):
+            raise ValueError("give exactly one of doubling_k and activation_ev")
+        return self
 
     @model_validator(mode="after")
     def _temperature_in_range(self) -> Self:
@@ -230,12 +264,18 @@ class TemperatureSettings(DoublingSettings):
         Raises:
             ValueError: its numbers contradict each other.
         """
+        load = self.load_ohm
         return TemperatureLaw(
             floor_variance=self.sigma_0**2,
             variance_per_e=self.variance_per_e,
             exposure_us=self.exposure_us,
-            dark=self.dark_current(),
+            dark=self._dark_current().credited(),
+            thermal_e2_per_k=0.0 if load is None else thermal_charge_e2_per_k(load, self.exposure_us),
         )
+
+    def _dark_current(self) -> DarkCurrent:
+        section = ArrheniusSettings if self.doubling_k is None else DoublingSettings
+        return section(**{key: getattr(self, key) for key in section.model_fields}).dark_current()
 
 
 class NoiseSettings(StrictSection):
@@ -401,7 +441,8 @@ SCHEME_GROUP = "opusim.description_schemes"
 """Entry points that read descriptions of names with a scheme: called with the name, they return what a file holds."""
 _ALTERNATIVES = (
     {"noise.sigma", "noise.temperature_law"},
-    {"camera.dark.doubling", "camera.dark.table"},
+    {"noise.temperature_law.doubling_k", "noise.temperature_law.activation_ev"},
+    {"camera.dark.doubling", "camera.dark.arrhenius", "camera.dark.table"},
 )
 """Keys that exclude each other: an override by one takes the others away."""
 
@@ -415,7 +456,8 @@ def load_description(
         name_or_path: the name of a description shipped with opusim, such as ``gaussian``, a path that ends in
             ``.toml``, or the address of a served device, ``remote://HOST:PORT``, whose server is asked.
         overrides: nested mapping laid over the file's keys, such as ``{"noise": {"sigma": 0.1}}``; the
-            provenance of an overridden number becomes ``override``. A value of None removes a key.
+            provenance of an overridden number becomes ``override``. A value of None removes a key. ``temperature_c``
+            sets the key of that name in the section that has the description's law of temperature.
 
     Returns:
         The frozen description.
@@ -428,6 +470,7 @@ def load_description(
     file = str(name_or_path)
     content = _read(file)
     if overrides:
+        overrides = _with_temperature(file, content, overrides)
         laid = flat(overrides)
         given = {*_sections(overrides), *laid}
         removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
@@ -489,6 +532,45 @@ def _read(file: str) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(file, "syntax", f"not a TOML file: {error}") from None
+
+
+def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides with `TEMPERATURE` moved to the section whose law takes it.
+
+    Raises:
+        ConfigError: no number of the description depends on temperature, or the overrides give two temperatures.
+    """
+    given = dict(overrides)
+    if TEMPERATURE not in given:
+        return given
+    wanted = given.pop(TEMPERATURE)
+    described = _pruned(merged(content, given), set())
+    for path in _TEMPERATURES:
+        section, own = _at(described, path), _at(given, path)
+        if section is None or (path == ("options",) and TEMPERATURE not in section):
+            continue
+        key = ".".join((*path, TEMPERATURE))
+        if own is not None and TEMPERATURE in own:
+            raise ConfigError(file, TEMPERATURE, f"{key} is given too; give one of them")
+        placed: dict[str, Any] = {TEMPERATURE: wanted}
+        for name in reversed(path):
+            placed = {name: placed}
+        return merged(given, placed)
+    kind = str(described.get("kind", ""))
+    remedy = {
+        "camera": "give dark current, such as a section camera.dark.arrhenius",
+        "crossbar": "give a section crossbar.temperature, with read_v and bandwidth_hz or with activation_ev",
+        "gaussian": "give noise.temperature_law instead of noise.sigma, as 'gaussian_temperature' does",
+    }.get(kind, "leave it out, or take 'gaussian_temperature' or 'camera_low_light'")
+    raise ConfigError(file, TEMPERATURE, f"no number of this device depends on its temperature; {remedy}")
+
+
+def _at(values: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """Return the section at a path, or None if there is none."""
+    found: Any = values
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

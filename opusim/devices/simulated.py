@@ -18,6 +18,7 @@ from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
+from opusim.temperature import TemperatureLaw
 
 
 class SimulatedDevice(NoisyDevice):
@@ -161,4 +162,21 @@ class GaussianDevice(SimulatedDevice):
         if description.noise is None:
             raise ConfigError(description.name, "noise", "missing; give noise.sigma, or use the kind 'ideal'")
         self._std = description.noise.value()
+        self._noise_settings = description.noise
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
+
+    def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
+        """Return how temperature sets the noise of readings, which is the same for every x.
+
+        Raises:
+            ConfigError: sigma is given directly.
+        """
+        law = self._noise_settings.temperature_law
+        if law is None:
+            raise ConfigError(
+                self.name,
+                "noise.sigma",
+                "is given directly, so temperature sets no noise; give noise.temperature_law, as "
+                "'gaussian_temperature' does",
+            )
+        return law.law()

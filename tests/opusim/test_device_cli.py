@@ -25,14 +25,14 @@ def test_show_gives_each_number_its_unit_status_and_source() -> None:
     result = RUNNER.invoke(app, ["show", "gaussian_temperature"])
     assert result.exit_code == 0
     line = next(line for line in result.stdout.splitlines() if "dark_current" in line)
-    assert all(word in line for word in ("125", "e⁻/s", "assumed", "CMV2000"))
+    assert all(word in line for word in ("6.24e+09", "e⁻/s", "assumed", "1 nA"))
     line = next(line for line in result.stdout.splitlines() if "exposure_us" in line)
     assert all(word in line for word in ("400", "µs", "measured"))
     assert "can: project, draw, intensities, matrix" in result.stdout
     shown = " ".join(result.stdout.split())
     assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in shown
     assert "1,000 vectors 4.3 s" in RUNNER.invoke(app, ["show", "camera"]).stdout
-    assert "at 25 °C the dark current makes 0.030% of its variance" in result.stdout
+    assert "at 25 °C the dark current makes 14.821% of its variance" in result.stdout
 
 
 @pytest.mark.parametrize(

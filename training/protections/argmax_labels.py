@@ -404,8 +404,10 @@ class Cell:
     Attributes:
         least: Least light, a multiple of the described one, at least 0.
         most: Largest light.
-        dark_low: Least dark charge of every output that a certificate leaves open, electrons; 0 without one.
-        dark_high: Largest dark charge.
+        dark_low: Least dark charge of every output that a certificate leaves open, electrons. Without one what it is
+            beyond the described charge: 0, or less if the law of the dark current is a rule of thumb, whose credited
+            charge is less.
+        dark_high: Largest dark charge, likewise; 0 without a certificate.
     """
 
     least: float
@@ -418,6 +420,13 @@ class Cell:
         """The brightest frames at the least dark charge, where an answer usually tells most."""
         return replace(self, least=self.most, dark_high=self.dark_low)
 
+    @property
+    def dark_laws(self) -> tuple[Cell, ...]:
+        """The cells whose dark charge is the credited and the described one; this cell if they are the same."""
+        if self.dark_low >= 0 or self.dark_low == self.dark_high:
+            return (self,)
+        return replace(self, dark_high=self.dark_low), replace(self, dark_low=0.0)
+
     def halves(self, electrons: float) -> tuple[Cell, Cell]:
         """Return the halves along the range that changes more, if a light of 1 has so many electrons at an output."""
         if (self.most - self.least) * electrons > self.dark_high - self.dark_low:
@@ -427,7 +436,14 @@ class Cell:
         return replace(self, dark_low=dark), replace(self, dark_high=dark)
 
 
-def shared_range(frames: LabelFrames, size: int, light: float, *, least: float | None = None) -> Cell:
+def shared_range(
+    frames: LabelFrames,
+    size: int,
+    light: float,
+    *,
+    least: float | None = None,
+    point: OperatingPoint | None = None,
+) -> Cell:
     """Return what all outputs of a frame may share.
 
     Args:
@@ -435,10 +451,13 @@ def shared_range(frames: LabelFrames, size: int, light: float, *, least: float |
         size: Outputs of a group.
         light: Largest multiple of the described light in a frame, but for what a certificate leaves open.
         least: Least such multiple; None for `light` itself.
+        point: How the camera is run, but for its light; None for the description.
     """
     certified, dimmed = frames.certified, light if least is None else least
     if certified is None:
-        return Cell(least=dimmed, most=light)
+        here = OperatingPoint() if point is None else point
+        uncredited = frames.law.dark_e(here) - frames.law.credited_dark_e(here)
+        return Cell(least=dimmed, most=light, dark_low=-uncredited)
     dark_low, dark_high, _ = certified.dark_of_groups(size)
     return Cell(
         least=certified.least_light * dimmed,
@@ -461,12 +480,11 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     Args:
         frames: The camera.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of D; without a certificate dark charge is the described.
+        cell: Ranges of the light and of D; without a certificate D is what the dark charge is beyond the described.
     """
     certified, law = frames.certified, frames.law
     if certified is None:
-        lowest, highest = (frames.rates(max(light, NO_LIGHT)) for light in (cell.least, cell.most))
-        return confusion_at(law, groups, lowest, highest if cell.least < cell.most else lowest)
+        return described_confusion(law, groups, cell, OperatingPoint())
     deviation, single = (certified.dark_of_groups(size)[2] for size in (groups.shape[1], 1))
     brightest = cell.most * frames.light + cell.dark_high
     most = float(np.max(brightest)) + single
@@ -479,8 +497,27 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     return np.clip(lower - off, 0.0, 1.0), np.clip(upper + off, 0.0, 1.0)
 
 
+def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: OperatingPoint) -> Matrices:
+    """Return limits of the confusion matrix over a cell, of a camera as described but for its operating point.
+
+    Args:
+        law: The camera's stages.
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        cell: Ranges of the light and of the dark charge beyond the described.
+        point: How the camera is run, but for its light.
+    """
+    ends, described = ((cell.least, cell.dark_low), (cell.most, cell.dark_high)), law.dark_e(point)
+    lowest, highest = (
+        law.rates_with(replace(point, light=max(light, NO_LIGHT)), described + dark)[0]
+        for light, dark in ends
+    )
+    return confusion_at(law, groups, lowest, lowest if ends[0] == ends[1] else highest)
+
+
 def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: float) -> float:
     """Return a bound of the epsilon of the symmetrised argmax over all points of a cell.
+
+    Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned.
 
     No argument says where an answer tells most, so the cell with the largest bound is halved until its bound is within
     0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
@@ -490,6 +527,8 @@ def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: 
         whole: The cell.
         electrons: Light of an output at a light of 1, by which ranges of light and dark charge are compared.
     """
+    if len(whole.dark_laws) > 1:
+        return max(largest_epsilon(limits, each, electrons) for each in whole.dark_laws)
 
     def bound(cell: Cell) -> float:
         return argmax_epsilon(*limits(cell), symmetrised=True)

@@ -58,7 +58,7 @@ from opusim.training.protections.argmax_labels import (
     Cell,
     LabelFrames,
     confusion,
-    confusion_at,
+    described_confusion,
     label_groups,
     largest_epsilon,
     own_light,
@@ -277,12 +277,11 @@ class LabelCounts:
         def limits(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
             if frames.certified is not None:
                 return confusion(frames, groups, cell)
-            lights = {max(light, NO_LIGHT) for light in (cell.least, cell.most)}
-            rates = [self.law.rates(replace(point, light=light))[0] for light in sorted(lights)]
-            return confusion_at(self.law, groups, rates[0], rates[-1])
+            return described_confusion(self.law, groups, cell, point)
 
         most = self._brightest(1) * point.light
-        whole = shared_range(frames, groups.shape[1], most, least=0.0 if self._power_error else most)
+        least = 0.0 if self._power_error else most
+        whole = shared_range(frames, groups.shape[1], most, least=least, point=point)
         if not all_powers:
             return argmax_epsilon(*limits(whole.worst), symmetrised=True)
         return largest_epsilon(limits, whole, own_light(frames.light, groups))

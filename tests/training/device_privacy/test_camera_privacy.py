@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import NoGuarantee, Status, Unit
+from opusim.accounting.mechanisms.counts import argmax_epsilon
 from opusim.accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.schema import load_description
@@ -20,7 +21,14 @@ from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, l
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.training.cli.app import app
-from opusim.training.protections.argmax_labels import ArgmaxReadout, LabelFrames
+from opusim.training.protections.argmax_labels import (
+    ArgmaxReadout,
+    Cell,
+    LabelFrames,
+    confusion,
+    label_groups,
+    shared_range,
+)
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.reports.device_privacy import (
     MIN_SHARE,
@@ -354,3 +362,26 @@ def test_what_training_refuses_to_keep_is_not_accounted(
     description = load_description("camera_low_light", {"camera": camera})
     with pytest.raises(ConfigError, match=message):
         label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]
+
+
+def test_an_answer_is_stated_at_the_credited_dark_charge_where_that_tells_more() -> None:
+    """Away from its reference a doubling rule gives more dark charge than is credited."""
+    description = load_description("camera_low_light", {"temperature_c": 50.0})
+    found = label_counts(description, n_classes=3, n_outputs=24, delta=DELTA, kept="argmax")
+    frames, groups, point = found.seen, label_groups(found.seen.light), OperatingPoint(light=0.05)
+    excess = found.law.dark_e(point) - found.law.credited_dark_e(point)
+    assert excess > 0.2 * found.law.credited_dark_e(point)
+    whole = shared_range(frames, groups.shape[1], 0.05)
+    assert whole == Cell(least=0.05, most=0.05, dark_low=-excess)
+    at = [
+        argmax_epsilon(
+            *confusion(frames, groups, replace(whole, dark_low=dark, dark_high=dark)), symmetrised=True
+        )
+        for dark in np.linspace(-excess, 0.0, 5)
+    ]
+    assert found.epsilon(point) == pytest.approx(max(at), rel=1e-9)
+    assert at == sorted(at, reverse=True)
+    assert at[-1] < 0.95 * at[0]  # planted: the described charge taken for the credited one
+    cold = load_description("camera_low_light")
+    at_reference = label_counts(cold, n_classes=3, n_outputs=24, delta=DELTA, kept="argmax").seen
+    assert shared_range(at_reference, 8, 0.05) == Cell(least=0.05, most=0.05)

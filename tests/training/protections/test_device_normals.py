@@ -68,7 +68,10 @@ def test_outputs_of_different_noise_are_each_brought_to_one(seed: int) -> None:
         return torch.randn(shape, generator=generator) * torch.from_numpy(stds).float()
 
     device: Any = SimpleNamespace(
-        noise=GaussianNoise(std=stds, n_outputs=N_OUTPUTS), n_outputs=N_OUTPUTS, draw=draw
+        noise=GaussianNoise(std=stds, n_outputs=N_OUTPUTS),
+        n_outputs=N_OUTPUTS,
+        draw=draw,
+        credit_noise=lambda: None,
     )
     numbers = DeviceNormals(device).normal((SIZE,))
     assert deviation(numbers) < LIMIT
@@ -79,7 +82,9 @@ def test_outputs_of_different_noise_are_each_brought_to_one(seed: int) -> None:
 
 def test_devices_without_a_gaussian_law_are_refused() -> None:
     discrete: Any = SimpleNamespace(
-        name="coin", noise=DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5]))
+        name="coin",
+        noise=DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5])),
+        credit_noise=lambda: None,
     )
     for device, message in (
         (open_device("ideal", n_inputs=3, n_outputs=5), "'ideal' .*standard deviation 0"),

@@ -125,6 +125,9 @@ class _NoMatrix:
     capabilities = frozenset({"project", "draw"})
     noise = device_of(1.0).noise
 
+    def credit_noise(self) -> None:
+        """No monitor compares it."""
+
 
 class _Counts(_NoMatrix):
     name = "counter"

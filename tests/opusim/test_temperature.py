@@ -354,7 +354,8 @@ def test_a_crossbar_tells_how_temperature_sets_its_readings() -> None:
         flat.temperature_c(1.0)
 
 
-def test_the_command_knows_every_kind(tmp_path: Path) -> None:
+def test_the_command_knows_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # a narrow terminal cuts the heads of columns
     runner, figure = CliRunner(), tmp_path / "figure.png"
     call = ["temperature", "gaussian_temperature", "--std", "0.2", "--outputs", "8"]
     found = runner.invoke(app, [*call, "--figure", str(figure)])

@@ -27,6 +27,8 @@ def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *, speed: float | Non
     monkeypatch.setenv("LIGHTONOPU_DOUBLE_FOLDER", str(folder))
     monkeypatch.setenv("LIGHTONOPU_DOUBLE_SPEED", "inf" if speed is None else str(speed))
     monkeypatch.setenv("OPUSIM_LOCKS", str(folder / "locks"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lightonopu"]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in {"lightonopu", *sys.modules}:
+        if name.partition(".")[0] == "lightonopu":
+            monkeypatch.setitem(sys.modules, name, None)  # so that what is imported now leaves with the test
+            del sys.modules[name]
     return {"config_file": CONFIG_FILE}

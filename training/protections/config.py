@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from typing_extensions import override
 
 from opusim.accounting.guarantee import Adjacency
@@ -130,6 +130,14 @@ class RecordConfig(_NoisyStrength):
     correlation: tuple[float, ...] | None = None
     """The coefficients of such noise, bands many; None takes those of the least noise in the parameters over the run,
     for its momentum and schedule."""
+
+    @model_serializer(mode="wrap")
+    def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is not stated and former versions did not know, so that their folders resume."""
+        found: dict[str, Any] = write(self)
+        if self.fixed_batches is None:
+            found.pop("fixed_batches", None)
+        return found
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:

@@ -42,7 +42,7 @@ def arrhenius_exponent(temperature_c: float, reference_c: float) -> float:
         temperature_c: T, degrees Celsius, above -273.15.
         reference_c: T_ref, likewise.
     """
-    return _EV_K * (1 / kelvin(reference_c) - 1 / kelvin(temperature_c))
+    return _EV_K * (1 / (reference_c + ZERO_C_K) - 1 / (temperature_c + ZERO_C_K))
 
 
 def thermal_charge_e2_per_k(load_ohm: float, exposure_us: float) -> float:
@@ -61,7 +61,7 @@ def thermal_charge_e2_per_k(load_ohm: float, exposure_us: float) -> float:
 
 def _above_absolute_zero(**temperatures_c: float) -> None:
     for name, value in temperatures_c.items():
-        if not math.isfinite(value) or kelvin(value) <= 0:
+        if not math.isfinite(value) or (value + ZERO_C_K) <= 0:
             raise ValueError(
                 f"{name} = {value:g}: must be above -273.15, absolute zero; give degrees Celsius"
             )
@@ -156,7 +156,7 @@ class DoublingDarkCurrent(DarkCurrent):
         return ArrheniusDarkCurrent(
             dark_current_ref_e_per_s=self.dark_current_ref_e_per_s,
             temperature_ref_c=self.temperature_ref_c,
-            activation_ev=kelvin(self.temperature_ref_c) ** 2 * math.log(2) / (self.doubling_k * _EV_K),
+            activation_ev=(self.temperature_ref_c + ZERO_C_K) ** 2 * math.log(2) / (self.doubling_k * _EV_K),
             temperature_min_c=self.temperature_min_c,
             temperature_max_c=self.temperature_max_c,
         )
@@ -221,7 +221,7 @@ class ArrheniusDarkCurrent(DarkCurrent):
         """1 / (1 / T_ref - (k / E) ln(I / I_ref))."""
         self._check_reachable(current_e_per_s)
         logarithm = math.log(current_e_per_s / self.dark_current_ref_e_per_s)
-        inverse_k = 1 / kelvin(self.temperature_ref_c) - logarithm / (self.activation_ev * _EV_K)
+        inverse_k = 1 / (self.temperature_ref_c + ZERO_C_K) - logarithm / (self.activation_ev * _EV_K)
         return min(max(1 / inverse_k - ZERO_C_K, self.temperature_min_c), self.temperature_max_c)
 
     def _exponent(self, temperature_c: float) -> float:
@@ -379,7 +379,7 @@ class TemperatureLaw:
 
     def _thermal_variance(self, temperature_c: float) -> float:
         """Return the thermal noise's part, squared projection units."""
-        return self.variance_per_e * self.thermal_e2_per_k * kelvin(temperature_c)
+        return self.variance_per_e * self.thermal_e2_per_k * (temperature_c + ZERO_C_K)
 
     def _dark_variance(self, temperature_c: float) -> float:
         """Return the dark current's part, squared projection units."""

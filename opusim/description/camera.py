@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -102,6 +103,10 @@ class SensorSettings(StrictSection):
     dsnu_e: float = Field(default=0.0, ge=0)
 
 
+_doubling = lru_cache(maxsize=64)(DoublingDarkCurrent)
+"""Makes a law once from the same numbers: opening a camera asks for it several times."""
+
+
 class DoublingSettings(StrictSection):
     """Keys of `opusim.temperature.DoublingDarkCurrent`."""
 
@@ -117,7 +122,7 @@ class DoublingSettings(StrictSection):
         Raises:
             ValueError: its numbers contradict each other.
         """
-        return DoublingDarkCurrent(**{key: getattr(self, key) for key in DoublingSettings.model_fields})
+        return _doubling(**{key: getattr(self, key) for key in DoublingSettings.model_fields})
 
 
 class ArrheniusSettings(StrictSection):

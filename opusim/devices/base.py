@@ -551,7 +551,9 @@ class NoisyDevice(ABC):
             width: numbers of a reading, or None for n_outputs.
             frames_per_reading: as for `_read`.
         """
-        at_once, shape = self._readings_at_once(frames_per_reading), (rows.shape[0], width or self.n_outputs)
+        shape, at_once = (rows.shape[0], width or self.n_outputs), sys.maxsize
+        if self._access.timeout_s is not None:
+            at_once = self._readings_at_once(frames_per_reading)
         if shape[0] <= at_once:
             return self._read(
                 lambda: act(rows), shape, frames_per_reading=frames_per_reading, readings=shape[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -98,6 +99,13 @@ class DarkCurrent(ABC):
         """Return the law of the least current that a guarantee may rest on: this one, unless it is a rule of thumb."""
         return self
 
+    def _check_growth(self, doublings: Callable[[], float], *, remedy: str) -> None:
+        """Refuse working temperatures that contradict each other, and a current that grows beyond float range."""
+        _above_absolute_zero(temperature_min_c=self.temperature_min_c)
+        checks.finite(temperature_max_c=self.temperature_max_c)
+        checks.in_range(self.temperature_min_c, math.inf, temperature_max_c=self.temperature_max_c)
+        checks.in_range(-math.inf, _MOST_DOUBLINGS, doublings=doublings(), remedy=remedy)
+
     def _check_temperature(self, temperature_c: float) -> None:
         checks.in_range(self.temperature_min_c, self.temperature_max_c, temperature_c=temperature_c)
 
@@ -139,15 +147,9 @@ class DoublingDarkCurrent(DarkCurrent):
     def __post_init__(self) -> None:
         checks.non_negative(dark_current_ref_e_per_s=self.dark_current_ref_e_per_s)
         checks.positive(doubling_k=self.doubling_k)
-        _above_absolute_zero(
-            temperature_ref_c=self.temperature_ref_c, temperature_min_c=self.temperature_min_c
-        )
-        checks.finite(temperature_max_c=self.temperature_max_c)
-        checks.in_range(self.temperature_min_c, math.inf, temperature_max_c=self.temperature_max_c)
-        checks.in_range(
-            -math.inf,
-            _MOST_DOUBLINGS,
-            doublings=(self.temperature_max_c - self.temperature_ref_c) / self.doubling_k,
+        _above_absolute_zero(temperature_ref_c=self.temperature_ref_c)
+        self._check_growth(
+            lambda: (self.temperature_max_c - self.temperature_ref_c) / self.doubling_k,
             remedy="give a larger doubling_k or a lower temperature_max_c",
         )
 
@@ -200,15 +202,9 @@ class ArrheniusDarkCurrent(DarkCurrent):
     def __post_init__(self) -> None:
         checks.non_negative(dark_current_ref_e_per_s=self.dark_current_ref_e_per_s)
         checks.positive(activation_ev=self.activation_ev)
-        _above_absolute_zero(
-            temperature_ref_c=self.temperature_ref_c, temperature_min_c=self.temperature_min_c
-        )
-        checks.finite(temperature_max_c=self.temperature_max_c)
-        checks.in_range(self.temperature_min_c, math.inf, temperature_max_c=self.temperature_max_c)
-        checks.in_range(
-            -math.inf,
-            _MOST_DOUBLINGS,
-            doublings=self._exponent(self.temperature_max_c) / math.log(2),
+        _above_absolute_zero(temperature_ref_c=self.temperature_ref_c)
+        self._check_growth(
+            lambda: self._exponent(self.temperature_max_c) / math.log(2),
             remedy="give a smaller activation_ev or a lower temperature_max_c",
         )
 

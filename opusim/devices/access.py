@@ -350,7 +350,7 @@ class _Caller:
                 except BaseException as error:  # handed to the caller unchanged
                     answer = (None, error)
                 if self._is_stopped and undo is not None:
-                    with suppress(Exception):  # nobody waits for a driver's error any more
+                    with suppress(Exception):  # the caller has already raised its time-out
                         undo()
                 self._answers.put(answer)
 

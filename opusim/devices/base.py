@@ -597,7 +597,7 @@ class NoisyDevice(ABC):
         mine = self._openings
 
         def undo() -> None:
-            if self._openings == mine:  # nobody opened it again in between
+            if self._openings == mine:  # the device was not opened again since
                 self._close_all()
 
         self._access.once(self._open, undo=undo)

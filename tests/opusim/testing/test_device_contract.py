@@ -188,7 +188,7 @@ def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], t
 
 
 class Lawless(GaussianDevice):
-    """Hardware whose noise nobody measured, and a factor on its readings."""
+    """Hardware without a stated law of noise, whose readings are scaled by a factor."""
 
     factor = 1.0
 

@@ -187,7 +187,7 @@ def arguments_for(
     require_recordable(module)
     leaves = tree_leaves((args, kwargs))
     require_rows(leaves, rows_of(leaves) or 0)
-    # 3. Run it on invented records of these shapes; a module may refuse them if the loader gives other shapes to try.
+    # 3. Run it on invented records of these shapes; if example_inputs are given, it may refuse them.
     rows = invented_rows(module, Rows.of((args, kwargs)))
     with preserved_generators(place), torch.no_grad():
         if given is not None:

@@ -22,13 +22,13 @@ def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *, speed: float | Non
     """
     pytest.importorskip("lightonml")
     monkeypatch.syspath_prepend(str(DOUBLE))
-    if "pkg_resources" in sys.modules and hasattr(sys.modules["pkg_resources"], "working_set"):
-        sys.modules["pkg_resources"].working_set.add_entry(str(DOUBLE))
+    if hasattr(resources := sys.modules["pkg_resources"], "WorkingSet"):
+        monkeypatch.setattr(resources, "require", resources.WorkingSet([str(DOUBLE)]).require)
     monkeypatch.setenv("LIGHTONOPU_DOUBLE_FOLDER", str(folder))
     monkeypatch.setenv("LIGHTONOPU_DOUBLE_SPEED", "inf" if speed is None else str(speed))
     monkeypatch.setenv("OPUSIM_LOCKS", str(folder / "locks"))
-    for name in {"lightonopu", *sys.modules}:
-        if name.partition(".")[0] == "lightonopu":
-            monkeypatch.setitem(sys.modules, name, None)  # so that what is imported now leaves with the test
-            del sys.modules[name]
+    for file in DOUBLE.rglob("*.py"):
+        name = ".".join(file.relative_to(DOUBLE).with_suffix("").parts).removesuffix(".__init__")
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported now leaves with the test
+        del sys.modules[name]
     return {"config_file": CONFIG_FILE}

@@ -16,8 +16,8 @@ import torch
 
 from tests.support.killing import skip_syncs
 
-collect_ignore_glob = ["support/third_party_*"]
-"""Packages that tests install: a class of theirs must not be imported under a second name."""
+collect_ignore_glob = ["support/third_party_*", "support/lightonopu_double"]
+"""Packages that tests install: looking for examples in them would import them, and under a second name."""
 
 FRESH = os.environ.get("OPUSIM_FRESH_SEEDS") == "1"
 UNCOMPILED_S = 60

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opusim.calibration.frames import Recording, record, shape_of
+from opusim.calibration.recorded import Recording, record, shape_of
 from opusim.devices.registry import open_device
 
 pytestmark = pytest.mark.compiled

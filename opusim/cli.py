@@ -112,8 +112,7 @@ def copy_command(
 ) -> None:
     """Write a device's description into a file of your own, with some keys changed.
 
-    A number that is kept was not measured on your device: its status becomes 'assumed', and its source names the copied
-    device with the status and source there.
+    Numbers that are kept become 'assumed', since they were not measured on your device; their sources say so.
     """
     from opusim.description.schema import copied, load_description
     from opusim.description.section import merged, parse_setting

@@ -18,6 +18,7 @@ from opusim.calibration.photon_transfer import LEAST_VARIANCE_DN2
 from opusim.calibration.recorded_transfer import FULL, HIGHEST, LEAST_LEVELS, MOST_CLIPPED, RecordedTransfer
 
 _MOST_BENT = 0.1  # relative deviation of a variance from the line
+_LEAST_RISE = 0.2  # of the variance over the levels, relative to that without light
 _MOST_SHARED = 0.05  # correlation of noise
 _MOST_DRIFT = 0.01  # relative, over a level
 _CLEAR = 6.0  # standard errors by which a fault must show
@@ -129,31 +130,27 @@ def _require_steady(transfer: RecordedTransfer) -> None:
 
 
 def _require_line(transfer: RecordedTransfer) -> None:
-    """Refuse variances that are no straight line in the mean."""
+    """Refuse variances that do not rise in a straight line with the mean."""
     which, line = transfer.on_line, transfer.line(transfer.total)
-    expected = line.floor + line.gain * (transfer.means[which] - transfer.dark_line(transfer.total)[0])
-    ratio = transfer.variances[which] / np.maximum(expected, 1e-12)
-    error = transfer.variance_errors[which] / np.maximum(expected, 1e-12)
-    clear = np.abs(ratio - 1) > np.maximum(_MOST_BENT, _CLEAR * error)
-    if line.gain > 0 and not clear.any():
+    above = transfer.means[which] - transfer.dark_line(transfer.total)[0]
+    expected = np.maximum(line.floor + line.gain * above, 1e-12)
+    ratio = transfer.variances[which] / expected
+    clear = np.abs(ratio - 1) > np.maximum(_MOST_BENT, _CLEAR * transfer.variance_errors[which] / expected)
+    rises = line.gain * above.max() > _LEAST_RISE * abs(line.floor)
+    if rises and not clear.any():
         return
-    curve = ""
+    worst = int(np.argmax(np.abs(ratio - 1)))
+    found = f"the variance is {ratio[worst]:.2f} of what a straight line in the mean gives"
+    if not rises:
+        found = "the variance does not rise with the light"
     if transfer.light is not None and not transfer.is_light_steady:
-        known = transfer.used
-        exponent = np.polyfit(np.log(transfer.light[known]), np.log(transfer.lit[known]), 1)[0]
-        curve = f" and means rise as the {exponent:.2f}th power of the light"
-    worst = transfer.levels[which[int(np.argmax(np.abs(ratio - 1)))]].level.name
-    found = (
-        "the variance falls as the light rises"
-        if line.gain <= 0
-        else (
-            f"the variance is {ratio[int(np.argmax(np.abs(ratio - 1)))]:.2f} of what a straight line in the mean gives"
-        )
-    )
+        light, lit = transfer.light[transfer.used], transfer.lit[transfer.used]
+        exponent = np.polyfit(np.log(light), np.log(lit), 1)[0]
+        found += f" and means rise as the {exponent:.2f}th power of the light"
     raise transfer.frames.refused(
-        worst,
-        f"{found}{curve}: the camera changes numbers behind the converter; switch off gamma, tone curve, noise "
-        "reduction and compression",
+        transfer.levels[which[worst]].level.name,
+        f"{found}: the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction "
+        "and compression",
     )
 
 

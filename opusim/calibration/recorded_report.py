@@ -236,7 +236,7 @@ def measured_description(
             used["pixels.dcnu"] = "dark_spread_e_per_s"
     elif "dark_current_e_per_s" in found:
         remarks.append(f"{base.name} has no dark current whose law takes one number; it keeps its own")
-    source = f"{report.date}, frames of {report.transfer.frames.path.name}"
+    source = f"{report.date}, frames in {report.transfer.frames.path.name}"
     given = (
         "temperature of the frames"
         if temperature_c is not None
@@ -266,7 +266,7 @@ def measured_description(
         "sensor.adc_bits": report.transfer.frames.bits,
         "sensor.shot_noise": True,
     }.items():
-        placed: Any = value
+        placed: Any = float(f"{value:.6g}") if isinstance(value, float) else value
         for part in reversed(("camera", *key.split("."))):
             placed = {part: placed}
         changes = merged(changes, placed)

@@ -70,7 +70,9 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
     result = RUNNER.invoke(app, [*words, "--temperature-c", "30"])
     assert result.exit_code == 0, result.output
-    assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in " ".join(result.stdout.split())
+    assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in " ".join(
+        result.stdout.split()
+    )
     assert "gain_dn_per_e" in (out / "camera.txt").read_text()
     assert (out / "camera.png").stat().st_size > 20_000
     content = json.loads((out / "camera.json").read_text())
@@ -82,17 +84,17 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     path = out / "camera_low_light_measured.toml"
     found = load_description(path)
     assert found.camera is not None
-    assert found.camera.sensor.read_noise_e == read_noise["value"]
+    assert found.camera.sensor.read_noise_e == float(f"{read_noise['value']:.6g}")
     assert abs(found.camera.dark.doubling.dark_current_ref_e_per_s - 30) < 2
     assert found.camera.dark.temperature_c == found.camera.dark.doubling.temperature_ref_c == 30
     assert 0.1 < found.camera.pixels.dcnu < 0.3
     entry = found.provenance["camera.sensor.read_noise_e"]
     assert entry.status == "measured"
-    assert entry.source.startswith(f"{content['date']}, frames of frames.npz, limits at 95% ")
+    assert entry.source.startswith(f"{content['date']}, frames in frames.npz, limits at 95% ")
     kept = found.provenance["camera.light.exposure_us"]
     assert (kept.status, kept.source[:35]) == ("assumed", "copied from camera_low_light (assum")
     with open_device(str(path), n_inputs=4, n_outputs=20) as device:
-        assert device.exposure.sensor.read_noise_e == read_noise["value"]
+        assert device.exposure.sensor.read_noise_e == found.camera.sensor.read_noise_e
 
     # measured again, the bench's own description keeps its sources
     again = ["calibrate", str(path), "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
@@ -107,7 +109,9 @@ def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, recorded).exit_code == 0
     result = RUNNER.invoke(app, ["calibrate", "--recorded", str(folder), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "EMVA 1288 folder, 72 frames of 1,600 pixels at 21 levels, 12 bits" in " ".join(result.stdout.split())
+    assert "EMVA 1288 folder, 72 frames of 1,600 pixels at 21 levels, 12 bits" in " ".join(
+        result.stdout.split()
+    )
     assert "to write a description, name the camera" in result.stdout
     gain = json.loads((tmp_path / "out" / "camera.json").read_text())["constants"]["gain_dn_per_e"]
     assert abs(gain["value"] - 1.0) < gain["high"] - gain["low"] < 0.2

@@ -31,7 +31,7 @@ def record_command(
     ] = None,
     seed: _SEED = 0,
 ) -> None:
-    """Record frames under uniform light in the layout of the EMVA 1288 standard."""
+    """Record frames under uniform light in the layout of EMVA 1288, which `calibrate --recorded` reads."""
     from opusim.calibration.recorded import Recording, record, shape_of
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window

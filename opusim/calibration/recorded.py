@@ -401,6 +401,7 @@ def _of_descriptor(path: Path) -> tuple[list[RecordedLevel], int | None]:
             elif kind in ("b", "d"):
                 numbers = [float(word.replace(",", ".")) for word in rest.split()]
                 exposure_ns, photons = numbers if kind == "b" else (*numbers, 0.0)
+                checks.non_negative(exposure_ns=exposure_ns, photons=photons)
                 setting = (exposure_ns, photons)
             elif kind == "i" and setting is not None:
                 image = path.parent.joinpath(*rest.split("\\"))

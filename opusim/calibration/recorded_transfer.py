@@ -49,6 +49,7 @@ from opusim.calibration.photon_transfer import (
 )
 from opusim.calibration.recorded import RecordedFrames, RecordedLevel
 
+_BLOCK = 2**22  # numbers of a block
 _SURFACE = 6  # coefficients of a quadratic surface
 _COARSE_DN = 0.005  # shift of a mean by rounding that is too much for the black level
 _COARSE_SPREAD_DN = 0.0016  # the same at which rounding may change the variance over pixels by 2 %
@@ -125,37 +126,52 @@ def reduced(frames: RecordedFrames, advance: Callable[[], None] = lambda: None) 
 
 
 def _reduced(level: RecordedLevel, dn: np.ndarray, largest: int) -> ReducedLevel:
-    """Reduce a level's frames, shape (frames, rows, columns)."""
+    """Reduce a level's frames, shape (frames, rows, columns), in blocks of rows that fit the memory."""
     count, rows, columns = dn.shape
-    values = dn.astype(np.float64)
-    mean = values.mean(axis=0)
+    mean = dn.mean(axis=0)
     y, x = (axis.ravel() for axis in np.mgrid[-1 : 1 : rows * 1j, -1 : 1 : columns * 1j])
-    terms = np.stack([np.ones_like(x), x, y, x * x, x * y, y * y], axis=1)
-    surface = terms @ np.linalg.lstsq(terms, mean.ravel(), rcond=None)[0]
-    flat = values.reshape(count, -1) - (surface - surface.mean())
-    # temporal noise: frames without what they share and without the pixels' means
-    frame_means = flat.mean(axis=1)
-    noise = (flat - frame_means[:, None] - flat.mean(axis=0) + frame_means.mean()).reshape(dn.shape)
-    power = max(float(np.mean(np.square(noise))), 1e-300)
-    across, down = noise[:, :, 1:] * noise[:, :, :-1], noise[:, 1:] * noise[:, :-1]
-    edges = across[:, :, 7::8]
-    shared = [float(np.mean(each)) / power for each in (across, down) if each.size]
-    successive = None
-    if count >= 4:
-        # deviations from a mean of F frames correlate by -1 / (F - 1) if the frames do not
-        successive = float(np.mean(noise[1:] * noise[:-1])) / power + 1 / (count - 1)
-    same = np.flatnonzero(np.all(dn[1:] == dn[:-1], axis=(1, 2)))
+    terms = np.stack([np.ones_like(x), x, y, x * x, x * y, y * y])
+    surface = np.linalg.solve(terms @ terms.T + 1e-9 * np.eye(_SURFACE), terms @ mean.ravel()) @ terms
+    uneven = (surface - surface.mean()).reshape(rows, columns)
+    sums, power = np.zeros((GROUPS, 4)), 0.0
+    shared = {"across": 0.0, "down": 0.0, "edges": 0.0, "frames": 0.0}
+    numbers = dict.fromkeys(shared, 0)
+    height = max(2, -(-10 * GROUPS // columns), _BLOCK // (count * columns))
+    starts = range(0, max(rows - height, 0) + 1, height)
+    for start in starts:
+        # the last block takes the rows that are left
+        end = rows if start == starts[-1] else start + height
+        flat = (dn[:, start:end] - uneven[start:end]).reshape(count, -1)
+        sums += sums_of(flat, np.arange(flat.shape[1]), GROUPS)
+        # temporal noise: frames without what they share and without the pixels' means
+        noise = flat - flat.mean(axis=1, keepdims=True) - flat.mean(axis=0) + flat.mean()
+        noise = noise.reshape(count, end - start, columns)
+        power += float(np.sum(np.square(noise)))
+        across = noise[:, :, 1:] * noise[:, :, :-1]
+        products = {
+            "across": across,
+            "down": noise[:, 1:] * noise[:, :-1],
+            "edges": across[:, :, 7::8],
+            "frames": noise[1:] * noise[:-1],
+        }
+        for key, each in products.items():
+            shared[key] += float(each.sum())
+            numbers[key] += each.size
+    own = max(power / dn.size, 1e-300)
+    correlation = {key: shared[key] / numbers[key] / own if numbers[key] else 0.0 for key in shared}
+    same = np.flatnonzero([np.array_equal(dn[i], dn[i + 1]) for i in range(count - 1)])
     return ReducedLevel(
         level=level,
         frames=count,
-        sums=sums_of(flat, np.arange(flat.shape[1]), GROUPS),
-        frame_means=values.mean(axis=(1, 2)),
+        sums=sums,
+        frame_means=dn.mean(axis=(1, 2)),
         at_top=float(np.mean(dn == largest)),
         at_zero=float(np.mean(dn == 0)),
-        neighbours=max(shared, key=abs, default=0.0),
-        over_edges=float(np.mean(edges)) / power if edges.size else 0.0,
-        successive=successive,
-        missing=_missing(dn),
+        neighbours=max(correlation["across"], correlation["down"], key=abs),
+        over_edges=correlation["edges"],
+        # deviations from a mean of F frames correlate by -1 / (F - 1) if the frames do not
+        successive=correlation["frames"] + 1 / (count - 1) if count >= 4 else None,
+        missing=_missing(dn.ravel()[:: max(1, dn.size // _BLOCK)]),
         repeated=int(same[0]) + 1 if same.size else None,
     )
 

@@ -228,6 +228,11 @@ def out_of_the_folder(folder: Path, arrays: Arrays) -> Path:
     return folder
 
 
+def of_no_exposure(folder: Path, arrays: Arrays) -> Path:
+    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nb nan 12\ni image.png\n")
+    return folder
+
+
 def without_images(folder: Path, arrays: Arrays) -> Path:
     (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nd 1000.0\ni image.png\n")
     return folder
@@ -249,6 +254,10 @@ def of_zeros(folder: Path, arrays: Arrays) -> Path:
         (of_one_array, "dark: is missing; arrays there: flat"),
         (single, "is a single file, which holds one level"),
         (out_of_the_folder, "leads out of the folder"),
+        (
+            of_no_exposure,
+            "entry 3: b nan 12 cannot be read: exposure_ns = nan: must be finite and at least 0",
+        ),
         (without_images, r"cannot be read \(No such file"),
         (of_zeros, "hold zeros only"),
         (lambda folder, arrays: folder / "none", "is not there"),

@@ -55,8 +55,9 @@ def rounding_left_in_the_read_noise(transfer: RecordedTransfer) -> dict[str, Est
 def hits(sensor: Sensor, seed: int, draws: int, estimate: Estimator = evaluated, **size: object) -> Arrays:
     """Whether the limits of each constant held the truth, for each draw of a specimen and its frames."""
     found: dict[str, list[bool]] = {key: [] for key in KEYS}
+    own = [*SENSORS.values()].index(sensor)
     for draw in range(draws):
-        estimates = estimate(transfer_of(recording(sensor, np.random.default_rng([seed, draw]), **size)))
+        estimates = estimate(transfer_of(recording(sensor, np.random.default_rng([seed, own, draw]), **size)))
         for key in KEYS:
             found[key].append(estimates[key].covers(sensor.truth()[key]))
     return {key: np.array(each) for key, each in found.items()}
@@ -201,7 +202,7 @@ def repeated(dn: np.ndarray) -> np.ndarray:
 BOTH, FLAT = ("dark", "flat"), ("flat",)
 BROKEN = {
     "gamma": (BOTH, curve(1 / 2.2, 4095), 12, r"\d of what a straight line .*switch off gamma"),
-    "a square root": (FLAT, curve(0.5, 4095), 12, "the variance does not rise|of what a straight line"),
+    "a square root": (BOTH, curve(0.5, 4095), 12, "the variance does not rise|of what a straight line"),
     "gamma, 8 bits": (BOTH, curve(1 / 2.2, 255), 8, "means rise as the 0.[67].th power of the light"),
     "tone curve, 8 bits": (BOTH, curve(0.8, 255), 8, "the camera changes numbers behind the converter"),
     "drift": (FLAT, drift, 12, r"flat frames fall by \d\.\d% over its 4 frames.*they drift"),

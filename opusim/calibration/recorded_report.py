@@ -214,68 +214,70 @@ def measured_description(
     Raises:
         ConfigError: a measured number is out of a description's range.
     """
-    found, remarks = report.constants, []
-    camera = base.camera
-    keys: dict[str, float] = {f"sensor.{key}": found[key].value for key in _SENSOR if key in found}
-    used: dict[str, str] = {f"sensor.{key}": key for key in _SENSOR if key in found}
-    if "quantum_efficiency" in found:
-        keys["light.quantum_efficiency"] = found["quantum_efficiency"].value
-        used["light.quantum_efficiency"] = "quantum_efficiency"
-    if "saturation_e" in found and not report.transfer.ends_at_converter:
-        keys["sensor.full_well_e"], used["sensor.full_well_e"] = found["saturation_e"].value, "saturation_e"
-    dark = None if camera is None else camera.dark
-    law = next((each for each in ("doubling", "arrhenius") if dark and getattr(dark, each)), None)
-    if "dark_current_e_per_s" in found and dark is not None and law is not None:
-        current, where = found["dark_current_e_per_s"], f"dark.{law}.dark_current_ref_e_per_s"
-        keys[where], used[where] = max(current.value, 0.0), "dark_current_e_per_s"
-        keys["dark.temperature_c"] = dark.temperature_c if temperature_c is None else temperature_c
-        keys[f"dark.{law}.temperature_ref_c"] = keys["dark.temperature_c"]
-        spread = found.get("dark_spread_e_per_s")
-        if spread is not None and spread.low > 0 and current.low > 0:
-            keys["pixels.dcnu"] = min(spread.value / current.value, 2.0)
-            used["pixels.dcnu"] = "dark_spread_e_per_s"
-    elif "dark_current_e_per_s" in found:
-        remarks.append(f"{base.name} has no dark current whose law takes one number; it keeps its own")
-    source = f"{report.date}, frames in {report.transfer.frames.path.name}"
-    given = (
-        "temperature of the frames"
-        if temperature_c is not None
-        else "the description's, at which frames count"
-    )
-    provenance = {
-        f"camera.{key}": (
-            {
-                "status": "measured",
-                "source": f"{source}, {report.limits} {found[used[key]].low:.5g} to {found[used[key]].high:.5g}",
-            }
-            if key in used
-            else {
-                "status": "assumed" if temperature_c is None else "measured",
-                "source": f"{source}; {given}",
-            }
+    measured, assumed, remarks = _placed(report, base, temperature_c)
+    source = f"{report.date}, frames in {report.transfer.frames.path.resolve().name}"
+    where = "temperature of the frames" if temperature_c is not None else "at the description's temperature"
+    provenance: dict[str, Any] = {
+        key: {"status": "assumed" if temperature_c is None else "measured", "source": f"{source}, {where}"}
+        for key in assumed
+    }
+    for key, constant in measured.items():
+        each = report.constants[constant]
+        limits = f"{report.limits} {each.low:.5g} to {each.high:.5g}"
+        provenance[key] = {"status": "measured", "source": f"{source}, {limits}"}
+    provenance["sensor.adc_bits"] = {"status": "measured", "source": f"{source}, numbers of the frames"}
+    values: dict[str, Any] = {key: report.constants[constant].value for key, constant in measured.items()}
+    if "pixels.dcnu" in values:
+        # the description holds the spread relative to the mean, at most 2
+        values["pixels.dcnu"] = min(
+            values["pixels.dcnu"] / report.constants["dark_current_e_per_s"].value, 2.0
         )
-        for key in keys
-    }
-    provenance["camera.sensor.adc_bits"] = {
-        "status": "measured",
-        "source": f"{source}, numbers of the frames",
-    }
+    rounded = {key: float(f"{max(value, 0.0):.6g}") for key, value in values.items()}
+    bits = {"sensor.adc_bits": report.transfer.frames.bits, "sensor.shot_noise": True}
     changes: dict[str, Any] = {}
-    for key, value in {
-        **keys,
-        "sensor.adc_bits": report.transfer.frames.bits,
-        "sensor.shot_noise": True,
-    }.items():
-        placed: Any = float(f"{value:.6g}") if isinstance(value, float) else value
-        for part in reversed(("camera", *key.split("."))):
+    for key, value in {**rounded, **assumed, **bits}.items():
+        section, _, last = key.rpartition(".")
+        placed: Any = {last: value}
+        for part in reversed(("camera", *section.split("."))):
             placed = {part: placed}
         changes = merged(changes, placed)
     # what comes with opusim tells nothing of this device; a file of the user's own keeps its sources
     kept = copied(base, base, None, None) if base.name in packaged_names() else base
-    content = merged(kept.dump(), changes | {"name": name, "provenance": provenance})
+    sources = {f"camera.{key}": entry for key, entry in provenance.items()}
+    content = merged(kept.dump(), changes | {"name": name, "provenance": sources})
     content["title"] = f"{base.title}; sensor measured from frames"
     if report.transfer.ends_at_converter:
         # the converter ends first, so that frames do not tell the full well
         content["camera"]["sensor"].pop("full_well_e", None)
         content["provenance"].pop("camera.sensor.full_well_e", None)
-    return parse_description(name, content), tuple(remarks)
+    return parse_description(name, content), remarks
+
+
+def _placed(
+    report: CameraReport, base: DeviceDescription, temperature_c: float | None
+) -> tuple[dict[str, str], dict[str, float], tuple[str, ...]]:
+    """Return the constant of each measured key below ``camera``, the temperatures of the dark current, and remarks."""
+    found = report.constants
+    dark = None if base.camera is None else base.camera.dark
+    law = next((each for each in ("doubling", "arrhenius") if dark is not None and getattr(dark, each)), None)
+    measured = {f"sensor.{key}": key for key in _SENSOR if key in found}
+    assumed: dict[str, float] = {}
+    if "quantum_efficiency" in found:
+        measured["light.quantum_efficiency"] = "quantum_efficiency"
+    if "saturation_e" in found and not report.transfer.ends_at_converter:
+        measured["sensor.full_well_e"] = "saturation_e"
+    if "dark_current_e_per_s" not in found:
+        return measured, assumed, ()
+    if dark is None or law is None:
+        return (
+            measured,
+            assumed,
+            (f"{base.name} has no law of dark current that takes one number; it keeps its own",),
+        )
+    measured[f"dark.{law}.dark_current_ref_e_per_s"] = "dark_current_e_per_s"
+    at_c = dark.temperature_c if temperature_c is None else temperature_c
+    assumed = {"dark.temperature_c": at_c, f"dark.{law}.temperature_ref_c": at_c}
+    spread = found.get("dark_spread_e_per_s")
+    if spread is not None and spread.low > 0 and found["dark_current_e_per_s"].low > 0:
+        measured["pixels.dcnu"] = "dark_spread_e_per_s"
+    return measured, assumed, ()

@@ -283,10 +283,7 @@ class RecordedTransfer:
     @cached_property
     def on_line(self) -> np.ndarray:
         """Levels whose variances lie on the photon-transfer line: used ones, and dark ones above rounding; indices."""
-        return np.flatnonzero(
-            (self.dark & (self.variances > LEAST_VARIANCE_DN2))
-            | np.isin(np.arange(len(self.dark)), self.used)
-        )
+        return np.union1d(np.flatnonzero(self.dark & (self.variances > LEAST_VARIANCE_DN2)), self.used)
 
     @cached_property
     def has_dark_slope(self) -> bool:

@@ -102,9 +102,19 @@ def copy_command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the description; repeatable."),
     ] = None,
+    title: Annotated[
+        str | None, typer.Option(help="What your device is, in a line; by default that it is a copy.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(help="Where the numbers of --set come from, such as 'bench 3, 2026-11-28, A. Smith'."),
+    ] = None,
 ) -> None:
-    """Write a device's description into a file of your own, with some keys changed."""
-    from opusim.description.schema import load_description
+    """Write a device's description into a file of your own, with some keys changed.
+
+    Numbers that are kept become 'assumed', since they were not measured on your device; their sources say so.
+    """
+    from opusim.description.schema import copied, load_description
     from opusim.description.section import merged, parse_setting
     from opusim.errors import ConfigError
     from opusim.files import quoted, require_writable, to_toml
@@ -115,7 +125,7 @@ def copy_command(
     changes: dict[str, Any] = {"name": out.stem}
     for setting in settings or []:
         changes = merged(changes, parse_setting(setting))
-    description = load_description(name, changes)
+    description = copied(load_description(name), load_description(name, changes), title, source)
     out.write_text(to_toml(description.dump()), encoding="utf-8")
     typer.echo(f"description: {out}; opusim device show {quoted(out)}")
 

@@ -150,6 +150,7 @@ _UNITS = {
     "adc_bits": "bits",
     "prnu": "of the response",
     "light_noise": "of the light",
+    "linearity_error": "of the response",
     "s": "s",
     "temperatures_c": "°C",
     "quantum_efficiency": "e⁻/photon",

@@ -32,7 +32,8 @@ from opusim.calibration.frames import (
 )
 from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
-from opusim.camera.from_description import camera_sections
+from opusim.camera.from_description import camera_sections, dark_charge_e, sensor_of
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.camera import CameraDevice
@@ -117,19 +118,7 @@ def calibrate(
     transfer, described = None, {}
     if isinstance(device, CameraDevice):
         transfer, noise, content = _of_camera(device, inputs, samples, plan or Plan(), confidence, beta)
-        exposure, camera = device.exposure, camera_sections(device.description)[0]
-        described = {  # the description's constants under the keys of the estimates
-            "quantum_efficiency": exposure.light.quantum_efficiency,
-            "gain_dn_per_e": exposure.sensor.gain_dn_per_e,
-            "black_level_dn": exposure.sensor.black_level_dn,
-            "read_noise_e": exposure.sensor.read_noise_e,
-            "dark_current_e_per_s": exposure.dark_current_e / (exposure.light.exposure_us * 1e-6),
-            "saturation_e": exposure.sensor.saturation_e,
-            "prnu": camera.sensor.prnu,
-            "dsnu_e": camera.sensor.dsnu_e,
-            "decorrelation_s": math.inf if camera.drift is None else camera.drift.decorrelation_s,
-        }
-        described = {key: value for key, value in described.items() if math.isfinite(value)}
+        described = described_constants(device.description)
     else:
         noise, content = _of_readings(device, inputs, samples, confidence, beta)
     estimates: dict[str, Estimate] = content.pop("estimates")
@@ -170,6 +159,26 @@ def calibrate(
         **content,
     )
     return Calibration(certificate=certificate, readings=taken, reading_noise=noise, transfer=transfer)
+
+
+def described_constants(description: DeviceDescription) -> dict[str, float]:
+    """Return a camera description's constants under the keys of the estimates; those that are off are left out."""
+    camera = camera_sections(description)[0]
+    sensor, seconds = sensor_of(camera, description.frames), camera.light.exposure_us * 1e-6
+    described = {
+        "quantum_efficiency": camera.light.quantum_efficiency,
+        "gain_dn_per_e": sensor.gain_dn_per_e,
+        "black_level_dn": sensor.black_level_dn,
+        "read_noise_e": sensor.read_noise_e,
+        "dark_current_e_per_s": dark_charge_e(camera, camera.light.exposure_us) / seconds,
+        "saturation_e": sensor.saturation_e,
+        "prnu": camera.sensor.prnu,
+        "dsnu_e": camera.sensor.dsnu_e,
+        "decorrelation_s": math.inf if camera.drift is None else camera.drift.decorrelation_s,
+    }
+    if camera.pixels is not None and camera.pixels.dcnu:
+        described["dark_spread_e_per_s"] = camera.pixels.dcnu * described["dark_current_e_per_s"]
+    return {key: value for key, value in described.items() if math.isfinite(value)}
 
 
 def _of_camera(
@@ -472,7 +481,7 @@ _LAWS = {
     "photon_count": "Poisson counts",
     "fluctuating_photon_count": "Poisson counts under light that fluctuates",
 }
-_WORDS = {
+WORDS = {
     "std": "smallest standard deviation of a reading, lower limit",
     "dark_e_low": "dark charge of a frame, lower limit",
     "dark_e_high": "dark charge of a frame, upper limit",
@@ -493,6 +502,8 @@ _WORDS = {
     "read_noise_e": "read noise",
     "prnu": "response, standard deviation over pixels",
     "dsnu_e": "offset, standard deviation over pixels",
+    "dark_spread_e_per_s": "dark current, standard deviation over pixels",
+    "linearity_error": "response, rms deviation from a line",
     "dark_noise_dn": "noise of a blank frame",
     "light_noise": "light, standard deviation from frame to frame",
     "entry_std": "standard deviation of B's entries, which this project takes to be 1",
@@ -503,7 +514,7 @@ _WORDS = {
 
 def print_calibration(found: Calibration) -> None:
     """Print constants, tests and the certified law as tables."""
-    rows = [(key, *_shown(key, estimate)) for key, estimate in found.certificate.estimates.items()]
+    rows = [(key, *shown(key, estimate)) for key, estimate in found.certificate.estimates.items()]
     if rows:
         limits = f"limits at {found.certificate.confidence:.0%}"
         print_table("Constants from frames", ("constant", "estimate", limits, "described", "unit"), rows)
@@ -591,14 +602,14 @@ def write_report(calibration: Calibration, path: Path) -> None:
         alarm=FAMILY_ALARM,
         law=_LAWS[law["law"]] if law else None,
         numbers=[
-            {"constant": _WORDS[key], "value": _number(value), "unit": unit_of(key), "key": key}
+            {"constant": WORDS[key], "value": _number(value), "unit": unit_of(key), "key": key}
             for key, value in law.items()
             if key != "law"
         ],
         constants=[
             {
-                "constant": _WORDS.get(key, key),
-                **dict(zip(("estimate", "limits", "described", "unit"), _shown(key, found), strict=True)),
+                "constant": WORDS.get(key, key),
+                **dict(zip(("estimate", "limits", "described", "unit"), shown(key, found), strict=True)),
                 "key": key,
             }
             for key, found in certificate.estimates.items()
@@ -623,7 +634,7 @@ def write_report(calibration: Calibration, path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def _shown(key: str, found: Limits) -> tuple[str, str, str, str]:
+def shown(key: str, found: Limits) -> tuple[str, str, str, str]:
     """Return an estimate, its limits, what the description says, and the unit with what sets the limits apart."""
     return (
         f"{found.value:.5g}",

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from opusim.errors import ConfigError
 from opusim.files import FIGURES, output_folder, quoted, require_writable, to_toml
 from opusim.progress import Progress
-from opusim.tables import print_table
+from opusim.tables import print_table, wrapped
 
+Packing = Literal["mono10p", "mono12p"]
 _NAME = Annotated[str, typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT.")]
 _SEED = Annotated[int, typer.Option(help="Seed of a simulated device's noise.")]
 _INPUTS = Annotated[int, typer.Option("--inputs", help="Inputs of the window.")]
@@ -30,8 +31,8 @@ def record_command(
     ] = None,
     seed: _SEED = 0,
 ) -> None:
-    """Record frames under uniform light in the layout of the EMVA 1288 standard."""
-    from opusim.calibration.frames import Recording, record, shape_of
+    """Record frames under uniform light in the layout of EMVA 1288, which `calibrate --recorded` reads."""
+    from opusim.calibration.recorded import Recording, record, shape_of
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
 
@@ -62,8 +63,18 @@ def record_command(
 
 
 def calibrate_command(
-    name: _NAME,
-    out: Annotated[Path, typer.Option("--out", help="A folder for certificate and report.")],
+    context: typer.Context,
+    out: Annotated[Path, typer.Option("--out", help="A folder for certificate or description, and report.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT."),
+    ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            help="Frames of a camera in files: an EMVA 1288 folder, a folder of named stacks, .npz or HDF5."
+        ),
+    ] = None,
     outputs: Annotated[int, typer.Option("--outputs", help="Outputs of the window.")] = 4000,
     inputs: _INPUTS = 64,
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 64,
@@ -77,11 +88,47 @@ def calibrate_command(
         float, typer.Option(help="Probability that the certified law's numbers are wrong.")
     ] = 1e-6,
     seed: _SEED = 0,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Of --recorded: bits of the numbers, by default those that occur.", min=1, max=24),
+    ] = None,
+    packing: Annotated[
+        Packing | None, typer.Option(help="Of --recorded: how numbers are packed into bytes.")
+    ] = None,
+    temperature_c: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature-c", help="Of --recorded: the sensor's temperature, by default the described one."
+        ),
+    ] = None,
 ) -> None:
     """Calibrate a device from its frames; write a dated certificate (TOML) and a report with the curves.
 
     Exits with 3 if no law of the noise can be certified; the constants are written all the same.
+
+    With --recorded: find a camera's constants from frames in files, and write a description of the named camera.
     """
+    given = [
+        key
+        for key in context.params
+        if (source := context.get_parameter_source(key)) is not None and source.name == "COMMANDLINE"
+    ]
+    for key in given:
+        option = f"--{key.replace('_', '-')}"
+        if recorded is not None and key in _OF_DEVICES:
+            raise ConfigError(
+                option, "--recorded", "is given, and this option is for a device; leave one out"
+            )
+        if recorded is None and key in _OF_FILES:
+            raise ConfigError(
+                option, "--recorded", "is missing, and this option is for frames in files; give it"
+            )
+    if recorded is not None:
+        _calibrate_recorded(recorded, out, name, confidence, bits, packing, temperature_c)
+        return
+    if name is None:
+        raise ConfigError("NAME", "--recorded", "is missing too; name a device, or give frames in files")
+
     from opusim.calibration.calibrate import calibrate, frames_of, print_calibration, write_report
     from opusim.calibration.photon_transfer import Plan
     from opusim.devices.registry import open_window
@@ -103,6 +150,51 @@ def calibrate_command(
     if found.certificate.noise is None:
         typer.echo("no law is certified: private training cannot rest on this device's noise", err=True)
         raise typer.Exit(3)
+
+
+_OF_DEVICES = ("outputs", "inputs", "frames", "readings", "warm_c", "beta", "seed")
+"""Options of `calibrate_command` that frames in files leave no choice of."""
+_OF_FILES = ("bits", "packing", "temperature_c")
+
+
+def _calibrate_recorded(
+    recorded: Path,
+    out: Path,
+    name: str | None,
+    confidence: float,
+    bits: int | None,
+    packing: Packing | None,
+    temperature_c: float | None,
+) -> None:
+    """Evaluate recorded frames; print the table, and write it with JSON, picture and description."""
+    from opusim.calibration.recorded import read_frames
+    from opusim.calibration.recorded_faults import require_lawful
+    from opusim.calibration.recorded_report import CameraReport, measured_description
+    from opusim.calibration.recorded_transfer import reduced
+    from opusim.description.schema import load_description
+
+    base = None if name is None else load_description(name)
+    if base is not None and base.camera is None:
+        raise ConfigError(base.name, "kind", f"{base.kind!r} has no camera; name a camera, or nothing")
+    with output_folder(out), Progress("device calibrate", "levels") as progress:
+        found = read_frames(recorded, bits=bits, packing=packing)
+        progress.start(len(found.levels))
+        transfer = reduced(found, progress.advance)
+        report = CameraReport.of(transfer, require_lawful(transfer), confidence, base)
+    typer.echo(report.text())
+    (out / "camera.txt").write_text(f"{report.text()}\n", encoding="utf-8")
+    (out / "camera.json").write_text(report.to_json(), encoding="utf-8")
+    report.figure().savefig(out / "camera.png", dpi=110)
+    typer.echo(f"report: {out / 'camera.txt'}, camera.json and camera.png")
+    if base is None:
+        typer.echo("to write a description, name the camera that gives its other numbers")
+        return
+    path = out / f"{base.name}_measured.toml"
+    description, remarks = measured_description(report, base, path.stem, temperature_c)
+    path.write_text(to_toml(description.dump()), encoding="utf-8")
+    for remark in remarks:
+        typer.echo(wrapped(remark))
+    typer.echo(f"description: {path}; opusim device show {quoted(path)}")
 
 
 def check_command(

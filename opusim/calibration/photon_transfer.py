@@ -147,6 +147,43 @@ _CLEAR = 40.0  # standard errors of a pilot's mean by which light must show befo
 _LONGEST_US = 6e7
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransferLine:
+    """Photon transfer: the line v = floor + gain m through variances, and a parabola.
+
+    Attributes:
+        floor: variance at m = 0, DN^2.
+        gain: K, DN/e-.
+        unbent_gain: slope at m = 0 of the parabola v = v_0 + K m + c m^2, DN/e-.
+        bend: its c, per electron.
+    """
+
+    floor: float
+    gain: float
+    unbent_gain: float
+    bend: float
+
+    @classmethod
+    def of(cls, mean: np.ndarray, variance: np.ndarray, weights: np.ndarray) -> TransferLine:
+        """Fit both by weighted least squares.
+
+        Args:
+            mean: of each level, above that at which the noise is wanted, DN.
+            variance: temporal, of each level, DN^2.
+            weights: proportional to one over the variance of each variance.
+        """
+        floor, gain = weighted_line(mean, variance, weights)
+        unit = float(np.max(np.abs(mean)))
+        columns = np.stack([np.ones_like(mean), mean / unit, np.square(mean / unit)], axis=1)
+        roots = np.sqrt(weights)
+        bent = np.linalg.lstsq(columns * roots[:, None], variance * roots, rcond=None)[0]
+        return cls(floor=floor, gain=gain, unbent_gain=float(bent[1] / unit), bend=float(bent[2] / unit**2))
+
+    def noise_e2(self, is_rounded: bool) -> float:
+        """Return the variance at m = 0 without rounding's, electrons^2; negative by chance only."""
+        return (self.floor - _ROUNDING * is_rounded) / self.gain**2
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhotonTransfer:
     """What frames are evaluated.
@@ -250,7 +287,7 @@ class PhotonTransfer:
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
             seconds, means = series.seconds(), series.means()
-            start, slope = _line(seconds, means, 1 / errors2)
+            start, slope = weighted_line(seconds, means, 1 / errors2)
             residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
             freedom += len(means) - 2
         slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
@@ -330,8 +367,8 @@ class PhotonTransfer:
         used = self.used()
         guide, levels = self.light.variances()[used], total[used]
         mean, variance = levels[:, MEAN] / levels[:, COUNT], levels[:, VARIANCE] / levels[:, COUNT]
-        zero = _line(self.photons()[used], mean, 1.0 / guide)[0]
-        floor, gain = _line(mean - zero, variance, 1.0 / np.square(guide))
+        zero = weighted_line(self.photons()[used], mean, 1.0 / guide)[0]
+        floor, gain = weighted_line(mean - zero, variance, 1.0 / np.square(guide))
         return zero, floor, gain
 
     def power_errors(self, rms: float) -> dict[str, float]:
@@ -341,10 +378,10 @@ class PhotonTransfer:
         """
         used, frames = self.used(), self.light.frames
         unit, weights = np.eye(used.size), 1.0 / self.light.variances()[used]
-        starts = np.array([_line(self.photons()[used], one, weights)[0] for one in unit])
+        starts = np.array([weighted_line(self.photons()[used], one, weights)[0] for one in unit])
         light = np.maximum(self.light.means()[used] - self.zero(), 0.0)
         seconds, unit = self.dark.seconds(), np.eye(len(self.dark.levels))
-        slopes = np.array([_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
+        slopes = np.array([weighted_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
         response = light[-1] / self.photons()[used][-1]  # DN for a photon
         lit = response * np.array([level.photons for level in self.dark.levels])
         gain = self._straight(self.light.sums.sum(0))[2]
@@ -357,13 +394,13 @@ class PhotonTransfer:
         """Return the mean without light, DN: where the line of means starts."""
         used = self.used()
         means = self.light.means()[used]
-        return _line(self.photons()[used], means, 1.0 / self.light.variances()[used])[0]
+        return weighted_line(self.photons()[used], means, 1.0 / self.light.variances()[used])[0]
 
     def linearity_error(self) -> float:
         """Return the largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
         used = self.used()
         photons, means = self.photons()[used], self.light.means()[used]
-        start, slope = _line(photons, means, 1.0 / self.light.variances()[used])
+        start, slope = weighted_line(photons, means, 1.0 / self.light.variances()[used])
         rise = slope * photons
         return float(np.max(np.abs(means - start - rise)[rise > 0] / rise[rise > 0]))
 
@@ -377,34 +414,29 @@ class PhotonTransfer:
         variance, square = total[:, VARIANCE] / count, total[:, MEAN_SQUARE] / count
         spatial = (square - np.square(mean)) * count / (count - 1)
         n, photons, guide = len(self.light.levels), self.photons()[used], self.light.variances()[used]
-        zero, response = _line(photons, mean[used], 1.0 / guide)
+        zero, response = weighted_line(photons, mean[used], 1.0 / guide)
         lit = mean[used] - zero
-        floor, gain = _line(lit, variance[used], 1.0 / np.square(guide))
-        # the parabola v = v_0 + K (m - m_0) + c (m - m_0)^2, by weighted least squares
-        unit = float(np.max(np.abs(lit)))
-        columns = np.stack([np.ones_like(lit), lit / unit, np.square(lit / unit)], axis=1)
-        roots = np.sqrt(1.0 / np.square(guide))
-        bent = np.linalg.lstsq(columns * roots[:, None], variance[used] * roots, rcond=None)[0]
-        unbent_gain = float(bent[1] / unit)
+        line = TransferLine.of(lit, variance[used], 1.0 / np.square(guide))
+        gain, unbent_gain = line.gain, line.unbent_gain
         # DN per second of exposure
         own = slice(n, n + len(self.dark.levels))
-        dark_dn = _line(self.dark.seconds(), mean[own], 1.0 / self.dark.variances())[1]
+        dark_dn = weighted_line(self.dark.seconds(), mean[own], 1.0 / self.dark.variances())[1]
         dark = dark_dn / gain
         dark_e = dark * self.exposure_us * 1e-6
         rise, spread = np.square(response * photons), spatial[used] - variance[used] / self.light.frames
         guess = np.square(guide / self.light.frames + 1e-4 * rise)
-        offset2, prnu2 = _line(rise, spread, 1.0 / guess)
+        offset2, prnu2 = weighted_line(rise, spread, 1.0 / guess)
         black = zero - gain * dark_e
         # the variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square
         dark_own = spatial[own] - variance[own] / self.dark.frames
-        dark_spread2 = _line(
+        dark_spread2 = weighted_line(
             np.square(self.dark.seconds()), dark_own, 1.0 / np.square(self.dark.variances())
         )[1]
         found = {
             "quantum_efficiency": response / gain,
             "gain_dn_per_e": gain,
             "black_level_dn": black,
-            "read_noise_e2": (floor - _ROUNDING * self.is_rounded) / gain**2 - dark_e,
+            "read_noise_e2": line.noise_e2(self.is_rounded) - dark_e,
             "dark_current_e_per_s": dark,
             "prnu2": prnu2,
             "dsnu_e2": offset2 / gain**2,
@@ -412,11 +444,11 @@ class PhotonTransfer:
             "unbent_gain": unbent_gain,
             "unbent_dark": dark_dn / unbent_gain,
             "zero_dn": zero,
-            "bend": bent[2] / unit**2,
+            "bend": line.bend,
             "dark_spread2": dark_spread2,
         }
         if self.warm is not None:
-            warm = _line(self.warm.seconds(), mean[own.stop :], 1.0 / self.warm.variances())[1] / gain
+            warm = weighted_line(self.warm.seconds(), mean[own.stop :], 1.0 / self.warm.variances())[1] / gain
             step = float(self.warm.levels[0].temperature_c or 0) - float(
                 self.dark.levels[0].temperature_c or 0
             )
@@ -433,13 +465,13 @@ def _at_pixels(
     means = series.looked_at[levels].mean(axis=1, dtype=np.float64)  # (levels, pixels)
     unit = np.eye(len(variances))
     weights = np.array(
-        [_line(x[levels], one, 1 / variances) for one in unit]
+        [weighted_line(x[levels], one, 1 / variances) for one in unit]
     ).T  # both are linear in the means
     found = [(row @ means, float(np.square(row) @ variances) / series.frames) for row in weights]
     return found[0], found[1]
 
 
-def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+def weighted_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Return the start and slope of the weighted least-squares line."""
     total = weights.sum()
     x_mean, y_mean = weights @ x / total, weights @ y / total

@@ -486,6 +486,32 @@ def load_description(
     return parse_description(file, content)
 
 
+def copied(
+    original: DeviceDescription, changed: DeviceDescription, title: str | None, source: str | None
+) -> DeviceDescription:
+    """Return a description of another device that claims nothing that is known of the original only.
+
+    Args:
+        original: what was copied.
+        changed: the same with a name of its own and the keys that the caller set.
+        title: of the copy; None to say that it is one.
+        source: where the numbers that the caller set come from; None to keep what they say.
+    """
+    content = changed.dump()
+    if title is not None or changed.title == original.title:
+        content["title"] = title or f"copy of {original.name}: {original.title}"
+    for key, entry in content.get("provenance", {}).items():
+        before = original.provenance.get(key)
+        if entry["status"] == "override":
+            entry["source"] = source or entry["source"]
+        elif before is not None:
+            entry |= {
+                "status": "assumed",
+                "source": f"copied from {original.name} ({before.status}): {before.source}",
+            }
+    return parse_description(changed.name, content)
+
+
 def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescription:
     """Check plain values, as `DeviceDescription.dump` gives them.
 

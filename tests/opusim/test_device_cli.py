@@ -73,10 +73,31 @@ def test_copy_writes_a_description_with_changed_keys(tmp_path: Path) -> None:
     assert found.provenance["camera.dark.temperature_c"].status == "override"
     same = source.dump() | {"name": "warm"}
     changed = {key for key in same if same[key] != found.dump()[key]}
-    assert changed == {"camera", "provenance"}
+    assert changed == {"camera", "provenance", "title"}
+    assert found.title == f"copy of camera_low_light: {source.title}"
     again = RUNNER.invoke(app, words)
     assert isinstance(again.exception, ConfigError)
     assert "exists already" in str(again.exception)
+
+
+def test_a_copy_claims_no_measurement_of_the_original(tmp_path: Path) -> None:
+    out, again = tmp_path / "bench.toml", tmp_path / "second.toml"
+    words = ["copy", "camera", "--set", "camera.sensor.read_noise_e=9.5", "--out", str(out)]
+    told = ["--title", "Bench 3", "--source", "bench 3, 2026-11-28"]
+    assert RUNNER.invoke(app, [*words, *told]).exit_code == 0
+    found, original = load_description(out), load_description("camera")
+    assert found.title == "Bench 3"
+    assert found.provenance["camera.sensor.read_noise_e"].source == "bench 3, 2026-11-28"
+    assert {key: entry.status for key, entry in found.provenance.items() if entry.status != "assumed"} == {
+        "camera.sensor.read_noise_e": "override"
+    }
+    key = "camera.light.exposure_us"
+    assert original.provenance[key].status == "measured"
+    assert found.provenance[key].source == f"copied from camera (measured): {original.provenance[key].source}"
+    # a title among the keys that are set is a title too
+    words = ["copy", str(out), "--set", "title=Bench 4", "--out", str(again)]
+    assert RUNNER.invoke(app, words).exit_code == 0
+    assert load_description(again).title == "Bench 4"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from opusim.cli import app
+from opusim.description.schema import load_description
+from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
+from tests.oracles.sensor_frames import Sensor, recording
 
 pytestmark = pytest.mark.compiled
 
@@ -57,6 +62,83 @@ def test_frames_are_recorded(tmp_path: Path) -> None:
     assert len(list((out / "images").iterdir())) == 52
     refused = RUNNER.invoke(app, ["record", "gaussian", "--out", str(tmp_path / "none")])
     assert isinstance(refused.exception, ConfigError)
+
+
+def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
+    np.savez(tmp_path / "frames.npz", **recording(Sensor(), np.random.default_rng(3), shape=(24, 40)))
+    out = tmp_path / "bench"
+    words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
+    result = RUNNER.invoke(app, [*words, "--temperature-c", "30"])
+    assert result.exit_code == 0, result.output
+    assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in " ".join(
+        result.stdout.split()
+    )
+    assert "gain_dn_per_e" in (out / "camera.txt").read_text()
+    assert (out / "camera.png").stat().st_size > 20_000
+    content = json.loads((out / "camera.json").read_text())
+    read_noise = content["constants"]["read_noise_e"]
+    assert read_noise["low"] < read_noise["value"] < read_noise["high"]
+    assert (read_noise["described"], read_noise["unit"]) == (1.6, "e⁻")
+    assert sum(level["is_saturated"] for level in content["levels"]) == 1
+
+    path = out / "camera_low_light_measured.toml"
+    found = load_description(path)
+    assert found.camera is not None
+    assert found.camera.sensor.read_noise_e == float(f"{read_noise['value']:.6g}")
+    assert abs(found.camera.dark.doubling.dark_current_ref_e_per_s - 30) < 2
+    assert found.camera.dark.temperature_c == found.camera.dark.doubling.temperature_ref_c == 30
+    assert 0.1 < found.camera.pixels.dcnu < 0.3
+    entry = found.provenance["camera.sensor.read_noise_e"]
+    assert entry.status == "measured"
+    assert entry.source.startswith(f"{content['date']}, frames in frames.npz, limits at 95% ")
+    kept = found.provenance["camera.light.exposure_us"]
+    assert (kept.status, kept.source[:35]) == ("assumed", "copied from camera_low_light (assum")
+    with open_device(str(path), n_inputs=4, n_outputs=20) as device:
+        assert device.exposure.sensor.read_noise_e == found.camera.sensor.read_noise_e
+
+    # measured again, the bench's own description keeps its sources
+    again = ["calibrate", str(path), "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
+    assert RUNNER.invoke(app, again).exit_code == 0
+    twice = load_description(out / "camera_low_light_measured_measured.toml")
+    assert twice.provenance["camera.light.exposure_us"] == kept
+
+
+def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:
+    folder = tmp_path / "frames"
+    recorded = ["record", "camera_low_light", "--out", str(folder), "--outputs", "1600", "--steps", "10"]
+    assert RUNNER.invoke(app, recorded).exit_code == 0
+    result = RUNNER.invoke(app, ["calibrate", "--recorded", str(folder), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "EMVA 1288 folder, 72 frames of 1,600 pixels at 21 levels, 12 bits" in " ".join(
+        result.stdout.split()
+    )
+    assert "to write a description, name the camera" in result.stdout
+    gain = json.loads((tmp_path / "out" / "camera.json").read_text())["constants"]["gain_dn_per_e"]
+    assert abs(gain["value"] - 1.0) < gain["high"] - gain["low"] < 0.2
+    assert not list((tmp_path / "out").glob("*.toml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "NAME: --recorded: is missing too; name a device, or give frames in files"),
+        (["camera", "--bits", "8"], "--bits: --recorded: is missing, and this option is for frames in files"),
+        (
+            ["--recorded", "x", "--warm-c", "40"],
+            "--warm-c: --recorded: is given, and this option is for a device",
+        ),
+        (
+            ["gaussian", "--recorded", "x"],
+            "gaussian: kind: 'gaussian' has no camera; name a camera, or nothing",
+        ),
+        (["camera", "--recorded", "none"], "none: --recorded: is not there"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(words: list[str], told: str, tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["calibrate", *words, "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(told)
+    assert not (tmp_path / "out").exists()
 
 
 def test_temperature_is_shown_against_noise_and_back(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opusim.calibration.frames import Recording, record, shape_of
+from opusim.calibration.recorded import Recording, read_frames, record, shape_of
+from opusim.calibration.recorded_transfer import reduced
 from opusim.devices.registry import open_device
 
 pytestmark = pytest.mark.compiled
@@ -81,5 +82,19 @@ def test_an_independent_implementation_finds_the_configured_constants(
         "PRNU": (camera.sensor.prnu, 0.15),
     }
     print(got)
+    # and ours, of the same folder, holds the configured constants within twice its limits' width
+    ours = reduced(read_frames(path.parent)).estimates(0.95)
+    keys = {
+        "gain": "gain_dn_per_e",
+        "quantum efficiency": "quantum_efficiency",
+        "dark current": "dark_current_e_per_s",
+        "read noise": "read_noise_e",
+        "DSNU": "dsnu_e",
+        "PRNU": "prnu",
+    }
+    for name, key in keys.items():
+        width = ours[key].high - ours[key].low
+        assert abs(ours[key].value - expected[name][0]) < 2 * width, name
+        assert width < expected[name][1] * expected[name][0], name
     for name, (value, tolerance) in expected.items():
         assert got[name] == pytest.approx(value, rel=tolerance), (name, got)

@@ -1,0 +1,295 @@
+"""Frames in files: every layout gives the same frames, and what cannot be read is named."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from opusim.calibration.recorded import RecordedFrames, read_frames
+from opusim.calibration.recorded_transfer import reduced
+from opusim.errors import ConfigError
+from tests.oracles.sensor_frames import Sensor, recording
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Arrays:
+    return recording(Sensor(), np.random.default_rng(7), frames=2, levels=6, shape=(24, 32))
+
+
+def as_npz(folder: Path, arrays: Arrays) -> Path:
+    np.savez(folder / "frames.npz", **arrays)
+    return folder / "frames.npz"
+
+
+def as_hdf5(folder: Path, arrays: Arrays) -> Path:
+    h5py = pytest.importorskip("h5py", reason="pip install 'opusim[frames]'")
+    with h5py.File(folder / "frames.h5", "w") as file:
+        for name, values in arrays.items():
+            file.create_dataset(name, data=values)
+    return folder / "frames.h5"
+
+
+def named(arrays: Arrays) -> list[tuple[str, np.ndarray]]:
+    """Each level's stack under a name that says what it is."""
+    found = []
+    for kind in ("dark", "flat"):
+        photons = arrays["flat_photons"] if kind == "flat" else np.zeros(len(arrays[kind]))
+        for stack, exposure, light in zip(arrays[kind], arrays[f"{kind}_exposure_us"], photons, strict=True):
+            name = f"{kind}_{exposure:.3f}us" + (f"_{light:.6f}ph" if light else "")
+            found.append((name, stack))
+    return found
+
+
+def as_npy_stacks(folder: Path, arrays: Arrays) -> Path:
+    for name, stack in named(arrays):
+        np.save(folder / f"{name}.npy", stack)
+    return folder
+
+
+def as_tiff_stacks(folder: Path, arrays: Arrays) -> Path:
+    for name, stack in named(arrays):
+        first, *rest = (Image.fromarray(frame) for frame in stack)
+        first.save(folder / f"{name}.tif", save_all=True, append_images=rest, compression="tiff_deflate")
+    return folder
+
+
+def as_single_images(folder: Path, arrays: Arrays) -> Path:
+    for name, stack in named(arrays):
+        (folder / name).mkdir()
+        for number, frame in enumerate(stack):
+            Image.fromarray(frame).save(folder / name / f"frame_{number:03d}.png")
+    return folder
+
+
+def as_emva_folder(folder: Path, arrays: Arrays) -> Path:
+    """The layout of the standard's reference implementation, with a decimal comma and a comment."""
+    lines = ["# a comment", "v 4.0", "n 12 32 24"]
+    (folder / "images").mkdir()
+    for number, (name, stack) in enumerate(named(arrays)):
+        _, exposure, *light = name.replace("us", "").replace("ph", "").split("_")
+        exposure_ns = f"{1e3 * float(exposure):.1f}".replace(".", ",")
+        lines.append(f"b {exposure_ns} {light[0]}" if light else f"d {exposure_ns}")
+        for frame, image in enumerate(stack):
+            Image.fromarray(image).save(folder / "images" / f"i{number}_{frame}.tif")
+            lines.append(f"i images\\i{number}_{frame}.tif")
+    (folder / "EMVA1288descriptor.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+WRITERS = (as_npz, as_hdf5, as_npy_stacks, as_tiff_stacks, as_single_images, as_emva_folder)
+
+
+def same(found: RecordedFrames, arrays: Arrays) -> bool:
+    """Whether every level holds the frames that were written, at its setting."""
+    wanted = [*arrays["dark"], *arrays["flat"]]
+    exposures = [*arrays["dark_exposure_us"], *arrays["flat_exposure_us"]]
+    photons = [*np.zeros(len(arrays["dark"])), *arrays["flat_photons"]]
+    return len(found.levels) == len(wanted) and all(
+        np.array_equal(found.frames_of(level), frames)
+        and abs(level.exposure_us - exposure) < 1e-2
+        and abs((level.photons or 0.0) - light) < 1e-2
+        for level, frames, exposure, light in zip(found.levels, wanted, exposures, photons, strict=True)
+    )
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_layout_gives_the_frames_that_were_written(
+    write: Callable[[Path, Arrays], Path], arrays: Arrays, tmp_path: Path
+) -> None:
+    found = read_frames(write(tmp_path, arrays))
+    assert same(found, arrays)
+    assert (found.bits, found.shift) == (12, 0)
+
+
+def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """GenICam's monoNp, a bit at a time: the lowest bits of the first pixel come first."""
+    found = np.zeros((*numbers.shape[:-1], -(-numbers.shape[-1] * bits // 8)), np.uint8)
+    for pixel in range(numbers.shape[-1]):
+        for bit in range(bits):
+            place = pixel * bits + bit
+            value = (numbers[..., pixel] >> bit) & 1
+            found[..., place // 8] |= (value << (place % 8)).astype(np.uint8)
+    return found
+
+
+@pytest.mark.parametrize("bits", [10, 12])
+def test_packed_numbers_are_unpacked(bits: int, arrays: Arrays, tmp_path: Path) -> None:
+    # 31 columns, so that a row ends within a byte
+    plain = arrays | {kind: arrays[kind][..., :31] >> (12 - bits) for kind in ("dark", "flat")}
+    stored = plain | {kind: packed(plain[kind], bits) for kind in ("dark", "flat")}
+    del stored["bits"]
+    assert same(read_frames(as_npz(tmp_path, stored), packing=f"mono{bits}p"), plain)
+
+
+def test_the_published_example_of_packing_is_read(tmp_path: Path) -> None:
+    # two pixels of 12 bits, 0xABC and 0x123: bytes BC 3A 12
+    assert packed(np.array([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
+
+
+def test_numbers_at_the_upper_end_of_their_words_are_shifted_down(arrays: Arrays, tmp_path: Path) -> None:
+    stored = arrays | {kind: arrays[kind] << 4 for kind in ("dark", "flat")}
+    del stored["bits"]
+    found = read_frames(as_npz(tmp_path, stored))
+    assert (found.bits, found.shift) == (12, 4)
+    assert same(found, arrays)
+
+
+def test_light_of_unknown_strength_makes_each_stack_a_level(arrays: Arrays, tmp_path: Path) -> None:
+    (tmp_path / "darks").mkdir()
+    for number, stack in enumerate(arrays["flat"]):
+        np.save(tmp_path / f"flat_2.5ms_{number}.npy", stack)
+        np.save(tmp_path / "darks" / f"black_2,5ms_{number}.npy", arrays["dark"][0])
+        for frame, image in enumerate(stack):  # and single images, whose last number counts frames
+            Image.fromarray(image).save(tmp_path / f"white_1ms_step{number}_{frame:02d}.png")
+    levels = read_frames(tmp_path).levels
+    assert [level.exposure_us for level in levels] == [2500.0] + [1000.0] * 6 + [2500.0] * 6
+    assert [len(level.parts) for level in levels] == [6] + [2] * 6 + [1] * 6
+    assert all(level.photons is None for level in levels[1:])
+
+
+def test_lost_frames_and_the_date_come_from_timestamps(arrays: Arrays, tmp_path: Path) -> None:
+    from opusim.calibration.recorded_faults import require_lawful
+    from opusim.calibration.recorded_report import CameraReport
+
+    longer = recording(Sensor(), np.random.default_rng(7), frames=6, levels=8, shape=(24, 32))
+    times = 1.7e9 + 0.01 * np.arange(48).reshape(8, 6)
+    times[3, 4:] += 0.02
+    stored = longer | {"flat_time_s": times, "dark_time_s": times - 10}
+    transfer = reduced(read_frames(as_npz(tmp_path, stored)))
+    remarks = require_lawful(transfer)
+    assert [text for text in remarks if text.startswith("2 of 80 steps of time")]
+    assert CameraReport.of(transfer, remarks, 0.95, None).date == "2023-11-14"
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return pytest.fail, ("a pickle was loaded",)
+
+
+def test_nothing_is_unpickled(arrays: Arrays, tmp_path: Path) -> None:
+    np.savez(tmp_path / "frames.npz", **arrays | {"dark": np.array([[[[Hostile()]]]])})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_frames(tmp_path / "frames.npz")
+    as_npy_stacks(tmp_path, arrays)
+    (tmp_path / "dark_1us.npy").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_frames(tmp_path)
+
+
+def coloured(folder: Path, arrays: Arrays) -> Path:
+    Image.fromarray(np.zeros((24, 32, 3), np.uint8)).save(folder / "dark_1us.png")
+    return folder
+
+
+def jpeg(folder: Path, arrays: Arrays) -> Path:
+    Image.fromarray(np.zeros((24, 32), np.uint8)).save(folder / "dark_1us.jpg")
+    return folder
+
+
+def unnamed(folder: Path, arrays: Arrays) -> Path:
+    np.save(folder / "series_1us.npy", arrays["dark"][0])
+    return folder
+
+
+def without_exposure(folder: Path, arrays: Arrays) -> Path:
+    np.save(folder / "dark.npy", arrays["dark"][0])
+    return folder
+
+
+def of_two_sizes(folder: Path, arrays: Arrays) -> Path:
+    np.save(folder / "dark_1us.npy", arrays["dark"][0])
+    np.save(folder / "flat_1us.npy", arrays["flat"][0][:, 1:])
+    return folder
+
+
+def damaged(folder: Path, arrays: Arrays) -> Path:
+    path = as_npz(folder, arrays)
+    path.write_bytes(path.read_bytes()[:5000])
+    return path
+
+
+def of_one_array(folder: Path, arrays: Arrays) -> Path:
+    np.savez(folder / "frames.npz", flat=arrays["flat"])
+    return folder / "frames.npz"
+
+
+def single(folder: Path, arrays: Arrays) -> Path:
+    np.save(folder / "dark_1us.npy", arrays["dark"][0])
+    return folder / "dark_1us.npy"
+
+
+def out_of_the_folder(folder: Path, arrays: Arrays) -> Path:
+    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nd 1000.0\ni ..\\image.png\n")
+    return folder
+
+
+def of_no_exposure(folder: Path, arrays: Arrays) -> Path:
+    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nb nan 12\ni image.png\n")
+    return folder
+
+
+def without_images(folder: Path, arrays: Arrays) -> Path:
+    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nd 1000.0\ni image.png\n")
+    return folder
+
+
+def of_zeros(folder: Path, arrays: Arrays) -> Path:
+    return as_npz(folder, arrays | {kind: arrays[kind] * 0 for kind in ("dark", "flat")})
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (coloured, "is of mode RGB: colours are computed, and share noise; record raw grey frames"),
+        (jpeg, "is compressed with loss, which changes noise; record raw frames"),
+        (unnamed, "says no kind, dark or flat; name it such as flat_400us_5200ph.npy"),
+        (without_exposure, "says no exposure with its unit"),
+        (of_two_sizes, "have several sizes, 32 x 23 and 32 x 24 pixels; keep one region"),
+        (damaged, "format: cannot be read"),
+        (of_one_array, "dark: is missing; arrays there: flat"),
+        (single, "is a single file, which holds one level"),
+        (out_of_the_folder, "leads out of the folder"),
+        (
+            of_no_exposure,
+            "entry 3: b nan 12 cannot be read: exposure_ns = nan: must be finite and at least 0",
+        ),
+        (without_images, r"cannot be read \(No such file"),
+        (of_zeros, "hold zeros only"),
+        (lambda folder, arrays: folder / "none", "is not there"),
+        (lambda folder, arrays: folder, "holds 0 files of frames"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    write: Callable[[Path, Arrays], Path], words: str, arrays: Arrays, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_frames(write(tmp_path, arrays))
+
+
+def test_bits_that_do_not_hold_the_numbers_are_refused(arrays: Arrays, tmp_path: Path) -> None:
+    path = as_npz(tmp_path, arrays)
+    assert read_frames(path, bits=14).bits == 14
+    with pytest.raises(ConfigError, match=r"8 bits do not hold the largest number"):
+        read_frames(path, bits=8)
+    with pytest.raises(ConfigError, match="mono12p is packed into bytes, and .* holds uint16"):
+        read_frames(path, packing="mono12p")
+
+
+def test_hdf5_without_its_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from opusim.calibration import recorded
+    from opusim.plugins import Deferred
+
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    monkeypatch.setattr(recorded, "h5py", Deferred("h5py"))
+    (tmp_path / "frames.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    with pytest.raises(ConfigError, match=r"HDF5 needs h5py; pip install 'opusim\[frames\]'"):
+        read_frames(tmp_path / "frames.h5")

@@ -225,13 +225,22 @@ class Exposure:
         dark = torch.zeros((1, 1, 1)).expand(2, frames, self.response.size)
         return self._expose(dark, pixel, stream).numpy()
 
-    def mean_of(self, field: torch.Tensor, frames: int, stream: NoiseStream) -> np.ndarray:
-        """Mean digital numbers of many exposures of one field of shape (2, 1, n_outputs): float64, (n_outputs,)."""
+    def mean_of(
+        self, field: torch.Tensor | Callable[[int], torch.Tensor], frames: int, stream: NoiseStream
+    ) -> np.ndarray:
+        """Return the mean digital numbers of many exposures, float64, shape (n_outputs,).
+
+        Args:
+            field: of every frame, shape (2, 1, n_outputs), or what returns the fields of so many further frames.
+            frames: how many.
+            stream: source of the noise.
+        """
         total = np.zeros(self.response.size)
         for start in range(0, frames, _FRAMES_AT_ONCE):
             pause()
             rows = min(_FRAMES_AT_ONCE, frames - start)
-            total += self.expose(field.expand(2, rows, -1), stream).double().sum(0).numpy()
+            shown = field.expand(2, rows, -1) if isinstance(field, torch.Tensor) else field(rows)
+            total += self.expose(shown, stream).double().sum(0).numpy()
         return total / frames
 
     def recover(
@@ -495,15 +504,20 @@ class ReferenceBeam:
         Returns:
             Shape (2, 2 steps, rows, pixels), of the field's type; rows are shown in turn, each by its frames in order.
         """
-        rows, phases = field.shape[1] // 2, np.tile(self._phases(self.step_error), 2)
+        rows = field.shape[1] // 2
+        beam = torch.from_numpy(self.in_turn(rows, stream)).to(field.dtype)
+        signs = field.view(2, 2, 1, rows, -1).expand(-1, -1, self.steps, -1, -1)
+        shown = signs + beam.transpose(1, 2).reshape(2, 2, self.steps, rows, 1)
+        return shown.reshape(2, 2 * self.steps, rows, -1)
+
+    def in_turn(self, rows: int, stream: NoiseStream | None = None) -> np.ndarray:
+        """Return the reference's field in the frames of vectors, float64, shape (2, rows, 2 steps); see `shown`."""
+        phases = np.tile(self._phases(self.step_error), 2)
         turned = np.broadcast_to(phases, (rows, phases.size))
         if stream is not None and self.phase_rms > 0:
             psi = frame_normals(turned.size, self.correlation, stream)
             turned = turned + self.phase_rms * psi.reshape(turned.shape)
-        beam = torch.from_numpy(self.amplitude * np.stack([np.cos(turned), np.sin(turned)])).to(field.dtype)
-        signs = field.view(2, 2, 1, rows, -1).expand(-1, -1, self.steps, -1, -1)
-        shown = signs + beam.transpose(1, 2).reshape(2, 2, self.steps, rows, 1)
-        return shown.reshape(2, 2 * self.steps, rows, -1)
+        return self.amplitude * np.stack([np.cos(turned), np.sin(turned)])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

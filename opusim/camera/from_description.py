@@ -51,7 +51,13 @@ from opusim.camera.exposure import (
 )
 from opusim.camera.speckle import FaultyMirrors, Speckle, SpeckleLaw, grid_point, medium_weights
 from opusim.camera.stages import Sensor, fill_counts, frame_normals, pixel_normals
-from opusim.description.camera import CameraSettings, PixelSettings, TransferSettings
+from opusim.description.camera import (
+    CameraSettings,
+    PixelSettings,
+    PowerSettings,
+    ReferenceBeamSettings,
+    TransferSettings,
+)
 from opusim.description.schema import DeviceDescription, FrameSettings, MediumSettings
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import FluctuatingCountNoise, LightPower, PhotonCountNoise
@@ -111,7 +117,7 @@ class Laser:
             return
         h = 0.0
         for epoch, weight in medium_weights(grid_point(step * self._drift_per_step)):
-            self._slow.seek(epoch)
+            self._slow.seek(int(epoch))
             h += weight * float(self._slow.normal((1,)))
         self.mean = float(LightPower(law=self._law, rms=self._drift_rms).of_normal(h))
 
@@ -340,15 +346,18 @@ def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) ->
     return FaultyMirrors(law, mirrors, seed, n_outputs, description.name, pixels)
 
 
-def reference_beam_of(description: DeviceDescription, mirrors: int, n_outputs: int) -> ReferenceBeam | None:
-    """Return the reference beam of a description, or None without one.
+def reference_beam_of(
+    description: DeviceDescription,
+    camera: CameraSettings,
+    beam: ReferenceBeamSettings,
+    mirrors: int,
+    n_outputs: int,
+) -> ReferenceBeam:
+    """Return a reference beam of a camera.
 
     Its intensity over that of an anchor of so many mirrors, 2 mirrors in mirror units, is that of their fluxes.
     """
-    camera, _ = camera_sections(description)
-    beam, vibration = camera.reference_beam, camera.vibration
-    if beam is None:
-        return None
+    vibration = camera.vibration
     return ReferenceBeam(
         amplitude=math.sqrt(2 * mirrors * beam.flux_per_s / camera.light.anchor_flux_per_s),
         steps=beam.steps,
@@ -365,18 +374,15 @@ def _frame_correlation(description: DeviceDescription, n_outputs: int, time_us: 
     return 0.0 if time_us is None else math.exp(-description.frames.period_us(n_outputs) / time_us)
 
 
-def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -> Laser | None:
-    """Return the laser of a description, or None if its power is constant.
+def laser_of(description: DeviceDescription, power: PowerSettings, n_outputs: int, seed: int | None) -> Laser:
+    """Return a laser whose power fluctuates.
 
     Args:
-        description: one with a camera.
+        description: of its camera.
+        power: the section of the description.
         n_outputs: of the window, which sets the time from frame to frame.
         seed: of the slow drift; None draws one.
     """
-    camera, _ = camera_sections(description)
-    power = camera.light.power
-    if power is None:
-        return None
     drift_s = power.drift_s
     return Laser(
         power.law,
@@ -651,21 +657,27 @@ def require_fixed_rates(name: str, settings: CameraSettings) -> None:
     Raises:
         NoiseUnknown: the medium drifts, frames are dropped or repeated, or the bench vibrates.
     """
-    require_lawful_readings(name, settings)
     if settings.drift is not None:
         raise NoiseUnknown(
             f"device {name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
             "camera.drift off to state a law"
         )
+    require_lawful_readings(name, settings)
 
 
 def require_lawful_readings(name: str, settings: CameraSettings) -> None:
     """Refuse to state moments or a law of readings that may lack a frame, or whose frames vibrate.
 
     Raises:
-        NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
+        NoiseUnknown: frames are dropped or repeated, the bench vibrates, or the medium moves within a call and
+            cross-talk mixes what outputs see of it.
     """
-    transfer, vibration = settings.transfer, settings.vibration
+    transfer, vibration, drift = settings.transfer, settings.vibration, settings.drift
+    if drift is not None and drift.within_call and settings.pixels is not None and settings.pixels.crosstalk:
+        raise NoiseUnknown(
+            f"device {name!r}: camera.drift.within_call adds noise that camera.pixels.crosstalk mixes over pixels, and "
+            "it has no law here; switch one of them off to state moments"
+        )
     if vibration is not None and (vibration.pointing_rms_pixels or vibration.phase_rms_rad):
         raise NoiseUnknown(
             f"device {name!r}: camera.vibration moves the light of all outputs together from frame to frame, "

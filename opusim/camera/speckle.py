@@ -9,7 +9,8 @@ and between two nodes the midpoint m of an interval (a, b) of length 2 d is draw
     X_m = (X_a + X_b) / (2 cosh d) + sqrt(tanh d) Z_m,
 down to the point sought: at most 18 media at any time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
 the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two
-nodes.
+nodes. A medium that moves within a call (`opusim.camera.moving`) has a finer grid, of 1/4096 of these steps: the
+halving goes on, by 12 media more, and media of points between grid points have planes of their own.
 Entries keep the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
 Ornstein-Uhlenbeck bridge, Gillespie, Phys. Rev. E 54, 2084 (1996), exact for any step.
 
@@ -23,10 +24,12 @@ Which mirrors are stuck is computed from the medium's seed and the mirror's numb
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, reduce
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -44,17 +47,25 @@ from opusim.medium.transmission import (
     blocked_product,
     exact_product,
 )
+from opusim.randomness.streams import NoiseStream
 
 _STUCK_PLANE = 20  # a counter word that no medium uses
 _MIRRORS_AT_ONCE = 2048
 STEPS_PER_TAU = 4096
+PARTS_OF_A_STEP = 4096
+"""Points of the finer grid in a step of the grid."""
+_PLANES_PER_PART = 64  # counter words of a point between grid points
 _NODE = 8 * STEPS_PER_TAU
 MOST_TAU = (2**32 - 2 * _NODE) // STEPS_PER_TAU
 """Latest time, in units of tau: grid points are 32-bit epochs of the medium."""
 
 
-def grid_point(time: float) -> int:
-    """Return the grid point nearest a time in units of tau.
+def grid_point(time: float, parts: int = 1) -> float:
+    """Return the grid point nearest a time in units of tau, in steps of the grid.
+
+    Args:
+        time: since time 0.
+        parts: 1, or `PARTS_OF_A_STEP` for the nearest point of the finer grid.
 
     Raises:
         ValueError: it is negative, or beyond 1,048,560 tau.
@@ -63,14 +74,15 @@ def grid_point(time: float) -> int:
         raise ValueError(
             f"time = {time:g} decorrelation times: must lie in [0, {MOST_TAU}]; begin a new medium"
         )
-    return round(time * STEPS_PER_TAU)
+    return round(time * STEPS_PER_TAU * parts) / parts
 
 
 @lru_cache(maxsize=64)
-def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
+def medium_weights(point: float) -> tuple[tuple[float, float], ...]:
     """Return the epochs of the media that make up the medium at a grid point, and their weights: coarse ones first.
 
-    The squares of the weights sum to 1, up to 1e-10. At point 0 it is the medium of epoch 0 itself.
+    An epoch is the grid point of its medium; points and epochs of the finer grid are no whole numbers. The squares of
+    the weights sum to 1, up to 1e-10. At point 0 it is the medium of epoch 0 itself.
     """
     low = point - point % _NODE
     left = _node_weights(low)
@@ -78,7 +90,7 @@ def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
         return tuple(left.items())
     right, high = _node_weights(low + _NODE), low + _NODE
     while True:
-        middle, half = (low + high) // 2, (high - low) / 2 / STEPS_PER_TAU
+        middle, half = (low + high) / 2, (high - low) / 2 / STEPS_PER_TAU
         share = 0.5 / math.cosh(half)
         mixed = {epoch: share * (left.get(epoch, 0.0) + right.get(epoch, 0.0)) for epoch in {**left, **right}}
         mixed[middle] = math.sqrt(math.tanh(half))
@@ -90,7 +102,7 @@ def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
             low, left = middle, mixed
 
 
-def _node_weights(point: int) -> dict[int, float]:
+def _node_weights(point: float) -> dict[float, float]:
     """Return the chain at a node."""
     if point == 0:
         return {0: 1.0}
@@ -156,6 +168,9 @@ class Speckle:
     a smaller window of outputs has the first outputs of a larger one. The choice is part of the device, like a
     factory's map of pixels: it does not depend on noise.
 
+    Attributes:
+        point: grid point of the present time.
+
     Args:
         law: see `SpeckleLaw`.
         n_outputs: pixels to find.
@@ -166,13 +181,16 @@ class Speckle:
         ConfigError: no pixel in 64 fits.
     """
 
+    _OF_A_TIME: ClassVar = ("anchor",)
+    """Attributes that are computed once for a time."""
+
     def __init__(self, law: SpeckleLaw, n_outputs: int, file: str, pixels: np.ndarray | None = None) -> None:
         self.law = law
         self.n_outputs = n_outputs
         if pixels is not None:
             self.__dict__["pixels"] = pixels
         self._file = file
-        self._point = 0
+        self.point: float = 0
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def drift_to(self, time: float) -> None:
@@ -181,15 +199,56 @@ class Speckle:
         Raises:
             ValueError: the time is out of range.
         """
-        point = grid_point(time)
-        if point != self._point:
-            self._point = point
-            self._forget()
+        self.move_to(grid_point(time))
 
-    def _forget(self) -> None:
-        """Drop what was computed for an earlier time."""
-        self._dense.clear()
-        self.__dict__.pop("anchor", None)
+    def move_to(self, point: float) -> None:
+        """Move the medium to a grid point."""
+        if point != self.point:
+            self.become(self.at(point))
+
+    def at(self, point: float) -> Self:
+        """Return the same pixels at another grid point; at the present one, the medium itself."""
+        if point == self.point:
+            return self
+        other = copy.copy(self)
+        other.point, other._dense = point, {}
+        for name in self._OF_A_TIME:
+            other.__dict__.pop(name, None)
+        return other
+
+    def become(self, other: Self) -> None:
+        """Move to another one's time, and take over what was computed there."""
+        self.point, self._dense = other.point, other._dense
+        for name in self._OF_A_TIME:
+            self.__dict__.pop(name, None)
+            if name in other.__dict__:
+                self.__dict__[name] = other.__dict__[name]
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Amplitude of every mirror in the blank frame and in the anchor: float64, shape (2, mirrors)."""
+        return np.stack([np.zeros(self.law.mirrors), np.ones(self.law.mirrors)])
+
+    def swings(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return what frames change of the data mirrors' amplitudes in the blank frame: (frames, n_inputs), float64."""
+        return frames.double()
+
+    def normals(self, rows: int, stream: NoiseStream) -> torch.Tensor:
+        """Return standard normal numbers that correlate over outputs as the entries do.
+
+        Args:
+            rows: how many numbers of each output.
+            stream: source; takes one reading of it.
+
+        Returns:
+            float32, shape (2, rows, n_outputs): real and imaginary part are independent, and rows are.
+        """
+        shares = self.law.weights
+        if len(shares) == 1:
+            return stream.normal((2, rows, self.n_outputs))
+        place = torch.from_numpy(self.pixels - self.pixels[0])
+        raw = stream.normal((2, rows, int(place[-1]) + len(shares)))
+        return reduce(torch.add, (share * raw[:, :, place + k] for k, share in enumerate(shares)))
 
     @cached_property
     def pixels(self) -> np.ndarray:
@@ -272,6 +331,23 @@ class Speckle:
                 out[part, :, outputs.start : outputs.stop] = exact_product(frames, tile, len(outputs))
         return out
 
+    def fields_of(self, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray) -> torch.Tensor:
+        """Return fields of frames that show patterns, or their complements in the anchor.
+
+        Args:
+            patterns: as `fields` takes them.
+            rows: number of each frame's pattern, int64, shape (frames,).
+            complement: whether the frame shows the complement, bool, shape (frames,).
+
+        Returns:
+            float32, shape (2, frames, n_outputs), on the CPU.
+        """
+        field = self.fields(patterns)[:, torch.from_numpy(rows)]
+        if complement.any():
+            total = torch.from_numpy(self.total.astype(np.float32))[:, None, :]
+            field = torch.where(torch.from_numpy(complement)[:, None], total - field, field)
+        return field
+
     @property
     def fits_dense(self) -> bool:
         """Whether P and Q at the outputs are within the limit."""
@@ -315,23 +391,32 @@ class Speckle:
         pixels = self.pixels[outputs.start : outputs.stop]
         window = range(int(pixels[0]), int(pixels[-1]) + 1)
         index = torch.from_numpy(pixels - window.start)
-        return self._pixel_tile(plane, window, inputs, self._point).index_select(1, index)
+        return self._pixel_tile(plane, window, inputs, self.point).index_select(1, index)
 
-    def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: int) -> torch.Tensor:
+    def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: float) -> torch.Tensor:
         """Return transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
         shares = self.law.weights
         wide = range(pixels.start, pixels.stop + len(shares) - 1)
-        (first, weight), *others = medium_weights(point)
-        media = partial(Medium, self.law.mirrors, wide.stop, self.law.seed, plane=plane)
-        tile = media(epoch=first).tile(wide, inputs)
-        if others:
-            tile.mul_(weight)
-        for epoch, weight in others:
-            tile.add_(media(epoch=epoch).tile(wide, inputs), alpha=weight)
+        mixed = medium_weights(point)
+        tile = torch.empty(0)
+        for number, (epoch, weight) in enumerate(mixed):
+            part = int(epoch % 1 * PARTS_OF_A_STEP)  # 0 at a grid point
+            medium = Medium(
+                self.law.mirrors,
+                wide.stop,
+                self.law.seed,
+                plane=plane + _PLANES_PER_PART * part,
+                epoch=int(epoch),
+            )
+            own = medium.tile(wide, inputs)
+            if number == 0:
+                tile = own if len(mixed) == 1 else own.mul_(weight)
+            else:
+                tile.add_(own, alpha=weight)
         if len(shares) > 1:
             parts = (tile[:, k : k + len(pixels)] * share for k, share in enumerate(shares))
             tile = reduce(torch.add, parts)
-        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if others or len(shares) > 1 else tile
+        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if len(mixed) > 1 or len(shares) > 1 else tile
 
     def _at_outputs(self) -> np.ndarray:
         """`_sums` at the outputs, at the present time."""
@@ -339,10 +424,10 @@ class Speckle:
         for outputs in self._output_blocks():
             pixels = self.pixels[outputs.start : outputs.stop]
             window = range(int(pixels[0]), int(pixels[-1]) + 1)
-            parts.append(self._sums(window, self._point)[:, pixels - window.start])
+            parts.append(self._sums(window, self.point)[:, pixels - window.start])
         return np.concatenate(parts, axis=1)
 
-    def _sums(self, pixels: range, point: int) -> np.ndarray:
+    def _sums(self, pixels: range, point: float) -> np.ndarray:
         """Return the sums over mirrors at contiguous pixels, float64, shape (8, pixels).
 
         Rows: real and imaginary part over all mirrors; the same over data mirrors; over data mirrors the sums of
@@ -374,6 +459,8 @@ class FaultyMirrors(Speckle):
         faults: what is wrong.
         seed: which array this is, in [0, 2^64).
     """
+
+    _OF_A_TIME: ClassVar = ("_ends",)
 
     def __init__(
         self,
@@ -418,6 +505,15 @@ class FaultyMirrors(Speckle):
     def anchor(self) -> np.ndarray:
         return self._ends[1]
 
+    @property
+    @override
+    def ends(self) -> np.ndarray:
+        return np.stack([self._blank, self._lit])
+
+    @override
+    def swings(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames.double() * (self._swing * self._free.to(frames.device))
+
     @override
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
         """Exact but for the rounding of the blank frame's field."""
@@ -438,7 +534,3 @@ class FaultyMirrors(Speckle):
         limit = self._swing * super().largest_fields()[0]
         blank, anchor, data = self._ends
         return np.stack([np.hypot(*blank) + limit, np.hypot(*(anchor - data)) + limit])
-
-    def _forget(self) -> None:
-        super()._forget()
-        self.__dict__.pop("_ends", None)

@@ -302,11 +302,15 @@ class DriftSettings(StrictSection):
         decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
         reanchor_steps: steps from one measurement of the anchor to the next, or None to measure it at opening only.
+        within_call: whether the medium also moves from frame to frame of a step (`opusim.camera.moving`), whose frames
+            are then exposed in turn, a frame period apart, from the step's time on; None: it rests until the next step.
+            A step should last as long as its frames take: those beyond seconds_per_step see the medium of later steps.
     """
 
     decorrelation_s: float = Field(gt=0)
     seconds_per_step: float = Field(gt=0)
     reanchor_steps: int | None = Field(default=None, ge=1)
+    within_call: bool | None = None
 
 
 class CameraSettings(StrictSection):

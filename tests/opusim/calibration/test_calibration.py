@@ -123,8 +123,9 @@ def test_drift_time_is_covered_at_its_rate(seed: int) -> None:
     assert abs(wrong - 0.9) > 5 * np.sqrt(0.9 * 0.1 / 400), wrong
 
 
-def test_drift_time_is_found(seed: int) -> None:
-    drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0}
+@pytest.mark.parametrize("moving", [{}, {"within_call": True}])
+def test_drift_time_is_found(moving: dict[str, bool], seed: int) -> None:
+    drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0, **moving}
     found = calibration("camera_low_light", seed, camera={"drift": drift}).certificate.estimates[
         "decorrelation_s"
     ]

@@ -255,15 +255,16 @@ class ImperfectExposure(Exposure):
     ) -> None:
         """A row's frames are exposed in the order p, a - p, n, a - n."""
         rows = y.shape[0]
-        shown = field.numpy().reshape(2, 2, rows, -1)  # part, sign, row, pixel
+        components = field.shape[0]
+        shown = field.numpy().reshape(components, 2, rows, -1)  # part, sign, row, pixel
         frames = np.stack([shown, total[:, None, None, :] - shown], axis=2)
-        in_turn = frames.transpose(0, 3, 1, 2, 4).reshape(2, FRAMES_PER_TERNARY * rows, -1)
+        in_turn = frames.transpose(0, 3, 1, 2, 4).reshape(components, FRAMES_PER_TERNARY * rows, -1)
         numbers = self._numbers(self._light_now(in_turn), stream)
         signed = np.tensordot(FRAME_SIGNS, numbers.reshape(rows, FRAMES_PER_TERNARY, -1), axes=(0, 1))
         y.copy_(torch.from_numpy(decode[0] * signed - shift[:, None] * decode[1]))
 
     def _light_now(self, field: np.ndarray) -> np.ndarray:
-        """Electrons of light at power 1 of fields of shape (2, frames, pixels).
+        """Electrons of light at power 1 of fields of shape (2 modes, frames, pixels).
 
         Shape (frames, n_outputs), or (3, frames, n_outputs) if the image vibrates: of each place that a pixel sees.
         """
@@ -329,6 +330,8 @@ def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) ->
         grain_correlation=camera.grain_correlation,
         grain_pixels=camera.grain_pixels or 1,
         dense_limit_mib=medium.dense_limit_mib,
+        row_pixels=camera.sensor.row_pixels,
+        modes=camera.speckle_modes or 1,
     )
     if law.mirrors < 2:
         reason = (
@@ -439,7 +442,8 @@ def exposure_of(
             "pointing_correlation": _frame_correlation(description, pixels.size, vibration.correlation_us),
             "places": with_neighbours(pixels)[1],
         }
-    if laser is None and camera.pixels is None and camera.transfer is None and not faulty:
+    is_plain = laser is None and camera.pixels is None and camera.transfer is None
+    if is_plain and camera.speckle_modes in (None, 1) and not faulty:
         return Exposure(**stages)
     faults, transfer = camera.pixels or PixelSettings(), camera.transfer or TransferSettings()
     seed_of_faults = derive_seed(medium.seed, "pixel faults")
@@ -462,7 +466,10 @@ def exposure_of(
 
 def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
     """Return the stages behind the light, without the fixed pattern, in the numbers that the link sends."""
-    sensor, bits = Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"})), frames.packed_bits
+    sensor, bits = (
+        Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e", "row_pixels"})),
+        frames.packed_bits,
+    )
     return sensor if bits is None else sensor.sent_in(bits)
 
 

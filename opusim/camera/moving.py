@@ -10,7 +10,8 @@ block before. Between the times 0 and D of a block's ends, in units of tau, a pr
 and entries are independent, so that the fields u_k = sum_i R_i(t_k) a_ki of frames with mirror amplitudes a_k, given
 the fields at both ends, are Gaussian with the mean above and the covariances
     <a_k, a_l> Cov[x(t_k), x(t_l)]
-of their real parts and of their imaginary parts, at every output. They are drawn by a Cholesky factor of this matrix.
+of their real parts and of their imaginary parts, at every output (over M for a field of M modes). They are drawn by a
+Cholesky factor of this matrix.
 Different blocks are independent given the ends (Markov property). So all frames of a call, of successive calls and of
 training steps follow one Ornstein-Uhlenbeck process, up to the rounding of the ends' times to 2^-24 tau.
 
@@ -107,12 +108,12 @@ class Motion:
             stream: source of the motion; takes one reading for every block of frames.
 
         Returns:
-            float32, shape (2, frames, n_outputs of the speckle), mirror units.
+            float32, shape (2 modes, frames, n_outputs of the speckle), mirror units.
 
         Raises:
             ValueError: the medium is too old; see `opusim.camera.speckle.grid_point`.
         """
-        out = torch.empty((2, rows.size, speckle.n_outputs), dtype=torch.float32)
+        out = torch.empty((len(speckle.law.planes), rows.size, speckle.n_outputs), dtype=torch.float32)
         at_once = int(_FRAMES_PER_ROOT * speckle.law.mirrors**0.5)
         at_once = min(max(at_once, _LEAST_FRAMES), _MOST_FRAMES)
         for start in range(0, rows.size, at_once):
@@ -132,7 +133,7 @@ class Motion:
         end = speckle.at(grid_point(after, PARTS_OF_A_STEP))
         span = (end.point - speckle.point) / STEPS_PER_TAU
         weights, covariance = bridge(np.minimum(self.frame * np.arange(frames), span), span)
-        out = torch.zeros((2, frames, speckle.n_outputs))
+        out = torch.zeros((len(speckle.law.planes), frames, speckle.n_outputs))
         for state, weight in zip((speckle, end), weights, strict=True):
             if not weight.any():
                 continue

@@ -91,6 +91,7 @@ class SensorSettings(StrictSection):
     Attributes:
         prnu: photo response non-uniformity, standard deviation relative to the mean, in [0, 0.2]; 0 is off.
         dsnu_e: dark signal non-uniformity, standard deviation, electrons, at least 0; 0 is off.
+        row_pixels: pixels of a row of the sensor: pixel j stands in row j // row_pixels. None: all stand in one row.
     """
 
     gain_dn_per_e: float = Field(gt=0)
@@ -101,6 +102,7 @@ class SensorSettings(StrictSection):
     adc_bits: int | None = Field(default=None, ge=1, le=24)
     prnu: float = Field(default=0.0, ge=0, le=0.2)
     dsnu_e: float = Field(default=0.0, ge=0)
+    row_pixels: int | None = Field(default=None, ge=2, le=2**20)
 
 
 _doubling = lru_cache(maxsize=64)(DoublingDarkCurrent)
@@ -326,9 +328,11 @@ class CameraSettings(StrictSection):
         vibration: vibration of the bench, or None if it rests.
         grain_pixels: pixels that a speckle grain spans, at least 1: the field of a pixel is the sum of so many
             independent ones over the root of their number, so that fields k pixels apart correlate by
-            1 - k / grain_pixels.
+            1 - k / grain_pixels. With sensor.row_pixels a grain spans as many rows of the sensor.
         grain_correlation: correlation of the fields of neighbouring pixels, in [0, 0.5]; above 0 if speckle grains are
             larger than a pixel.
+        speckle_modes: M, independent speckles whose intensities a pixel averages (2: both polarisations), so that the
+            speckle's contrast is 1 / sqrt(M); None: 1. See `opusim.camera.speckle`.
         mirrors: faults of the mirror array, or None if it has none.
         pixels: faults of the pixels, or None if they have none.
         transfer: faults of the frames' transfer, or None if it has none.
@@ -346,6 +350,7 @@ class CameraSettings(StrictSection):
     vibration: VibrationSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
     grain_pixels: int | None = Field(default=None, ge=1, le=64)
+    speckle_modes: int | None = Field(default=None, ge=1, le=16)
 
     @property
     def frames_per_projection(self) -> int:
@@ -366,6 +371,11 @@ class CameraSettings(StrictSection):
             raise ValueError(
                 "vibration: phase_rms_rad is a phase to a reference beam, and there is none; give "
                 "pointing_rms_pixels, or a section [camera.reference_beam]"
+            )
+        if self.reference_beam is not None and self.speckle_modes not in (None, 1):
+            raise ValueError(
+                f"speckle_modes = {self.speckle_modes}: a reference beam interferes with one mode only; set it to 1, "
+                "or remove reference_beam"
             )
         crosstalk = 0.0 if self.pixels is None else self.pixels.crosstalk
         if self.vibration is not None and self.vibration.pointing_rms_pixels and crosstalk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError, NoiseBelowCertificate
-from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 from opusim.processes import pause
 from opusim.randomness.streams import NoiseStream, noise_stream
@@ -190,12 +189,13 @@ class CameraDevice(NoisyDevice):
         total, exposure = self.speckle.total, self.exposure
         if self._beam is not None:
             total = np.broadcast_to(self._beam.carrier[:, None], total.shape)
-        p, q = (self.speckle.responses(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
+        responses = [self.speckle.responses(plane).T for plane in self._law.planes]
         rows = -torch.from_numpy(offset / self._law.mirrors)[:, None]
         for share, pixels, gain in exposure.parts():
             factor = 2 * scale * exposure.sensor.gain_dn_per_e * gain * (share * exposure.mean_power)
-            re, im = torch.from_numpy(total[:, pixels] * factor)[:, :, None]
-            rows = re * p[pixels] + im * q[pixels] + rows
+            parts = torch.from_numpy(total[:, pixels] * factor * self._law.modes**-0.5)[:, :, None]
+            products = (part * each[pixels] for part, each in zip(parts, responses, strict=True))
+            rows = reduce(torch.add, products) + rows
         return rows.float().to(self._torch_device)
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
@@ -207,7 +207,7 @@ class CameraDevice(NoisyDevice):
         those at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
         place of C_fg light_f light_g, given the medium of now: the variance is that of the first reading of the next
         call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.moving.motion`),
-            Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2.
+            Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2,      over M if M modes are averaged.
 
         Raises:
             NoiseUnknown: frames are dropped or repeated, the bench vibrates, or the medium moves behind cross-talk.
@@ -227,7 +227,8 @@ class CameraDevice(NoisyDevice):
             powers = np.outer(weights, weights) * (
                 self.exposure.mean_power**2 + (0.0 if covariance is None else covariance)
             )
-            light = np.einsum("fg,fgb,fgbj->bj", powers, 4 * moved, inner) * np.square(self.exposure.gain_e)
+            light = np.einsum("fg,fgb,fgbj->bj", powers, 4 / self._law.modes * moved, inner)
+            light *= np.square(self.exposure.gain_e)
             variance += np.square(self.recovery.decode()[0] * self.exposure.sensor.gain_dn_per_e) * light
         return torch.from_numpy(variance)
 
@@ -288,7 +289,7 @@ class CameraDevice(NoisyDevice):
         """Return fields of all frames of readings from those of `_binary_parts`: (2, frames, batch, pixels)."""
         if self._beam is not None:
             return self._beam.shown(field, stream)
-        parts = field.view(2, 2, 1, field.shape[1] // 2, -1)
+        parts = field.view(field.shape[0], 2, 1, field.shape[1] // 2, -1)
         total = torch.from_numpy(self.speckle.total).to(field.dtype)[:, None, None, None, :]
         return torch.cat([parts, total - parts], dim=2).flatten(1, 2)
 
@@ -388,7 +389,7 @@ class CameraDevice(NoisyDevice):
         anchors = np.maximum(anchor_dn, lowest / 4 * gain * anchor_e)
         unit_dn = gain * anchor_e
         if beam is None:
-            return Recovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn)
+            return Recovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn, modes=self._law.modes)
         return HologramRecovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn, beam=beam)
 
     # The camera itself
@@ -603,7 +604,7 @@ class CameraDevice(NoisyDevice):
         """Return the fields of frames of the anchor, or of blank frames, that are exposed in turn."""
         if self._motion is None:
             field = self.speckle.blank if is_blank else self.speckle.anchor
-            return torch.from_numpy(field.astype(np.float32))[:, None, :].expand(2, count, -1)
+            return torch.from_numpy(field.astype(np.float32))[:, None, :].expand(-1, count, -1)
         nothing, rows = torch.zeros(1, self.n_inputs), np.zeros(count, dtype=np.int64)
         return self._motion.fields(self.speckle, nothing, rows, np.full(count, not is_blank), stream)
 

@@ -201,6 +201,10 @@ class Exposure:
         """Covariance of the powers of a reading's frames, or None if the power is constant."""
         return None
 
+    def shared_variance_dn2(self, weights: np.ndarray) -> np.ndarray | float:
+        """Return the variance of a weighted sum of a pixel's frames beyond that of independent frames, DN squared."""
+        return 0.0
+
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
         """Return the digital numbers of frames.
 

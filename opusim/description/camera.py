@@ -211,6 +211,13 @@ class PixelSettings(StrictSection):
         crosstalk: share of a pixel's photo-electrons that each of its two neighbours collects.
         nonlinearity: relative deficit of the read-out at saturation: N electrons read as N (1 - nonlinearity N /
             saturation).
+        read_noise_spread: standard deviation of the pixels' read noises relative to their root mean square
+            (log-normal), which sensor.read_noise_e is; None is off, as for the others.
+        row_noise_e: standard deviation of a noise that all pixels of a row of the sensor share in a frame, electrons.
+        column_noise_e: the same of a column; rows have sensor.row_pixels.
+        telegraph_share: share of the pixels whose read-out jumps between two levels (random telegraph signal).
+        telegraph_e: distance of the levels, electrons; given with telegraph_share.
+        telegraph_us: correlation time of the level, microseconds, or None if it is drawn anew in every frame.
     """
 
     hot_share: float = Field(default=0.0, ge=0, le=0.2)
@@ -219,6 +226,26 @@ class PixelSettings(StrictSection):
     dcnu: float = Field(default=0.0, ge=0, le=2)
     crosstalk: float = Field(default=0.0, ge=0, le=0.25)
     nonlinearity: float = Field(default=0.0, ge=0, le=0.25)
+    read_noise_spread: float | None = Field(default=None, gt=0, le=2)
+    row_noise_e: float | None = Field(default=None, gt=0)
+    column_noise_e: float | None = Field(default=None, gt=0)
+    telegraph_share: float | None = Field(default=None, gt=0, le=0.2)
+    telegraph_e: float | None = Field(default=None, gt=0)
+    telegraph_us: float | None = Field(default=None, gt=0)
+
+    @property
+    def uneven_keys(self) -> tuple[str, ...]:
+        """Keys that are given of read-out noise that differs over pixels, or that pixels or frames share."""
+        keys = "read_noise_spread", "row_noise_e", "column_noise_e", "telegraph_share"
+        return tuple(key for key in keys if getattr(self, key) is not None)
+
+    @model_validator(mode="after")
+    def _telegraph_pixels_have_levels(self) -> Self:
+        if (self.telegraph_share is None) != (self.telegraph_e is None):
+            raise ValueError("telegraph_share and telegraph_e belong together; give both or neither")
+        if self.telegraph_us is not None and self.telegraph_share is None:
+            raise ValueError("telegraph_us is given without telegraph_share; give both, or remove it")
+        return self
 
     @model_validator(mode="after")
     def _hot_pixels_have_a_factor(self) -> Self:
@@ -395,6 +422,8 @@ class CameraSettings(StrictSection):
             and not (self.sensor.full_well_e or self.sensor.adc_bits)
         ):
             raise ValueError("pixels: nonlinearity is relative to saturation; give full_well_e or adc_bits")
+        if pixels is not None and pixels.read_noise_spread and not self.sensor.read_noise_e:
+            raise ValueError("pixels: read_noise_spread spreads a read noise of 0; give sensor.read_noise_e")
         return self
 
     @model_validator(mode="after")

@@ -215,6 +215,7 @@ class CameraDevice(NoisyDevice):
         require_lawful_readings(self.name, self._settings)
         weights = self.recovery.weights
         variance = self.recovery.variance(self.exposure.moments(self.frame_rates(x))[1])
+        variance += np.square(self.recovery.decode()[0]) * self.exposure.shared_variance_dn2(weights)
         covariance = self.exposure.power_covariance(weights.size)
         if covariance is not None:
             light = (self.frame_rates(x) - self.exposure.dark_e) / self.exposure.mean_power

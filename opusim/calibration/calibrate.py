@@ -211,10 +211,14 @@ def _of_camera(
         remarks.append(f"no dark_noise_dn: {error}")
     if camera.drift is not None:  # the decorrelation time, from frames of one pattern at two times
         patterns = sparse_patterns(device.n_inputs, min(64, 2 * device.n_inputs))
-        elapsed_s = camera.drift.decorrelation_s / 3
+        elapsed_s, call_s = camera.drift.decorrelation_s / 3, 0.0
+        if (
+            camera.drift.within_call
+        ):  # the frames of `again` are later than the first ones by the time of a call
+            call_s = device.description.frames.period_us(device.n_outputs) * 1e-6 * len(patterns)
         device.drift_to(0.0)
         first, again = (device.intensities(patterns) for _ in range(2))
-        device.drift_to(elapsed_s)
+        device.drift_to(elapsed_s + call_s)
         later = device.intensities(patterns)
         device.drift_to(0.0)
         estimates["decorrelation_s"] = decorrelation_time(

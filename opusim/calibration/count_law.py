@@ -403,6 +403,9 @@ _REMEDIES = {
 _HOLOGRAMS = (
     "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light"
 )
+_UNEVEN_NOISE = (
+    "noise of the read-out differs over pixels or is shared ({keys}), and limits take pixels for alike"
+)
 _UNEVEN = (
     "the dark charge's limits hold at each of up to 1,000,000 outputs and groups of outputs, if dark currents differ "
     "by a normal law over pixels; more frames narrow them"
@@ -504,6 +507,10 @@ def certify_counts(
     # Limits are certified if every needed test holds and nothing else forbids it.
     failed = [test.text for test in tests if test.needed and not test.holds]
     failed += [_HOLOGRAMS] if device.is_holographic else []
+    uneven = () if camera is None or camera.pixels is None else camera.pixels.uneven_keys
+    if uneven:
+        keys = ", ".join(f"camera.pixels.{key}" for key in uneven)
+        failed += [_UNEVEN_NOISE.format(keys=keys)]
     failed += [] if power is None else power.obstacles
     failed += _impossible(transfer, share)
     # most electrons of ambient light at an output, which no law credits

@@ -70,11 +70,14 @@ class Recovery:
         anchor_dn: measured intensity of the anchor at each output, without black level and dark charge, DN, shape
             (n_outputs,), above 0.
         unit_dn: K N_a, the anchor's mean intensity over pixels, DN, above 0.
+        modes: M, independent speckles that a pixel averages; entries of B would have the variance 1 / M without c's
+            factor sqrt(M).
     """
 
     mirrors: int
     anchor_dn: np.ndarray
     unit_dn: float
+    modes: int = 1
 
     def __post_init__(self) -> None:
         checks.integer(mirrors=self.mirrors, minimum=2)
@@ -84,7 +87,8 @@ class Recovery:
     @property
     def column_norm(self) -> float:
         """c: projection units for each square root of a DN."""
-        return math.sqrt(2 * self.mirrors / self.unit_dn * self.mirrors / (self.mirrors - 1))
+        unit = math.sqrt(2 * self.mirrors / self.unit_dn * self.mirrors / (self.mirrors - 1))
+        return unit * math.sqrt(self.modes)
 
     @property
     def weights(self) -> np.ndarray:
@@ -197,6 +201,10 @@ class Exposure:
         """Covariance of the powers of a reading's frames, or None if the power is constant."""
         return None
 
+    def shared_variance_dn2(self, weights: np.ndarray) -> np.ndarray | float:
+        """Return the variance of a weighted sum of a pixel's frames beyond that of independent frames, DN squared."""
+        return 0.0
+
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
         """Return the digital numbers of frames.
 
@@ -225,13 +233,22 @@ class Exposure:
         dark = torch.zeros((1, 1, 1)).expand(2, frames, self.response.size)
         return self._expose(dark, pixel, stream).numpy()
 
-    def mean_of(self, field: torch.Tensor, frames: int, stream: NoiseStream) -> np.ndarray:
-        """Mean digital numbers of many exposures of one field of shape (2, 1, n_outputs): float64, (n_outputs,)."""
+    def mean_of(
+        self, field: torch.Tensor | Callable[[int], torch.Tensor], frames: int, stream: NoiseStream
+    ) -> np.ndarray:
+        """Return the mean digital numbers of many exposures, float64, shape (n_outputs,).
+
+        Args:
+            field: of every frame, shape (2, 1, n_outputs), or what returns the fields of so many further frames.
+            frames: how many.
+            stream: source of the noise.
+        """
         total = np.zeros(self.response.size)
         for start in range(0, frames, _FRAMES_AT_ONCE):
             pause()
             rows = min(_FRAMES_AT_ONCE, frames - start)
-            total += self.expose(field.expand(2, rows, -1), stream).double().sum(0).numpy()
+            shown = field.expand(-1, rows, -1) if isinstance(field, torch.Tensor) else field(rows)
+            total += self.expose(shown, stream).double().sum(0).numpy()
         return total / frames
 
     def recover(
@@ -256,29 +273,30 @@ class Exposure:
         """
         rows = y.shape[0]
         parts = field.view(2, 2, rows, -1).transpose(0, 1).reshape(4, rows, -1).numpy()
-        noise, pixel, sensor = self._normal(8, rows, stream), self._pixel, self.sensor.numbers()
+        noise, pixel, sensor = self._normal(8, rows, stream), self._pixel, self.sensor.numbers
         out = y.numpy()
 
         def work(start: int, stop: int) -> None:
             some = slice(start, stop)
             recover_rows(out[some], parts[:, some], total, pixel, decode, shift[some], noise[:, some], sensor)
 
-        self._split(work, rows)
+        run_split(work, rows, grain=self._rows_per_thread)
 
     def _expose(self, field: torch.Tensor, pixel: np.ndarray, stream: NoiseStream) -> torch.Tensor:
         frames = field.shape[1]
         numbers = torch.empty((frames, self.response.size), dtype=torch.float32)
-        noise, sensor = self._normal(2, frames, stream), self.sensor.numbers()
+        noise, sensor = self._normal(2, frames, stream), self.sensor.numbers
         out, source = numbers.numpy(), field.numpy()
 
         def work(start: int, stop: int) -> None:
             expose_fields(out[start:stop], source[:, start:stop], pixel, noise[:, start:stop], sensor)
 
-        self._split(work, frames)
+        run_split(work, frames, grain=self._rows_per_thread)
         return numbers
 
-    def _split(self, work: Callable[[int, int], None], rows: int) -> None:
-        run_split(work, rows, grain=max(1, _NUMBERS_PER_THREAD // self.response.size))
+    @cached_property
+    def _rows_per_thread(self) -> int:
+        return max(1, _NUMBERS_PER_THREAD // self.response.size)
 
     def _normal(self, planes: int, rows: int, stream: NoiseStream) -> np.ndarray:
         """Return N(0, 1) numbers, float32, shape (planes, rows, n_outputs); empty if no stage needs them."""
@@ -305,11 +323,12 @@ def saturated_shares(
     """Return the expected share of outputs whose mean light fills them, for frames with a share f of the mirrors on.
 
     The anchor's field u_a is known; given it, a frame's field is f u_a plus a circular Gaussian of variance
-    2 mirrors f (1 - f), so |u|^2 has a noncentral chi-squared law with two degrees of freedom. No field is computed.
+    2 mirrors f (1 - f), so |u|^2 has a noncentral chi-squared law with two degrees of freedom, or 2 M with M modes. No
+    field is computed.
 
     Args:
         exposure: the camera's stages.
-        anchor: field of the anchor, shape (2, n_outputs), mirror units.
+        anchor: field of the anchor, shape (2 modes, n_outputs), mirror units.
         reference: field of a reference beam in each of its steps, shape (2, steps), or None if there is none; the
             fullest step then counts.
 
@@ -323,11 +342,12 @@ def saturated_shares(
     intensity = np.sum(np.square(anchor), axis=0)
     shares = {1.0: float(np.mean(intensity >= full))}
     some, limit = anchor[:, None, :_OUTPUTS_LOOKED_AT], np.maximum(full[:_OUTPUTS_LOOKED_AT], 0.0)
-    beam = np.zeros((2, 1)) if reference is None else reference
+    components = len(anchor)
+    beam = np.zeros((components, 1)) if reference is None else reference
     for f in FRAME_SHARES:
-        scale = exposure.mirrors * f * (1 - f)
+        scale = exposure.mirrors * f * (1 - f) * 2 / components
         middle = np.sum(np.square(f * some + beam[:, :, None]), axis=0)  # (steps, outputs)
-        shares[f] = float(np.max(np.mean(1 - chndtr(limit / scale, 2, middle / scale), axis=1)))
+        shares[f] = float(np.max(np.mean(1 - chndtr(limit / scale, components, middle / scale), axis=1)))
     return shares
 
 
@@ -495,15 +515,20 @@ class ReferenceBeam:
         Returns:
             Shape (2, 2 steps, rows, pixels), of the field's type; rows are shown in turn, each by its frames in order.
         """
-        rows, phases = field.shape[1] // 2, np.tile(self._phases(self.step_error), 2)
+        rows = field.shape[1] // 2
+        beam = torch.from_numpy(self.in_turn(rows, stream)).to(field.dtype)
+        signs = field.view(2, 2, 1, rows, -1).expand(-1, -1, self.steps, -1, -1)
+        shown = signs + beam.transpose(1, 2).reshape(2, 2, self.steps, rows, 1)
+        return shown.reshape(2, 2 * self.steps, rows, -1)
+
+    def in_turn(self, rows: int, stream: NoiseStream | None = None) -> np.ndarray:
+        """Return the reference's field in the frames of vectors, float64, shape (2, rows, 2 steps); see `shown`."""
+        phases = np.tile(self._phases(self.step_error), 2)
         turned = np.broadcast_to(phases, (rows, phases.size))
         if stream is not None and self.phase_rms > 0:
             psi = frame_normals(turned.size, self.correlation, stream)
             turned = turned + self.phase_rms * psi.reshape(turned.shape)
-        beam = torch.from_numpy(self.amplitude * np.stack([np.cos(turned), np.sin(turned)])).to(field.dtype)
-        signs = field.view(2, 2, 1, rows, -1).expand(-1, -1, self.steps, -1, -1)
-        shown = signs + beam.transpose(1, 2).reshape(2, 2, self.steps, rows, 1)
-        return shown.reshape(2, 2 * self.steps, rows, -1)
+        return self.amplitude * np.stack([np.cos(turned), np.sin(turned)])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,6 +12,10 @@ Dark current is I exp(s z_j - s^2 / 2) at pixel j, s^2 = log(1 + dcnu^2), times 
 see neither light nor dark current. A vibrating image is displaced by a number D of pixels common to the frame, D = 0 on
 average, normal, cut at 1, and a pixel collects from where it was and from the neighbour on that side,
     light_j = (1 - |D|) L_j + |D| L_(j +- 1),       on average (1 - m) L_j + m (L_(j-1) + L_(j+1)) / 2,  m = E |D|.
+Read noise differs from pixel to pixel (log-normal, of a stated root mean square), pixels of a row and of a column share
+noise that is drawn anew in every frame (EMVA 1288 release 4.0 separates these three parts), and telegraph pixels jump
+between two levels +- A / 2: a stationary Markov chain whose level correlates by exp(-frame period / correlation time)
+from frame to frame of a call (Wang et al., IEDM 2006). All of it comes behind the count and earns nothing.
 The read-out N (1 - q N / N_sat) is a function of the count and changes no guarantee. A dropped frame is black; a
 repeated one shows the numbers of the frame before, so that readings are no longer independent, and no law is stated.
 
@@ -33,7 +37,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,14 +55,20 @@ from opusim.camera.exposure import (
 )
 from opusim.camera.speckle import FaultyMirrors, Speckle, SpeckleLaw, grid_point, medium_weights
 from opusim.camera.stages import Sensor, fill_counts, frame_normals, pixel_normals
-from opusim.description.camera import CameraSettings, PixelSettings, TransferSettings
+from opusim.description.camera import (
+    CameraSettings,
+    PixelSettings,
+    PowerSettings,
+    ReferenceBeamSettings,
+    TransferSettings,
+)
 from opusim.description.schema import DeviceDescription, FrameSettings, MediumSettings
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import FluctuatingCountNoise, LightPower, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SeededStream, derive_seed
 from opusim.tables import unit_of
 
-_DCNU_PLANE, _FAULT_PLANE = 18, 19  # counter words that no medium uses
+_DCNU_PLANE, _FAULT_PLANE, _READ_PLANE, _TELEGRAPH_PLANE = 18, 19, 21, 22  # counter words that no medium uses
 
 
 class Laser:
@@ -111,7 +121,7 @@ class Laser:
             return
         h = 0.0
         for epoch, weight in medium_weights(grid_point(step * self._drift_per_step)):
-            self._slow.seek(epoch)
+            self._slow.seek(int(epoch))
             h += weight * float(self._slow.normal((1,)))
         self.mean = float(LightPower(law=self._law, rms=self._drift_rms).of_normal(h))
 
@@ -160,6 +170,76 @@ def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class UnevenReadOut:
+    """Noise of the read-out beyond a read noise that is alike at all pixels and independent.
+
+    Attributes:
+        read_scale: read noise of each pixel over its root mean square, shape (n_outputs,).
+        row_e: standard deviation of the rows' noise, electrons, at least 0.
+        column_e: of the columns' noise.
+        rows: number of each pixel's row, from 0, shape (n_outputs,).
+        columns: number of each pixel's column.
+        levels_e: distance of the two levels of each pixel, electrons, shape (n_outputs,); 0: no telegraph pixel.
+        correlation: of a level in successive frames, in [0, 1).
+    """
+
+    read_scale: np.ndarray
+    row_e: float
+    column_e: float
+    rows: np.ndarray
+    columns: np.ndarray
+    levels_e: np.ndarray
+    correlation: float
+
+    @classmethod
+    def of(
+        cls, faults: PixelSettings, row_pixels: int | None, seed: int, pixels: np.ndarray, correlation: float
+    ) -> Self:
+        """Return the read-out of some pixels, computed from the sensor's seed and their numbers."""
+        s = math.sqrt(math.log1p((faults.read_noise_spread or 0.0) ** 2))
+        jumps = ndtr(pixel_normals(seed, _TELEGRAPH_PLANE, pixels)) < (faults.telegraph_share or 0.0)
+        rows, columns = (0 * pixels, pixels) if row_pixels is None else np.divmod(pixels, row_pixels)
+        return cls(
+            read_scale=np.exp(s * pixel_normals(seed, _READ_PLANE, pixels) - s * s),  # of mean square 1
+            row_e=faults.row_noise_e or 0.0,
+            column_e=faults.column_noise_e or 0.0,
+            rows=np.unique(rows, return_inverse=True)[1].reshape(-1),
+            columns=np.unique(columns, return_inverse=True)[1].reshape(-1),
+            levels_e=np.where(jumps, faults.telegraph_e or 0.0, 0.0),
+            correlation=correlation,
+        )
+
+    def gaussian_e(self, read_noise_e: float) -> np.ndarray:
+        """Return the standard deviation of the Gaussian noise of each pixel, electrons: read, row and column noise."""
+        return np.sqrt(np.square(read_noise_e * self.read_scale) + self.row_e**2 + self.column_e**2)
+
+    def electrons(self, frames: int, stream: NoiseStream) -> np.ndarray:
+        """Return row and column noise and levels of frames that are exposed in turn, electrons, (frames, n_outputs).
+
+        Args:
+            frames: at least 1.
+            stream: source; takes one reading of it for each of the three that is on.
+        """
+        total = np.zeros((frames, self.rows.size))
+        for std, line in ((self.row_e, self.rows), (self.column_e, self.columns)):
+            if std:
+                total += std * stream.normal((frames, int(line.max()) + 1)).double().numpy()[:, line]
+        jumping = np.flatnonzero(self.levels_e)
+        if jumping.size:
+            z = stream.normal((frames, jumping.size)).double().numpy()
+            switch = np.where(ndtr(z) < (1 - self.correlation) / 2, -1.0, 1.0)
+            switch[0] = np.sign(z[0])  # the first level is one of both
+            total[:, jumping] += 0.5 * self.levels_e[jumping] * np.cumprod(switch, axis=0)
+        return total
+
+    def covariance_e2(self, weights: np.ndarray) -> np.ndarray:
+        """Return sum over frames f != g of w_f w_g Cov of the levels in frames f and g, electrons^2, (n_outputs,)."""
+        apart = np.abs(np.subtract.outer(np.arange(weights.size), np.arange(weights.size)))
+        shared = np.where(apart == 0, 0.0, self.correlation**apart)
+        return np.asarray(np.square(self.levels_e) / 4 * (weights @ shared @ weights))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ImperfectExposure(Exposure):
     """An `Exposure` with the faults of a real instrument; those that are off change nothing.
 
@@ -176,6 +256,7 @@ class ImperfectExposure(Exposure):
         places: with either of them, of each output, and of its left and right neighbour, among the pixels that fields
             then have on their last axis, shape (3, n_outputs).
         wide_response: with cross-talk, relative sensitivity of those pixels, shape (pixels,).
+        uneven: noise of the read-out that differs over pixels or that they share, or None.
     """
 
     laser: Laser | None = None
@@ -186,6 +267,7 @@ class ImperfectExposure(Exposure):
     pointing_correlation: float = 0.0
     places: np.ndarray | None = None
     wide_response: np.ndarray | float = 1.0
+    uneven: UnevenReadOut | None = None
 
     @property
     @override
@@ -211,19 +293,30 @@ class ImperfectExposure(Exposure):
         return None if self.laser is None else self.laser.covariance(frames)
 
     @override
+    def shared_variance_dn2(self, weights: np.ndarray) -> np.ndarray | float:
+        if self.uneven is None:
+            return 0.0
+        return self.sensor.gain_dn_per_e**2 * self.uneven.covariance_e2(weights)
+
+    @override
     def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """With a nonlinear read-out, rounding counts as 1/12 DN^2 and no end is met.
+        """With a nonlinear or uneven read-out, rounding counts as 1/12 DN^2 and no end is met.
 
         With f(N) = N - c N^2 and N ~ Poisson(m): E f = m - c (m + m^2), Var f = m - 2 c (2 m^2 + m) + c^2 (4 m^3 +
         6 m^2 + m).
         """
-        if self.nonlinearity == 0:
+        if self.nonlinearity == 0 and self.uneven is None:
             return super().moments(rates)
         sensor, c = self.sensor, self.nonlinearity / self.sensor.saturation_e
         shot, gain = float(sensor.shot_noise), sensor.gain_dn_per_e
         mean = rates - c * (shot * rates + np.square(rates))
         variance = rates - 2 * c * (2 * rates**2 + rates) + c * c * (4 * rates**3 + 6 * rates**2 + rates)
         rest = sensor.variance_dn2(0.0)
+        if self.uneven is not None:
+            squares = (
+                np.square(self.uneven.gaussian_e(sensor.read_noise_e)) + np.square(self.uneven.levels_e) / 4
+            )
+            rest = rest + gain**2 * (squares - sensor.read_noise_e**2)
         return sensor.black_level_dn + gain * (mean + self.offset_e), gain**2 * shot * variance + rest
 
     @override
@@ -249,15 +342,16 @@ class ImperfectExposure(Exposure):
     ) -> None:
         """A row's frames are exposed in the order p, a - p, n, a - n."""
         rows = y.shape[0]
-        shown = field.numpy().reshape(2, 2, rows, -1)  # part, sign, row, pixel
+        components = field.shape[0]
+        shown = field.numpy().reshape(components, 2, rows, -1)  # part, sign, row, pixel
         frames = np.stack([shown, total[:, None, None, :] - shown], axis=2)
-        in_turn = frames.transpose(0, 3, 1, 2, 4).reshape(2, FRAMES_PER_TERNARY * rows, -1)
+        in_turn = frames.transpose(0, 3, 1, 2, 4).reshape(components, FRAMES_PER_TERNARY * rows, -1)
         numbers = self._numbers(self._light_now(in_turn), stream)
         signed = np.tensordot(FRAME_SIGNS, numbers.reshape(rows, FRAMES_PER_TERNARY, -1), axes=(0, 1))
         y.copy_(torch.from_numpy(decode[0] * signed - shift[:, None] * decode[1]))
 
     def _light_now(self, field: np.ndarray) -> np.ndarray:
-        """Electrons of light at power 1 of fields of shape (2, frames, pixels).
+        """Electrons of light at power 1 of fields of shape (2 modes, frames, pixels).
 
         Shape (frames, n_outputs), or (3, frames, n_outputs) if the image vibrates: of each place that a pixel sees.
         """
@@ -286,7 +380,10 @@ class ImperfectExposure(Exposure):
             counts = counts * (1.0 - self.nonlinearity * np.minimum(counts / sensor.saturation_e, 1.0))
         numbers = counts + self.offset_e
         if sensor.read_noise_e > 0:
-            numbers += sensor.read_noise_e * read
+            own = 1.0 if self.uneven is None else self.uneven.read_scale
+            numbers += sensor.read_noise_e * own * read
+        if self.uneven is not None:
+            numbers += self.uneven.electrons(frames, stream)
         numbers = sensor.black_level_dn + sensor.gain_dn_per_e * numbers
         if sensor.adc_bits is not None:
             numbers = np.clip(np.rint(numbers), 0.0, sensor.top_dn)
@@ -323,6 +420,8 @@ def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) ->
         grain_correlation=camera.grain_correlation,
         grain_pixels=camera.grain_pixels or 1,
         dense_limit_mib=medium.dense_limit_mib,
+        row_pixels=camera.sensor.row_pixels,
+        modes=camera.speckle_modes or 1,
     )
     if law.mirrors < 2:
         reason = (
@@ -340,15 +439,18 @@ def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) ->
     return FaultyMirrors(law, mirrors, seed, n_outputs, description.name, pixels)
 
 
-def reference_beam_of(description: DeviceDescription, mirrors: int, n_outputs: int) -> ReferenceBeam | None:
-    """Return the reference beam of a description, or None without one.
+def reference_beam_of(
+    description: DeviceDescription,
+    camera: CameraSettings,
+    beam: ReferenceBeamSettings,
+    mirrors: int,
+    n_outputs: int,
+) -> ReferenceBeam:
+    """Return a reference beam of a camera.
 
     Its intensity over that of an anchor of so many mirrors, 2 mirrors in mirror units, is that of their fluxes.
     """
-    camera, _ = camera_sections(description)
-    beam, vibration = camera.reference_beam, camera.vibration
-    if beam is None:
-        return None
+    vibration = camera.vibration
     return ReferenceBeam(
         amplitude=math.sqrt(2 * mirrors * beam.flux_per_s / camera.light.anchor_flux_per_s),
         steps=beam.steps,
@@ -365,18 +467,15 @@ def _frame_correlation(description: DeviceDescription, n_outputs: int, time_us: 
     return 0.0 if time_us is None else math.exp(-description.frames.period_us(n_outputs) / time_us)
 
 
-def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -> Laser | None:
-    """Return the laser of a description, or None if its power is constant.
+def laser_of(description: DeviceDescription, power: PowerSettings, n_outputs: int, seed: int | None) -> Laser:
+    """Return a laser whose power fluctuates.
 
     Args:
-        description: one with a camera.
+        description: of its camera.
+        power: the section of the description.
         n_outputs: of the window, which sets the time from frame to frame.
         seed: of the slow drift; None draws one.
     """
-    camera, _ = camera_sections(description)
-    power = camera.light.power
-    if power is None:
-        return None
     drift_s = power.drift_s
     return Laser(
         power.law,
@@ -433,7 +532,8 @@ def exposure_of(
             "pointing_correlation": _frame_correlation(description, pixels.size, vibration.correlation_us),
             "places": with_neighbours(pixels)[1],
         }
-    if laser is None and camera.pixels is None and camera.transfer is None and not faulty:
+    is_plain = laser is None and camera.pixels is None and camera.transfer is None
+    if is_plain and camera.speckle_modes in (None, 1) and not faulty:
         return Exposure(**stages)
     faults, transfer = camera.pixels or PixelSettings(), camera.transfer or TransferSettings()
     seed_of_faults = derive_seed(medium.seed, "pixel faults")
@@ -442,6 +542,10 @@ def exposure_of(
         wide, places = with_neighbours(pixels)
         sensitive = np.where(dead_pixels(faults, seed_of_faults, wide), 0.0, response(wide))
         faulty = {"crosstalk": faults.crosstalk, "wide_response": sensitive, "places": places}
+    if faults.uneven_keys:
+        correlation = _frame_correlation(description, pixels.size, faults.telegraph_us)
+        row_pixels = camera.sensor.row_pixels
+        faulty["uneven"] = UnevenReadOut.of(faults, row_pixels, seed_of_faults, pixels, correlation)
     stages["response"] = np.where(dead_pixels(faults, seed_of_faults, pixels), 0.0, stages["response"])
     return ImperfectExposure(
         **stages,
@@ -456,7 +560,10 @@ def exposure_of(
 
 def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
     """Return the stages behind the light, without the fixed pattern, in the numbers that the link sends."""
-    sensor, bits = Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"})), frames.packed_bits
+    sensor, bits = (
+        Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e", "row_pixels"})),
+        frames.packed_bits,
+    )
     return sensor if bits is None else sensor.sent_in(bits)
 
 
@@ -561,6 +668,9 @@ def noise_line(description: DeviceDescription) -> str:
 
 # Laws of readings
 
+_FALLS_FROM_DN = 0.23
+"""Noise from which `Sensor.rounding_limit_dn2` falls as noise grows: sqrt(2) / (2 pi), rounded up."""
+
 
 def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarray) -> PhotonCountNoise:
     """Return the counts of a reading's frames at each output, with boxes of rates.
@@ -581,15 +691,30 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     # Least and largest variance of a number beyond K^2 rate, DN squared (`Sensor.rounding_limit_dn2`). Where dark
     # frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are so coarse
     # that rounding hides the counts' own noise.
-    sensor = exposure.sensor
+    # Of an uneven read-out the least noisy pixel and one frame's level count for the least variance, at every pixel
+    # (more Gaussian noise hides more of the rounding), or 0 where dark frames may reach the lower end; each pixel's own
+    # noise and the levels' covariance count for the largest.
+    sensor, uneven = exposure.sensor, exposure.uneven if isinstance(exposure, ImperfectExposure) else None
+    beyond: np.ndarray | float = 0.0
+    shot = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
+    if uneven is not None:
+        noise_e = uneven.gaussian_e(sensor.read_noise_e)
+        sensor = replace(sensor, read_noise_e=float(noise_e.min()))
+        squares = frames * (np.square(noise_e) - noise_e.min() ** 2 + np.square(uneven.levels_e) / 4)
+        beyond = squares + np.maximum(uneven.covariance_e2(recovery.weights), 0.0)
+        beyond = np.square(scale * sensor.gain_dn_per_e) * beyond
     middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
     exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
-    shot = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
+    if uneven is not None:
+        if sensor.adc_bits is not None and sensor.gain_dn_per_e * sensor.read_noise_e < _FALLS_FROM_DN:
+            limit = np.full_like(limit, 0.25)
+        reach = 8.5 * noise_e.max() + uneven.levels_e - exposure.offset_e
+        exact = np.where(sensor.black_level_dn < sensor.gain_dn_per_e * reach, 0.0, exact)
     rest = np.minimum(middle - limit, exact - shot)
     counts = np.square(slope * sensor.gain_dn_per_e) * exposure.floor_e
     hidden = np.divide(-rest, counts, out=np.zeros_like(rest), where=(rest < 0) & (counts > 0))
     shown = np.maximum(1.0 - hidden, 0.0)  # share of the counts' variance that rounding never hides
-    most = frames * np.square(scale) * (middle + limit)
+    most = frames * np.square(scale) * (middle + limit) + beyond
     most = most + (1 - slope**2 * shown) * np.sum(np.square(weight) * high, axis=0)
     return PhotonCountNoise(
         rate_low=low,
@@ -651,21 +776,27 @@ def require_fixed_rates(name: str, settings: CameraSettings) -> None:
     Raises:
         NoiseUnknown: the medium drifts, frames are dropped or repeated, or the bench vibrates.
     """
-    require_lawful_readings(name, settings)
     if settings.drift is not None:
         raise NoiseUnknown(
             f"device {name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
             "camera.drift off to state a law"
         )
+    require_lawful_readings(name, settings)
 
 
 def require_lawful_readings(name: str, settings: CameraSettings) -> None:
     """Refuse to state moments or a law of readings that may lack a frame, or whose frames vibrate.
 
     Raises:
-        NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
+        NoiseUnknown: frames are dropped or repeated, the bench vibrates, or the medium moves within a call and
+            cross-talk mixes what outputs see of it.
     """
-    transfer, vibration = settings.transfer, settings.vibration
+    transfer, vibration, drift = settings.transfer, settings.vibration, settings.drift
+    if drift is not None and drift.within_call and settings.pixels is not None and settings.pixels.crosstalk:
+        raise NoiseUnknown(
+            f"device {name!r}: camera.drift.within_call adds noise that camera.pixels.crosstalk mixes over pixels, and "
+            "it has no law here; switch one of them off to state moments"
+        )
     if vibration is not None and (vibration.pointing_rms_pixels or vibration.phase_rms_rad):
         raise NoiseUnknown(
             f"device {name!r}: camera.vibration moves the light of all outputs together from frame to frame, "

@@ -9,9 +9,20 @@ and between two nodes the midpoint m of an interval (a, b) of length 2 d is draw
     X_m = (X_a + X_b) / (2 cosh d) + sqrt(tanh d) Z_m,
 down to the point sought: at most 18 media at any time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
 the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two
-nodes.
+nodes. A medium that moves within a call (`opusim.camera.moving`) has a finer grid, of 1/4096 of these steps: the
+halving goes on, by 12 media more, and media of points between grid points have planes of their own.
 Entries keep the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
 Ornstein-Uhlenbeck bridge, Gillespie, Phys. Rev. E 54, 2084 (1996), exact for any step.
+
+**Modes.** A pixel that sees M speckles which do not interfere (two polarisations, modes of the light, speckles that
+change within an exposure) averages their intensities, I = (1/M) sum_m |R_m x|^2, and the contrast of its speckle is
+1 / sqrt(M) (Goodman, Speckle Phenomena in Optics, 2007: sums of speckle patterns on an intensity basis). Each mode has
+real media of its own. Fields have 2 M components, real and imaginary parts divided by sqrt(M), whose squares add up to
+I. Readings stay linear: B_ji = sum_m Re(conj(u_a,m) R_m,ji) / sqrt(sum_m |u_a,m|^2), less its mean, is N(0, 1).
+
+**Grains.** A grain of g pixels averages g independent fields of a row of pixels. With `row_pixels` pixel j stands in
+row j // row_pixels and column j % row_pixels, and a grain averages g rows as well: fields that lie r rows and c columns
+apart correlate by (1 - |r| / g)(1 - |c| / g).
 
 **Faulty mirrors.** A mirror that is off leaks the amplitude e = 1 / sqrt(contrast) of one that is on; a stuck one keeps
 its state in every frame. The field of a frame x is then affine in x,
@@ -23,10 +34,13 @@ Which mirrors are stuck is computed from the medium's seed and the mirror's numb
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, reduce
+from itertools import product
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -44,17 +58,26 @@ from opusim.medium.transmission import (
     blocked_product,
     exact_product,
 )
+from opusim.randomness.streams import NoiseStream
 
 _STUCK_PLANE = 20  # a counter word that no medium uses
+_MODE_PLANES = 24  # counter words of the second mode and of those behind it
 _MIRRORS_AT_ONCE = 2048
 STEPS_PER_TAU = 4096
+PARTS_OF_A_STEP = 4096
+"""Points of the finer grid in a step of the grid."""
+_PLANES_PER_PART = 64  # counter words of a point between grid points
 _NODE = 8 * STEPS_PER_TAU
 MOST_TAU = (2**32 - 2 * _NODE) // STEPS_PER_TAU
 """Latest time, in units of tau: grid points are 32-bit epochs of the medium."""
 
 
-def grid_point(time: float) -> int:
-    """Return the grid point nearest a time in units of tau.
+def grid_point(time: float, parts: int = 1) -> float:
+    """Return the grid point nearest a time in units of tau, in steps of the grid.
+
+    Args:
+        time: since time 0.
+        parts: 1, or `PARTS_OF_A_STEP` for the nearest point of the finer grid.
 
     Raises:
         ValueError: it is negative, or beyond 1,048,560 tau.
@@ -63,14 +86,15 @@ def grid_point(time: float) -> int:
         raise ValueError(
             f"time = {time:g} decorrelation times: must lie in [0, {MOST_TAU}]; begin a new medium"
         )
-    return round(time * STEPS_PER_TAU)
+    return round(time * STEPS_PER_TAU * parts) / parts
 
 
 @lru_cache(maxsize=64)
-def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
+def medium_weights(point: float) -> tuple[tuple[float, float], ...]:
     """Return the epochs of the media that make up the medium at a grid point, and their weights: coarse ones first.
 
-    The squares of the weights sum to 1, up to 1e-10. At point 0 it is the medium of epoch 0 itself.
+    An epoch is the grid point of its medium; points and epochs of the finer grid are no whole numbers. The squares of
+    the weights sum to 1, up to 1e-10. At point 0 it is the medium of epoch 0 itself.
     """
     low = point - point % _NODE
     left = _node_weights(low)
@@ -78,7 +102,7 @@ def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
         return tuple(left.items())
     right, high = _node_weights(low + _NODE), low + _NODE
     while True:
-        middle, half = (low + high) // 2, (high - low) / 2 / STEPS_PER_TAU
+        middle, half = (low + high) / 2, (high - low) / 2 / STEPS_PER_TAU
         share = 0.5 / math.cosh(half)
         mixed = {epoch: share * (left.get(epoch, 0.0) + right.get(epoch, 0.0)) for epoch in {**left, **right}}
         mixed[middle] = math.sqrt(math.tanh(half))
@@ -90,7 +114,7 @@ def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
             low, left = middle, mixed
 
 
-def _node_weights(point: int) -> dict[int, float]:
+def _node_weights(point: float) -> dict[float, float]:
     """Return the chain at a node."""
     if point == 0:
         return {0: 1.0}
@@ -121,6 +145,8 @@ class SpeckleLaw:
         highest: largest one; infinite is off.
         grain_correlation: correlation of neighbouring pixels' fields, in [0, 0.5], if a grain spans one pixel.
         grain_pixels: pixels that a grain spans.
+        row_pixels: pixels of a row of the sensor, of which grains then span several; None: a grain lies in one row.
+        modes: M, independent speckles whose intensities are averaged, 1 to 16.
         dense_limit_mib: largest matrix (of P and Q together) kept in memory.
     """
 
@@ -132,6 +158,13 @@ class SpeckleLaw:
     grain_correlation: float
     grain_pixels: int
     dense_limit_mib: float
+    row_pixels: int | None = None
+    modes: int = 1
+
+    @cached_property
+    def planes(self) -> tuple[int, ...]:
+        """Counter words of the real media: real and imaginary part of each mode, shape (2 modes,)."""
+        return REAL_PLANE, IMAGINARY_PLANE, *range(_MODE_PLANES, _MODE_PLANES + 2 * self.modes - 2)
 
     @cached_property
     def mirrors(self) -> int:
@@ -148,6 +181,35 @@ class SpeckleLaw:
         angle = 0.5 * math.asin(2.0 * self.grain_correlation)
         return math.cos(angle), math.sin(angle)
 
+    def grained(self, pixels: range, raw: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        """Return numbers of contiguous pixels that correlate as grains do.
+
+        Args:
+            pixels: contiguous.
+            raw: returns independent numbers of contiguous places, on the last axis; each place is asked for once.
+        """
+        shares = self.weights
+        if self.row_pixels is None:
+            wide = raw(range(pixels.start, pixels.stop + len(shares) - 1))
+            return reduce(torch.add, (wide[..., k : k + len(pixels)] * a for k, a in enumerate(shares)))
+        # rows of raw numbers, longer than those of pixels; first along them, then across
+        width, beyond = self.row_pixels, len(shares) - 1
+        first, last = pixels.start // width, (pixels.stop - 1) // width
+        begin, end = pixels.start - first * width, pixels.stop - last * width
+        left, right = (begin, end) if first == last else (0, width)
+        along = []
+        for row in range(first, last + 1 + beyond):
+            place = row * (width + beyond)
+            wide = raw(range(place + left, place + right + beyond))
+            parts = (wide[..., k : k + right - left] * share for k, share in enumerate(shares))
+            along.append(reduce(torch.add, parts))
+        rows = [
+            reduce(torch.add, (along[row + k] * share for k, share in enumerate(shares)))
+            for row in range(last + 1 - first)
+        ]
+        found = torch.cat(rows, dim=-1)
+        return found[..., begin - left :][..., : len(pixels)]
+
 
 class Speckle:
     """The medium as the camera sees it: pixels with a usable anchor, and fields of frames there.
@@ -155,6 +217,9 @@ class Speckle:
     Pixels are taken in order of their number, those whose anchor intensity at time 0 lies within the law's limits; so
     a smaller window of outputs has the first outputs of a larger one. The choice is part of the device, like a
     factory's map of pixels: it does not depend on noise.
+
+    Attributes:
+        point: grid point of the present time.
 
     Args:
         law: see `SpeckleLaw`.
@@ -166,13 +231,16 @@ class Speckle:
         ConfigError: no pixel in 64 fits.
     """
 
+    _OF_A_TIME: ClassVar = ("anchor",)
+    """Attributes that are computed once for a time."""
+
     def __init__(self, law: SpeckleLaw, n_outputs: int, file: str, pixels: np.ndarray | None = None) -> None:
         self.law = law
         self.n_outputs = n_outputs
         if pixels is not None:
             self.__dict__["pixels"] = pixels
         self._file = file
-        self._point = 0
+        self.point: float = 0
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def drift_to(self, time: float) -> None:
@@ -181,15 +249,58 @@ class Speckle:
         Raises:
             ValueError: the time is out of range.
         """
-        point = grid_point(time)
-        if point != self._point:
-            self._point = point
-            self._forget()
+        self.move_to(grid_point(time))
 
-    def _forget(self) -> None:
-        """Drop what was computed for an earlier time."""
-        self._dense.clear()
-        self.__dict__.pop("anchor", None)
+    def move_to(self, point: float) -> None:
+        """Move the medium to a grid point."""
+        if point != self.point:
+            self.become(self.at(point))
+
+    def at(self, point: float) -> Self:
+        """Return the same pixels at another grid point; at the present one, the medium itself."""
+        if point == self.point:
+            return self
+        other = copy.copy(self)
+        other.point, other._dense = point, {}
+        for name in self._OF_A_TIME:
+            other.__dict__.pop(name, None)
+        return other
+
+    def become(self, other: Self) -> None:
+        """Move to another one's time, and take over what was computed there."""
+        self.point, self._dense = other.point, other._dense
+        for name in self._OF_A_TIME:
+            self.__dict__.pop(name, None)
+            if name in other.__dict__:
+                self.__dict__[name] = other.__dict__[name]
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Amplitude of every mirror in the blank frame and in the anchor: float64, shape (2, mirrors)."""
+        return np.stack([np.zeros(self.law.mirrors), np.ones(self.law.mirrors)])
+
+    def swings(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return what frames change of the data mirrors' amplitudes in the blank frame: (frames, n_inputs), float64."""
+        return frames.double()
+
+    def normals(self, rows: int, stream: NoiseStream) -> torch.Tensor:
+        """Return standard normal numbers that correlate over outputs as the entries do.
+
+        Args:
+            rows: how many numbers of each output.
+            stream: source; takes one reading of it, or one for each row of pixels that grains meet.
+
+        Returns:
+            float32, shape (2 modes, rows, n_outputs), of variance 1 / modes: components are independent, and rows are.
+        """
+        components, pixels = len(self.law.planes), self.pixels
+        if len(self.law.weights) == 1:
+            found = stream.normal((components, rows, self.n_outputs))
+        else:
+            window = range(int(pixels[0]), int(pixels[-1]) + 1)
+            wide = self.law.grained(window, lambda places: stream.normal((components, rows, len(places))))
+            found = wide[..., torch.from_numpy(pixels - window.start)]
+        return found if self.law.modes == 1 else found.mul_(self.law.modes**-0.5)
 
     @cached_property
     def pixels(self) -> np.ndarray:
@@ -204,7 +315,7 @@ class Speckle:
                     f"only {found} of {start} pixels fit; widen lowest and highest",
                 )
             sums = self._sums(range(start, start + _PIXELS_PER_BLOCK), point=0)
-            share = np.sum(np.square(sums[:2]), axis=0) / (2.0 * self.law.mirrors)
+            share = np.sum(np.square(sums[:, :2]), axis=(0, 1)) / (2.0 * self.law.mirrors * self.law.modes)
             good = start + np.flatnonzero((share >= self.law.lowest) & (share <= self.law.highest))
             chosen.append(good)
             found += good.size
@@ -213,8 +324,8 @@ class Speckle:
 
     @cached_property
     def anchor(self) -> np.ndarray:
-        """The anchor's field at the outputs, now: float64, shape (2, n_outputs), real and imaginary part."""
-        return self._at_outputs()[:2]
+        """The anchor's field at the outputs, now: float64, shape (2 modes, n_outputs), real and imaginary parts."""
+        return self._at_outputs()[:, :2].reshape(-1, self.n_outputs) * self.law.modes**-0.5
 
     @property
     def blank(self) -> np.ndarray:
@@ -223,7 +334,7 @@ class Speckle:
 
     @property
     def total(self) -> np.ndarray:
-        """Fields of a frame and of its complement add up to this: float64, shape (2, n_outputs)."""
+        """Fields of a frame and of its complement add up to this: float64, shape (2 modes, n_outputs)."""
         return self.anchor + self.blank
 
     def largest_fields(self) -> np.ndarray:
@@ -232,12 +343,15 @@ class Speckle:
         |u_x| = max over phases of Re(e^(-i theta) u_x) <= (|u_1| + max over theta of sum_i |Re e^(-i theta) R_i|) / 2,
         and the sum at any theta is at most 1 / cos(pi/8) times the largest at the four angles 0, 45, 90 and 135
         degrees, since it is a norm of the direction (the octagon around the unit circle). Data-independent; with many
-        mirrors at most some 9 % above the largest value.
+        mirrors at most some 9 % above the largest value. Limits of several modes are the root mean square of those of
+        each.
         """
-        sums = self._at_outputs()
-        reach = np.max(sums[4:], axis=0) * (1 + _SUM_SLACK) / math.cos(math.pi / 8)
-        data = 0.5 * (np.hypot(sums[2], sums[3]) + reach)
-        return np.stack([data, data + np.hypot(sums[0] - sums[2], sums[1] - sums[3])])
+        limits = []
+        for sums in self._at_outputs():
+            reach = np.max(sums[4:], axis=0) * (1 + _SUM_SLACK) / math.cos(math.pi / 8)
+            data = 0.5 * (np.hypot(sums[2], sums[3]) + reach)
+            limits.append(np.stack([data, data + np.hypot(sums[0] - sums[2], sums[1] - sums[3])]))
+        return np.asarray(reduce(np.hypot, limits) * self.law.modes**-0.5)
 
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
         """Return fields of binary frames.
@@ -246,10 +360,11 @@ class Speckle:
             frames: float32, shape (frames, n_inputs), entries 0 and 1, on any torch device.
 
         Returns:
-            float32, shape (2, frames, n_outputs), on the CPU: real and imaginary part, exact.
+            float32, shape (2 modes, frames, n_outputs), on the CPU: real and imaginary parts, exact with one mode.
         """
-        out = torch.empty((2, frames.shape[0], self.n_outputs), dtype=torch.float32)
-        for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
+        planes = self.law.planes
+        out = torch.empty((len(planes), frames.shape[0], self.n_outputs), dtype=torch.float32)
+        for part, plane in enumerate(planes):
             dense = self.dense(plane, frames.device) if self.fits_dense else None
             if dense is not None and self.law.n_inputs <= _INPUTS_PER_EXACT_SUM:
                 if frames.device.type == "cpu":
@@ -270,12 +385,29 @@ class Speckle:
                     return self._tile(plane, outputs, inputs).to(frames.device)
 
                 out[part, :, outputs.start : outputs.stop] = exact_product(frames, tile, len(outputs))
-        return out
+        return out if self.law.modes == 1 else out.mul_(self.law.modes**-0.5)
+
+    def fields_of(self, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray) -> torch.Tensor:
+        """Return fields of frames that show patterns, or their complements in the anchor.
+
+        Args:
+            patterns: as `fields` takes them.
+            rows: number of each frame's pattern, int64, shape (frames,).
+            complement: whether the frame shows the complement, bool, shape (frames,).
+
+        Returns:
+            float32, shape (2 modes, frames, n_outputs), on the CPU.
+        """
+        field = self.fields(patterns)[:, torch.from_numpy(rows)]
+        if complement.any():
+            total = torch.from_numpy(self.total.astype(np.float32))[:, None, :]
+            field = torch.where(torch.from_numpy(complement)[:, None], total - field, field)
+        return field
 
     @property
     def fits_dense(self) -> bool:
-        """Whether P and Q at the outputs are within the limit."""
-        return 8 * self.law.n_inputs * self.n_outputs <= self.law.dense_limit_mib * 2**20
+        """Whether all real media at the outputs are within the limit."""
+        return 8 * self.law.modes * self.law.n_inputs * self.n_outputs <= self.law.dense_limit_mib * 2**20
 
     def dense(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
         """P or Q at the outputs, transposed, float32, kept until the medium drifts.
@@ -286,7 +418,7 @@ class Speckle:
         if not self.fits_dense:
             raise ValueError(
                 f"dense_limit_mib = {self.law.dense_limit_mib:g}: the dense medium takes "
-                f"{8 * self.law.n_inputs * self.n_outputs / 2**20:.0f} MiB; raise the limit"
+                f"{8 * self.law.modes * self.law.n_inputs * self.n_outputs / 2**20:.0f} MiB; raise the limit"
             )
         where = torch.device(device)
         matrix = self._dense.get((plane, where))
@@ -298,7 +430,9 @@ class Speckle:
         return matrix
 
     def responses(self, plane: int) -> torch.Tensor:
-        """Return the change of the field that each input makes: `dense`, float32, shape (n_inputs, n_outputs).
+        """Return the change of a component of the field that each input makes, times the root of the modes.
+
+        That is `dense`, float32, shape (n_inputs, n_outputs).
 
         Raises:
             ValueError: see `dense`.
@@ -315,50 +449,64 @@ class Speckle:
         pixels = self.pixels[outputs.start : outputs.stop]
         window = range(int(pixels[0]), int(pixels[-1]) + 1)
         index = torch.from_numpy(pixels - window.start)
-        return self._pixel_tile(plane, window, inputs, self._point).index_select(1, index)
+        return self._pixel_tile(plane, window, inputs, self.point).index_select(1, index)
 
-    def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: int) -> torch.Tensor:
+    def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: float) -> torch.Tensor:
         """Return transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
-        shares = self.law.weights
-        wide = range(pixels.start, pixels.stop + len(shares) - 1)
-        (first, weight), *others = medium_weights(point)
-        media = partial(Medium, self.law.mirrors, wide.stop, self.law.seed, plane=plane)
-        tile = media(epoch=first).tile(wide, inputs)
-        if others:
-            tile.mul_(weight)
-        for epoch, weight in others:
-            tile.add_(media(epoch=epoch).tile(wide, inputs), alpha=weight)
-        if len(shares) > 1:
-            parts = (tile[:, k : k + len(pixels)] * share for k, share in enumerate(shares))
-            tile = reduce(torch.add, parts)
-        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if others or len(shares) > 1 else tile
+        if len(self.law.weights) > 1:
+            tile = self.law.grained(pixels, lambda places: self._mixed_tile(plane, places, inputs, point))
+        else:
+            tile = self._mixed_tile(plane, pixels, inputs, point)
+            if point == 0:
+                return tile
+        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP)
+
+    def _mixed_tile(self, plane: int, places: range, inputs: range, point: float) -> torch.Tensor:
+        """Return transposed entries at contiguous places at a point of time, before grains: a sum of media."""
+        mixed = medium_weights(point)
+        tile = torch.empty(0)
+        for number, (epoch, weight) in enumerate(mixed):
+            part = int(epoch % 1 * PARTS_OF_A_STEP)  # 0 at a grid point
+            medium = Medium(
+                self.law.mirrors,
+                places.stop,
+                self.law.seed,
+                plane=plane + _PLANES_PER_PART * part,
+                epoch=int(epoch),
+            )
+            own = medium.tile(places, inputs)
+            if number == 0:
+                tile = own if len(mixed) == 1 else own.mul_(weight)
+            else:
+                tile.add_(own, alpha=weight)
+        return tile
 
     def _at_outputs(self) -> np.ndarray:
-        """`_sums` at the outputs, at the present time."""
+        """Return `_sums` at the outputs, at the present time."""
         parts = []
         for outputs in self._output_blocks():
             pixels = self.pixels[outputs.start : outputs.stop]
             window = range(int(pixels[0]), int(pixels[-1]) + 1)
-            parts.append(self._sums(window, self._point)[:, pixels - window.start])
-        return np.concatenate(parts, axis=1)
+            parts.append(self._sums(window, self.point)[:, :, pixels - window.start])
+        return np.concatenate(parts, axis=2)
 
-    def _sums(self, pixels: range, point: int) -> np.ndarray:
-        """Return the sums over mirrors at contiguous pixels, float64, shape (8, pixels).
+    def _sums(self, pixels: range, point: float) -> np.ndarray:
+        """Return the sums over mirrors at contiguous pixels, float64, shape (modes, 8, pixels).
 
-        Rows: real and imaginary part over all mirrors; the same over data mirrors; over data mirrors the sums of
-        |P|, |P + Q| / sqrt 2, |Q| and |P - Q| / sqrt 2.
+        Rows of a mode: real and imaginary part over all mirrors; the same over data mirrors; over data mirrors the sums
+        of |P|, |P + Q| / sqrt 2, |Q| and |P - Q| / sqrt 2.
         """
-        total = np.zeros((8, len(pixels)))
-        n = self.law.n_inputs
-        for start in range(0, self.law.mirrors, _INPUTS_PER_TILE):
+        total = np.zeros((self.law.modes, 8, len(pixels)))
+        n, planes = self.law.n_inputs, self.law.planes
+        for start, mode in product(range(0, self.law.mirrors, _INPUTS_PER_TILE), range(self.law.modes)):
             rows = range(start, min(start + _INPUTS_PER_TILE, self.law.mirrors))
-            p, q = (self._pixel_tile(plane, pixels, rows, point) for plane in (REAL_PLANE, IMAGINARY_PLANE))
+            p, q = (self._pixel_tile(plane, pixels, rows, point) for plane in planes[2 * mode : 2 * mode + 2])
             data_p, data_q = p[: max(0, n - start)], q[: max(0, n - start)]
             half = math.sqrt(0.5)
             parts = [p, q, data_p, data_q, data_p.abs(), data_q.abs()]
             sums = [part.sum(0, dtype=torch.float64) for part in parts]
             slanted = [((data_p + data_q).abs().sum(0)) * half, ((data_p - data_q).abs().sum(0)) * half]
-            total += np.stack(
+            total[mode] += np.stack(
                 [term.double().numpy() for term in (*sums[:5], slanted[0], sums[5], slanted[1])]
             )
         return total
@@ -374,6 +522,8 @@ class FaultyMirrors(Speckle):
         faults: what is wrong.
         seed: which array this is, in [0, 2^64).
     """
+
+    _OF_A_TIME: ClassVar = ("_ends",)
 
     def __init__(
         self,
@@ -395,18 +545,18 @@ class FaultyMirrors(Speckle):
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Fields of the blank frame, the anchor, and all free data mirrors: float64, shape (3, 2, n_outputs)."""
+        """Fields of the blank frame, the anchor, and all free data mirrors: float64, shape (3, 2 modes, n_outputs)."""
         free = np.zeros(self.law.mirrors)
         free[: self.law.n_inputs] = self._swing * self._free.numpy()
         table = torch.from_numpy(np.stack([self._blank, self._lit, free]))  # (3, mirrors)
-        found = np.zeros((len(table), 2, self.n_outputs))
+        found = np.zeros((len(table), len(self.law.planes), self.n_outputs))
         for outputs in self._output_blocks():
             for start in range(0, self.law.mirrors, _MIRRORS_AT_ONCE):
                 rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.mirrors))
-                for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
+                for part, plane in enumerate(self.law.planes):
                     sums = table[:, rows.start : rows.stop] @ self._tile(plane, outputs, rows).double()
                     found[:, part, outputs.start : outputs.stop] += sums.numpy()
-        return found
+        return found * self.law.modes**-0.5
 
     @property
     @override
@@ -417,6 +567,15 @@ class FaultyMirrors(Speckle):
     @override
     def anchor(self) -> np.ndarray:
         return self._ends[1]
+
+    @property
+    @override
+    def ends(self) -> np.ndarray:
+        return np.stack([self._blank, self._lit])
+
+    @override
+    def swings(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames.double() * (self._swing * self._free.to(frames.device))
 
     @override
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
@@ -435,10 +594,7 @@ class FaultyMirrors(Speckle):
         |u_x| <= |v| + (1 - e) L and |u_(a-x)| <= |u_a - z_1| + (1 - e) L, with L the sound array's limit over data
         mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors.
         """
-        limit = self._swing * super().largest_fields()[0]
+        limit = self._swing * np.broadcast_to(super().largest_fields()[0], (2, self.n_outputs))
         blank, anchor, data = self._ends
-        return np.stack([np.hypot(*blank) + limit, np.hypot(*(anchor - data)) + limit])
-
-    def _forget(self) -> None:
-        super()._forget()
-        self.__dict__.pop("_ends", None)
+        sizes = (reduce(np.hypot, field) for field in (blank, anchor - data))
+        return np.stack([size + own for size, own in zip(sizes, limit, strict=True)])

@@ -269,8 +269,9 @@ class Sensor:
         well = math.inf if self.full_well_e is None else self.full_well_e
         return min(well, (self.top_dn - self.black_level_dn) / self.gain_dn_per_e)
 
+    @cached_property
     def numbers(self) -> tuple[float, float, float, float, float, float]:
-        """Return the stages as the kernels take them."""
+        """The stages as the kernels take them."""
         well = math.inf if self.full_well_e is None else float(self.full_well_e)
         top = -1.0 if self.adc_bits is None else self.top_dn
         shot = 1.0 if self.shot_noise else 0.0
@@ -291,7 +292,7 @@ class Sensor:
         parts = np.broadcast_arrays(np.atleast_1d(np.asarray(rate_e, dtype=np.float64)), base_dn)
         rate, base = (np.array(part, dtype=float, order="C") for part in parts)
         scalar = np.ndim(rate_e) == 0 and np.ndim(base_dn) == 0
-        shot, well, read_e, gain, _, top = self.numbers()
+        shot, well, read_e, gain, _, top = self.numbers
         std = gain * read_e
         mean, variance = base + gain * rate, np.full(rate.shape, std**2) + (gain**2 * rate if shot else 0.0)
         reach = _FAR * np.sqrt(variance) + (20 * gain if shot else 0.0)  # 20 electrons: a Poisson law is skew
@@ -329,7 +330,7 @@ class Sensor:
         Args:
             rate_e: least expected electrons, any shape.
         """
-        shot, _, read_e, gain, _, top = self.numbers()
+        shot, _, read_e, gain, _, top = self.numbers
         std, rate = gain * read_e, np.asarray(rate_e, dtype=np.float64)
         if top < 0:
             return np.zeros_like(rate)

@@ -91,6 +91,7 @@ class SensorSettings(StrictSection):
     Attributes:
         prnu: photo response non-uniformity, standard deviation relative to the mean, in [0, 0.2]; 0 is off.
         dsnu_e: dark signal non-uniformity, standard deviation, electrons, at least 0; 0 is off.
+        row_pixels: pixels of a row of the sensor: pixel j stands in row j // row_pixels. None: all stand in one row.
     """
 
     gain_dn_per_e: float = Field(gt=0)
@@ -101,6 +102,7 @@ class SensorSettings(StrictSection):
     adc_bits: int | None = Field(default=None, ge=1, le=24)
     prnu: float = Field(default=0.0, ge=0, le=0.2)
     dsnu_e: float = Field(default=0.0, ge=0)
+    row_pixels: int | None = Field(default=None, ge=2, le=2**20)
 
 
 _doubling = lru_cache(maxsize=64)(DoublingDarkCurrent)
@@ -209,6 +211,13 @@ class PixelSettings(StrictSection):
         crosstalk: share of a pixel's photo-electrons that each of its two neighbours collects.
         nonlinearity: relative deficit of the read-out at saturation: N electrons read as N (1 - nonlinearity N /
             saturation).
+        read_noise_spread: standard deviation of the pixels' read noises relative to their root mean square
+            (log-normal), which sensor.read_noise_e is; None is off, as for the others.
+        row_noise_e: standard deviation of a noise that all pixels of a row of the sensor share in a frame, electrons.
+        column_noise_e: the same of a column; rows have sensor.row_pixels.
+        telegraph_share: share of the pixels whose read-out jumps between two levels (random telegraph signal).
+        telegraph_e: distance of the levels, electrons; given with telegraph_share.
+        telegraph_us: correlation time of the level, microseconds, or None if it is drawn anew in every frame.
     """
 
     hot_share: float = Field(default=0.0, ge=0, le=0.2)
@@ -217,6 +226,26 @@ class PixelSettings(StrictSection):
     dcnu: float = Field(default=0.0, ge=0, le=2)
     crosstalk: float = Field(default=0.0, ge=0, le=0.25)
     nonlinearity: float = Field(default=0.0, ge=0, le=0.25)
+    read_noise_spread: float | None = Field(default=None, gt=0, le=2)
+    row_noise_e: float | None = Field(default=None, gt=0)
+    column_noise_e: float | None = Field(default=None, gt=0)
+    telegraph_share: float | None = Field(default=None, gt=0, le=0.2)
+    telegraph_e: float | None = Field(default=None, gt=0)
+    telegraph_us: float | None = Field(default=None, gt=0)
+
+    @property
+    def uneven_keys(self) -> tuple[str, ...]:
+        """Keys that are given of read-out noise that differs over pixels, or that pixels or frames share."""
+        keys = "read_noise_spread", "row_noise_e", "column_noise_e", "telegraph_share"
+        return tuple(key for key in keys if getattr(self, key) is not None)
+
+    @model_validator(mode="after")
+    def _telegraph_pixels_have_levels(self) -> Self:
+        if (self.telegraph_share is None) != (self.telegraph_e is None):
+            raise ValueError("telegraph_share and telegraph_e belong together; give both or neither")
+        if self.telegraph_us is not None and self.telegraph_share is None:
+            raise ValueError("telegraph_us is given without telegraph_share; give both, or remove it")
+        return self
 
     @model_validator(mode="after")
     def _hot_pixels_have_a_factor(self) -> Self:
@@ -302,11 +331,15 @@ class DriftSettings(StrictSection):
         decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
         reanchor_steps: steps from one measurement of the anchor to the next, or None to measure it at opening only.
+        within_call: whether the medium also moves from frame to frame of a step (`opusim.camera.moving`), whose frames
+            are then exposed in turn, a frame period apart, from the step's time on; None: it rests until the next step.
+            A step should last as long as its frames take: those beyond seconds_per_step see the medium of later steps.
     """
 
     decorrelation_s: float = Field(gt=0)
     seconds_per_step: float = Field(gt=0)
     reanchor_steps: int | None = Field(default=None, ge=1)
+    within_call: bool | None = None
 
 
 class CameraSettings(StrictSection):
@@ -322,9 +355,11 @@ class CameraSettings(StrictSection):
         vibration: vibration of the bench, or None if it rests.
         grain_pixels: pixels that a speckle grain spans, at least 1: the field of a pixel is the sum of so many
             independent ones over the root of their number, so that fields k pixels apart correlate by
-            1 - k / grain_pixels.
+            1 - k / grain_pixels. With sensor.row_pixels a grain spans as many rows of the sensor.
         grain_correlation: correlation of the fields of neighbouring pixels, in [0, 0.5]; above 0 if speckle grains are
             larger than a pixel.
+        speckle_modes: M, independent speckles whose intensities a pixel averages (2: both polarisations), so that the
+            speckle's contrast is 1 / sqrt(M); None: 1. See `opusim.camera.speckle`.
         mirrors: faults of the mirror array, or None if it has none.
         pixels: faults of the pixels, or None if they have none.
         transfer: faults of the frames' transfer, or None if it has none.
@@ -342,6 +377,7 @@ class CameraSettings(StrictSection):
     vibration: VibrationSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
     grain_pixels: int | None = Field(default=None, ge=1, le=64)
+    speckle_modes: int | None = Field(default=None, ge=1, le=16)
 
     @property
     def frames_per_projection(self) -> int:
@@ -363,6 +399,11 @@ class CameraSettings(StrictSection):
                 "vibration: phase_rms_rad is a phase to a reference beam, and there is none; give "
                 "pointing_rms_pixels, or a section [camera.reference_beam]"
             )
+        if self.reference_beam is not None and self.speckle_modes not in (None, 1):
+            raise ValueError(
+                f"speckle_modes = {self.speckle_modes}: a reference beam interferes with one mode only; set it to 1, "
+                "or remove reference_beam"
+            )
         crosstalk = 0.0 if self.pixels is None else self.pixels.crosstalk
         if self.vibration is not None and self.vibration.pointing_rms_pixels and crosstalk:
             raise ValueError(
@@ -381,6 +422,8 @@ class CameraSettings(StrictSection):
             and not (self.sensor.full_well_e or self.sensor.adc_bits)
         ):
             raise ValueError("pixels: nonlinearity is relative to saturation; give full_well_e or adc_bits")
+        if pixels is not None and pixels.read_noise_spread and not self.sensor.read_noise_e:
+            raise ValueError("pixels: read_noise_spread spreads a read noise of 0; give sensor.read_noise_e")
         return self
 
     @model_validator(mode="after")

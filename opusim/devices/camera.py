@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,16 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
+from opusim.camera.moving import Motion, motion, overlaps
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError, NoiseBelowCertificate
-from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 from opusim.processes import pause
-from opusim.randomness.streams import noise_stream
+from opusim.randomness.streams import NoiseStream, noise_stream
 from opusim.temperature import TemperatureLaw
 
 _ANCHORS_ERROR = 1.05
@@ -83,9 +83,19 @@ class CameraDevice(NoisyDevice):
         self.speckle = speckle_of(description, self.n_inputs, self.n_outputs)
         self._law = self.speckle.law
         seed = self._seed if self.mode == "experiment" else None
-        self._laser = laser_of(description, self.n_outputs, seed)
-        self._beam = reference_beam_of(description, self._law.mirrors, self.n_outputs)
+        power, beam = self._settings.light.power, self._settings.reference_beam
+        self._laser = None if power is None else laser_of(description, power, self.n_outputs, seed)
+        self._beam = (
+            None
+            if beam is None
+            else reference_beam_of(description, self._settings, beam, self._law.mirrors, self.n_outputs)
+        )
         self.is_holographic = self._beam is not None
+        drift = self._settings.drift
+        self._motion: Motion | None = None
+        if drift is not None and drift.within_call:
+            period_s = description.frames.period_us(self.n_outputs) * 1e-6
+            self._motion = Motion(period_s / drift.decorrelation_s)
         self._anchored_at = 0
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None
@@ -179,12 +189,13 @@ class CameraDevice(NoisyDevice):
         total, exposure = self.speckle.total, self.exposure
         if self._beam is not None:
             total = np.broadcast_to(self._beam.carrier[:, None], total.shape)
-        p, q = (self.speckle.responses(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
+        responses = [self.speckle.responses(plane).T for plane in self._law.planes]
         rows = -torch.from_numpy(offset / self._law.mirrors)[:, None]
         for share, pixels, gain in exposure.parts():
             factor = 2 * scale * exposure.sensor.gain_dn_per_e * gain * (share * exposure.mean_power)
-            re, im = torch.from_numpy(total[:, pixels] * factor)[:, :, None]
-            rows = re * p[pixels] + im * q[pixels] + rows
+            parts = torch.from_numpy(total[:, pixels] * factor * self._law.modes**-0.5)[:, :, None]
+            products = (part * each[pixels] for part, each in zip(parts, responses, strict=True))
+            rows = reduce(torch.add, products) + rows
         return rows.float().to(self._torch_device)
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
@@ -193,29 +204,43 @@ class CameraDevice(NoisyDevice):
         Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over frames of w_f^2 times EMVA
         1288's eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the
         frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then
-        those at mean power.
+        those at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
+        place of C_fg light_f light_g, given the medium of now: the variance is that of the first reading of the next
+        call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.moving.motion`),
+            Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2,      over M if M modes are averaged.
 
         Raises:
-            NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
+            NoiseUnknown: frames are dropped or repeated, the bench vibrates, or the medium moves behind cross-talk.
         """
         require_lawful_readings(self.name, self._settings)
         weights = self.recovery.weights
         variance = self.recovery.variance(self.exposure.moments(self.frame_rates(x))[1])
+        variance += np.square(self.recovery.decode()[0]) * self.exposure.shared_variance_dn2(weights)
         covariance = self.exposure.power_covariance(weights.size)
         if covariance is not None:
             light = (self.frame_rates(x) - self.exposure.dark_e) / self.exposure.mean_power
             signed = weights[:, None, None] * light
             power = np.einsum("fbj,fg,gbj->bj", signed, covariance, signed)
             variance += np.square(self.recovery.decode()[0] * self.exposure.sensor.gain_dn_per_e) * power
+        if self._motion is not None:
+            fields, moved = self._expected_fields(x)
+            inner = np.einsum("cfbj,cgbj->fgbj", fields, fields) + moved[..., None]
+            powers = np.outer(weights, weights) * (
+                self.exposure.mean_power**2 + (0.0 if covariance is None else covariance)
+            )
+            light = np.einsum("fg,fgb,fgbj->bj", powers, 4 / self._law.modes * moved, inner)
+            light *= np.square(self.exposure.gain_e)
+            variance += np.square(self.recovery.decode()[0] * self.exposure.sensor.gain_dn_per_e) * light
         return torch.from_numpy(variance)
 
     def reading_mean(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """E[y] of readings of x, projection units, float64; exact, rounding and clipping included.
 
-        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame.
+        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame. A
+        medium that moves within a call leaves e^-t of the field that it has now; see `reading_variance`.
 
         Raises:
-            NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
+            NoiseUnknown: as for `reading_variance`.
         """
         require_lawful_readings(self.name, self._settings)
         scale, offset = self.recovery.decode()
@@ -226,19 +251,46 @@ class CameraDevice(NoisyDevice):
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
         """Return the expected electrons of all frames of each vector, float64, shape (frames, batch, n_outputs)."""
+        fields, moved = self._expected_fields(x)
+        rates = np.stack([self.exposure.rates(fields[:, frame]) for frame in range(fields.shape[1])])
+        if self._motion is not None:  # the mean of |u|^2 is |E u|^2 and twice the variance of a real part
+            added = 2 * np.einsum("ffb->fb", moved)[:, :, None]
+            rates += self.exposure.mean_power * self.exposure.light_of(np.broadcast_to(added, rates.shape))
+        return rates
+
+    def _expected_fields(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return means of the fields of all frames of each vector, and covariances of their real parts.
+
+        Returns:
+            float64, shapes (2, frames, batch, pixels) and (frames, frames, batch); the latter is 0 of a medium at rest.
+        """
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
-        fields = self._frame_fields(self._binary_fields(shown).double())
-        return np.stack([self.exposure.rates(fields[:, frame].numpy()) for frame in range(fields.shape[1])])
+        fields = self._frame_fields(self.speckle.fields(_binary_parts(shown)).double()).numpy()
+        frames, rows = fields.shape[1], shown.shape[0]
+        moved = np.zeros((frames, frames, rows))
+        if self._motion is not None:
+            kept, covariance = motion(self._motion.frame * np.arange(frames))
+            kept = kept[:, None, None]
+            fields = kept * fields
+            if self._beam is not None:
+                fields += (1 - kept) * np.tile(self._beam.fields(), 2)[:, :, None, None]
+            parts = _binary_parts(shown)
+            for row in range(rows):
+                moved[..., row] = covariance * overlaps(self.speckle, parts[row::rows], *self._frames_shown)
+        return fields, moved
 
-    def _binary_fields(self, x: torch.Tensor) -> torch.Tensor:
-        """Return fields of the positive parts of vectors, then of the negative ones: (2, 2 batch, pixels)."""
-        return self.speckle.fields(torch.cat([x.clamp(min=0), x.neg().clamp_(min=0)]))
+    @cached_property
+    def _frames_shown(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which part of a vector each frame of a reading shows, 1 for the negative one, and whether as complement."""
+        half = 2 if self._beam is None else self._beam.steps
+        frame = np.arange(2 * half)
+        return frame // half, (frame % 2 > 0) & (self._beam is None)
 
-    def _frame_fields(self, field: torch.Tensor) -> torch.Tensor:
-        """Return fields of all frames of readings, of `_binary_fields` and their type: (2, frames, batch, pixels)."""
+    def _frame_fields(self, field: torch.Tensor, stream: NoiseStream | None = None) -> torch.Tensor:
+        """Return fields of all frames of readings from those of `_binary_parts`: (2, frames, batch, pixels)."""
         if self._beam is not None:
-            return self._beam.shown(field)
-        parts = field.view(2, 2, 1, field.shape[1] // 2, -1)
+            return self._beam.shown(field, stream)
+        parts = field.view(field.shape[0], 2, 1, field.shape[1] // 2, -1)
         total = torch.from_numpy(self.speckle.total).to(field.dtype)[:, None, None, None, :]
         return torch.cat([parts, total - parts], dim=2).flatten(1, 2)
 
@@ -338,7 +390,7 @@ class CameraDevice(NoisyDevice):
         anchors = np.maximum(anchor_dn, lowest / 4 * gain * anchor_e)
         unit_dn = gain * anchor_e
         if beam is None:
-            return Recovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn)
+            return Recovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn, modes=self._law.modes)
         return HologramRecovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn, beam=beam)
 
     # The camera itself
@@ -376,6 +428,10 @@ class CameraDevice(NoisyDevice):
             pause()
             rows = min(at_once, count - start)
             numbers[start : start + rows] = exposure.expose_uniform(photons, rows, self._stream)
+        if self._motion is not None:
+            period_us = self.description.frames.period_us(self.n_outputs)
+            periods = max(1.0, exposure.light.exposure_us / period_us)
+            self._motion.pass_frames(self.speckle, count * periods)
         self._meter.count(count, exposure.light.exposure_us)
         return numbers
 
@@ -400,7 +456,7 @@ class CameraDevice(NoisyDevice):
         dimmed_light = self.exposure.light.model_copy(update={"anchor_flux_per_s": flux})
         dimmed = replace(self.exposure, light=dimmed_light)
         self._meter.count(len(x))
-        return dimmed.expose(self.speckle.fields(shown), self._stream).cpu().numpy()
+        return dimmed.expose(self._fields(shown), self._stream).cpu().numpy()
 
     def anchor_frames(self, count: int) -> np.ndarray:
         """Return frames of the anchor, every mirror of the window on.
@@ -417,9 +473,8 @@ class CameraDevice(NoisyDevice):
         """
         self._require_open()
         checks.integer(count=count, minimum=1)
-        field = torch.from_numpy(self.speckle.anchor.astype(np.float32))[:, None, :]
         self._meter.count(count)
-        return self.exposure.expose(field.expand(2, count, -1), self._stream).numpy()
+        return self.exposure.expose(self._anchors(count, self._stream), self._stream).numpy()
 
     def measure_anchor(self) -> None:
         """Measure the anchor again, at the medium's present state, and count the frames."""
@@ -430,7 +485,8 @@ class CameraDevice(NoisyDevice):
         """Move the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
-        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`).
+        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`). With ``drift.within_call`` the
+        next frame is exposed at that time, and the medium moves on with every frame.
 
         Raises:
             ConfigError: the description has no drift.
@@ -439,7 +495,11 @@ class CameraDevice(NoisyDevice):
         checks.non_negative(time_s=time_s)
         if self._settings.drift is None:
             raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
-        self.speckle.drift_to(time_s / self._settings.drift.decorrelation_s)
+        time = time_s / self._settings.drift.decorrelation_s
+        if self._motion is None:
+            self.speckle.drift_to(time)
+        else:
+            self._motion.move_to(self.speckle, time)
 
     # The interface of NoisyDevice
 
@@ -456,18 +516,25 @@ class CameraDevice(NoisyDevice):
         """Every frame of the projections is shown, and the anchor."""
         sensor = self.exposure.sensor
         end = min(sensor.top_dn, sensor.black_level_dn + sensor.gain_dn_per_e * sensor.saturation_e)
-        fields = self._frame_fields(self._binary_fields(vectors.to(self._torch_device)))
-        anchor = torch.from_numpy(self.speckle.anchor.astype(np.float32))[:, None, :]
-        frames = self.exposure.expose(torch.cat([fields.flatten(1, 2), anchor], dim=1), self._stream)
+        shown = vectors.to(self._torch_device)
+        if self._motion is None:
+            fields = self._frame_fields(self.speckle.fields(_binary_parts(shown))).flatten(1, 2)
+        else:
+            fields = self._fields_in_turn(shown)
+        fields = torch.cat([fields, self._anchors(1, self._stream)], dim=1)
+        frames = self.exposure.expose(fields, self._stream)
         self._meter.count(frames.shape[0])
         return float((frames >= end - 0.5).float().mean(dim=1).max())
 
     @override
     def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray:
         """The reference beam is shut."""
-        field = self.speckle.fields(patterns.to(self._torch_device))
-        total = torch.from_numpy(self.speckle.total.astype(np.float32))[:, None, :]
-        shown = torch.stack([field, total - field], dim=2).flatten(1, 2)
+        patterns, frame = patterns.to(self._torch_device), np.arange(2 * len(patterns))
+        rows, flip = frame // 2, frame % 2 > 0
+        if self._motion is None:
+            shown = self.speckle.fields_of(patterns, rows, flip)
+        else:
+            shown = self._motion.fields(self.speckle, patterns, rows, flip, self._stream)
         self._meter.count(shown.shape[1])
         return self.exposure.expose(shown, self._stream).numpy()
 
@@ -499,19 +566,51 @@ class CameraDevice(NoisyDevice):
 
     def _read_rows(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """Read some vectors into y."""
-        field, decode = self._binary_fields(x), self.recovery.decode()
-        if self._beam is None:
-            shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
+        decode = self.recovery.decode()
+        shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
+        if self._beam is None and self._motion is None:
             total = self.speckle.total.astype(np.float32)
-            self.exposure.recover(y, field, total, decode, shift, self._stream)
+            self.exposure.recover(
+                y, self.speckle.fields(_binary_parts(x)), total, decode, shift, self._stream
+            )
             return
-        in_turn = self._beam.shown(field, self._stream).transpose(1, 2).flatten(1, 2).contiguous()
-        numbers = self.exposure.expose(in_turn, self._stream).double().numpy()
+        numbers = self.exposure.expose(self._fields_in_turn(x), self._stream).double().numpy()
         frames = numbers.reshape(x.shape[0], -1, self.n_outputs)
-        y.copy_(torch.from_numpy(decode[0] * np.einsum("f,rfj->rj", self.recovery.weights, frames)))
+        signed = np.einsum("f,rfj->rj", self.recovery.weights, frames)
+        y.copy_(torch.from_numpy(decode[0] * signed - shift[:, None] * decode[1]))
+
+    def _fields_in_turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Return fields of the frames of vectors, a vector's frames one after the other: (2, frames, pixels)."""
+        beam, rows = self._beam, x.shape[0]
+        if self._motion is None:
+            shown = self._frame_fields(self.speckle.fields(_binary_parts(x)), self._stream)
+            return shown.transpose(1, 2).flatten(1, 2).contiguous()
+        part, flip = self._frames_shown
+        pattern = np.add.outer(np.arange(rows), rows * part).reshape(-1)
+        parts, flips = _binary_parts(x), np.tile(flip, rows)
+        fields = self._motion.fields(self.speckle, parts, pattern, flips, self._stream)
+        if beam is not None:
+            light = beam.in_turn(rows, self._stream).reshape(2, -1, 1)
+            fields.add_(torch.from_numpy(light).to(fields.dtype))
+        return fields
+
+    def _fields(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return the fields of binary frames that are exposed in turn."""
+        if self._motion is None:
+            return self.speckle.fields(frames)
+        rows = np.arange(len(frames))
+        return self._motion.fields(self.speckle, frames, rows, rows < 0, self._stream)
+
+    def _anchors(self, count: int, stream: NoiseStream, *, is_blank: bool = False) -> torch.Tensor:
+        """Return the fields of frames of the anchor, or of blank frames, that are exposed in turn."""
+        if self._motion is None:
+            field = self.speckle.blank if is_blank else self.speckle.anchor
+            return torch.from_numpy(field.astype(np.float32))[:, None, :].expand(-1, count, -1)
+        nothing, rows = torch.zeros(1, self.n_inputs), np.zeros(count, dtype=np.int64)
+        return self._motion.fields(self.speckle, nothing, rows, np.full(count, not is_blank), stream)
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
-        return self.exposure.expose(self.speckle.fields(x), self._stream).to(self._torch_device)
+        return self.exposure.expose(self._fields(x), self._stream).to(self._torch_device)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)
@@ -525,6 +624,8 @@ class CameraDevice(NoisyDevice):
             self.drift_to(due * drift.seconds_per_step)
             self._measure_anchor(due)
         self.drift_to(step * drift.seconds_per_step)
+        if self._motion is not None and due == step:  # the step begins with the frames of its anchor
+            self._motion.pass_frames(self.speckle, 2 * self._settings.anchor.frames)
 
     def _measure_anchor(self, step: int = 0) -> None:
         """Average anchor frames and blank frames, with noise of a separate stream at a training step."""
@@ -535,9 +636,22 @@ class CameraDevice(NoisyDevice):
             return
         stream = noise_stream(self.mode, self._seed, f"anchor of device {self.kind}")
         stream.seek(step)
-        lit, blank = (
-            self.exposure.mean_of(torch.from_numpy(field.astype(np.float32))[:, None, :], frames, stream)
-            for field in self._lit_and_blank()
-        )
+        if self._motion is None or self._beam is not None:
+            lit, blank = (
+                self.exposure.mean_of(torch.from_numpy(field.astype(np.float32))[:, None, :], frames, stream)
+                for field in self._lit_and_blank()
+            )
+            if self._motion is not None:  # these frames do not show the medium
+                self._motion.pass_frames(self.speckle, 2 * frames)
+        else:
+            lit, blank = (
+                self.exposure.mean_of(partial(self._anchors, stream=stream, is_blank=blank), frames, stream)
+                for blank in (False, True)
+            )
         self._meter.count(2 * frames)
         self._recovery = self._decoder(lit - blank)
+
+
+def _binary_parts(x: torch.Tensor) -> torch.Tensor:
+    """Return the positive parts of vectors, then the negative ones: (2 batch, n_inputs), entries 0 and 1."""
+    return torch.cat([x.clamp(min=0), x.neg().clamp_(min=0)])

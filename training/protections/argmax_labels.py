@@ -88,6 +88,13 @@ class LabelFrames:
             )
             raise ConfigError("configuration", KEY, reason)
         _require_steady_mean(device)
+        pixels = None if device.description.camera is None else device.description.camera.pixels
+        if pixels is not None and pixels.uneven_keys:
+            reason = (
+                "makes noise that differs over pixels or that they share, and the argmax has a law of equal and "
+                f"independent pixels only; remove the key, or use {KEY} = 'digital'"
+            )
+            raise ConfigError(device.name, f"camera.pixels.{pixels.uneven_keys[0]}", reason)
         law = device.count_law(torch.eye(n_classes), at_mean_power=True)
         stated, certificate = device.noise, device.certificate
         if not isinstance(stated, PhotonCountNoise | FluctuatingCountNoise):

@@ -123,8 +123,9 @@ def test_drift_time_is_covered_at_its_rate(seed: int) -> None:
     assert abs(wrong - 0.9) > 5 * np.sqrt(0.9 * 0.1 / 400), wrong
 
 
-def test_drift_time_is_found(seed: int) -> None:
-    drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0}
+@pytest.mark.parametrize("moving", [{}, {"within_call": True}])
+def test_drift_time_is_found(moving: dict[str, bool], seed: int) -> None:
+    drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0, **moving}
     found = calibration("camera_low_light", seed, camera={"drift": drift}).certificate.estimates[
         "decorrelation_s"
     ]
@@ -305,3 +306,13 @@ def test_certified_dark_charge_holds_at_every_pixel(seed: int) -> None:
     assert found.transfer is not None
     mean = found.transfer.unbent(0.99)["dark_current_e_per_s"]
     assert dark.min() < mean.low * device.exposure.light.exposure_us * 1e-6  # planted: the mean's own limit
+
+
+def test_pixels_of_unequal_noise_get_no_certificate_of_counts(seed: int) -> None:
+    uneven = {
+        "camera": {"pixels": {"read_noise_spread": 1e-6}}
+    }  # too small to be seen: it is refused by its name
+    found = calibration("camera_low_light", seed, **uneven)
+    assert found.certificate.noise is None
+    assert any("camera.pixels.read_noise_spread" in remark for remark in found.certificate.remarks)
+    assert calibration("camera_low_light", seed).certificate.noise is not None

@@ -33,6 +33,12 @@ NOISY = {
     "gaussian power": {"light": {"power": {"law": "gaussian", "rms": 0.1}}},
     "correlated power": {"light": {"power": POWER | {"rms": 0.1, "correlation_us": 500_000.0}}},
     "nonlinearity": {"pixels": {"nonlinearity": 0.1}},
+    "read noises": {"pixels": {"read_noise_spread": 0.8}, "sensor": {"read_noise_e": 12.0}},
+    "rows and columns": {
+        "pixels": {"row_noise_e": 9.0, "column_noise_e": 6.0},
+        "sensor": {"row_pixels": 16},
+    },
+    "telegraph": {"pixels": {"telegraph_share": 0.2, "telegraph_e": 60.0, "telegraph_us": 200_000.0}},
 }
 PLACES = {"n_inputs": 20, "n_outputs": 400, "seed": 3}
 
@@ -287,3 +293,66 @@ def test_readings_of_a_vibrating_image_are_on_average_those_of_its_matrix(seed: 
         assert float(((y.mean(0) - (x @ still.matrix().T)[0]) / errors).abs().max()) > limit
         with pytest.raises(NoiseUnknown, match="camera.vibration moves the light of all outputs together"):
             twin.reading_variance(x)
+
+
+def test_pixels_share_the_noise_of_their_row_and_column_and_jump_between_two_levels(seed: int) -> None:
+    pixels = {"row_noise_e": 3.0, "column_noise_e": 2.0, "telegraph_share": 0.1, "telegraph_e": 40.0}
+    camera = {
+        "sensor": {"row_pixels": 20, "adc_bits": None, "shot_noise": False, "read_noise_e": 1.0},
+        "pixels": pixels | {"telegraph_us": 210_000.0, "read_noise_spread": 0.5},
+    }
+    frames = 4000
+    with device(camera, n_outputs=400, seed=seed) as twin:
+        uneven = twin.exposure.uneven
+        row, column, jumps = twin.pixels // 20, twin.pixels % 20, uneven.levels_e > 0
+        shown = twin.flat_frames(frames).astype(np.float64)
+    shown -= shown.mean(axis=0)
+    still, pairs = np.flatnonzero(~jumps)[:150], np.triu_indices(150, 1)
+    covariance = np.cov(shown[:, still].T)[pairs]
+    one, other = still[pairs[0]], still[pairs[1]]
+    # covariances in a frame: 9 of a row, 4 of a column; their errors by groups of frames
+    error = 14 / np.sqrt(frames)  # of one pair; pairs share rows, so a class is no better than a few of them
+    for found, expected in (
+        (covariance[row[one] == row[other]], 9.0),
+        (covariance[column[one] == column[other]], 4.0),
+        (covariance[(row[one] != row[other]) & (column[one] != column[other])], 0.0),
+    ):
+        assert abs(found.mean() - expected) < 5 * error / 2
+        assert abs(found.mean() - (expected + 3.0)) > 5 * error / 2
+    # read noises over pixels: log-normal, with the stated root mean square
+    own = shown[:, still].var(axis=0) - 13
+    assert np.ptp(uneven.read_scale) > 0.5
+    assert np.abs(own - uneven.read_scale[still] ** 2).max() < 6 * 14 * np.sqrt(2 / frames)
+    # levels: share of the pixels, distance, and correlation by e^-1 from frame to frame
+    assert abs(jumps.mean() - 0.1) < 5 * np.sqrt(0.09 / 400)
+    levels = np.sign(shown[:, jumps])  # 40 electrons apart, noise below 5
+    assert abs(np.abs(shown[:, jumps]).mean() - 20) < 0.2
+    lag = (levels[1:] * levels[:-1]).mean()
+    error = np.sqrt((1 + 1) / levels.size)
+    assert abs(lag - np.exp(-1)) < 5 * error + 1e-3
+    assert abs(lag - np.exp(-1.2)) > 5 * error + 1e-3
+
+
+def test_read_noises_have_their_root_mean_square() -> None:
+    faults = {"pixels": {"read_noise_spread": 0.5}}
+    with device(faults, n_outputs=20_000, n_inputs=4) as twin:
+        scale = twin.exposure.uneven.read_scale
+    error = np.std(scale**2) / np.sqrt(scale.size)
+    assert abs(np.mean(scale**2) - 1) < 5 * error
+    spread = np.log1p(0.25)
+    assert abs(np.var(np.log(scale)) - spread) < 5 * spread * np.sqrt(2 / scale.size)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        ({"telegraph_share": 0.1}, "telegraph_share and telegraph_e belong together; give both or neither"),
+        ({"telegraph_us": 5.0}, "telegraph_us is given without telegraph_share; give both, or remove it"),
+        ({"row_noise_e": -1.0}, "row_noise_e: must be more than 0, got -1.0"),
+    ],
+)
+def test_uneven_read_outs_that_contradict_themselves_are_refused(
+    pixels: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device({"pixels": pixels})

@@ -9,14 +9,15 @@ from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.encodings import split_frames
 from opusim.errors import ConfigError
+from opusim.noise import PhotonCountNoise
 
 SILENT = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
 
 
-def silent(**camera: object) -> CameraDevice:
+def silent(*, n_outputs: int = 300, **camera: object) -> CameraDevice:
     """A twin without noise, saturation or rounding; its fixed pattern stays."""
     settings = {"sensor": SILENT, "anchor": {"frames": 0}} | camera
-    return open_device("camera", n_inputs=60, n_outputs=300, camera=settings)
+    return open_device("camera", n_inputs=60, n_outputs=n_outputs, camera=settings)
 
 
 def ternary(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -25,7 +26,13 @@ def ternary(rows: int, width: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"grain_correlation": 0.3}, {"grain_pixels": 3}, {"anchor": {"frames": 0, "reference_share": 0.0}}],
+    [
+        {},
+        {"grain_correlation": 0.3},
+        {"grain_pixels": 3},
+        {"speckle_modes": 3},
+        {"anchor": {"frames": 0, "reference_share": 0.0}},
+    ],
 )
 def test_the_noiseless_twin_is_the_ideal_device_on_its_own_matrix(
     extra: dict[str, object], seed: int
@@ -239,3 +246,74 @@ def test_descriptions_that_contradict_themselves_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_device("camera", n_outputs=40, **{"n_inputs": None} | overrides)
+
+
+@pytest.mark.parametrize("span", [2, 3])
+def test_a_grain_spans_rows_and_columns_of_the_sensor(span: int, seed: int) -> None:
+    width = 17
+    with silent(grain_pixels=span, sensor=SILENT | {"row_pixels": width}) as device:
+        speckle = device.speckle
+        whole = speckle._pixel_tile(1, range(40 * width), range(60), 0).double().view(60, 40, width).numpy()
+        for rows, columns in ((0, 1), (1, 0), (1, 1), (2, 1), (span, 0), (0, span), (span - 1, span - 1)):
+            one = whole[:, : 40 - rows, : width - columns]
+            products = one * whole[:, rows:, columns:]
+            expected = max(0.0, 1 - rows / span) * max(0.0, 1 - columns / span)
+            tolerance = 5 * products.std() * span**2 / products.size**0.5
+            assert abs(products.mean() - expected) < tolerance, (rows, columns)
+            if rows == 1 and columns == 1:  # a grain of one row only
+                assert abs(products.mean()) > tolerance
+        assert abs((whole**2).mean() - 1) < 5 * (2 * span**4 / whole.size) ** 0.5
+        flat = whole.reshape(60, -1)
+        for window in (
+            range(20, 30),
+            range(30, 31),
+            range(33, 90),
+            range(500, 680),
+        ):  # parts of rows, and several
+            part = speckle._pixel_tile(1, window, range(60), 0).double().numpy()
+            np.testing.assert_array_equal(part, flat[:, window.start : window.stop])
+
+
+@pytest.mark.parametrize("modes", [2, 5])
+def test_modes_lower_the_contrast_and_keep_readings_linear(modes: int, seed: int) -> None:
+    x = ternary(30, 60, seed)
+    limits = {"lowest": 1e-3, "highest": None, "frames": 0}
+    with silent(speckle_modes=modes, anchor=limits, n_outputs=4000) as device:
+        light = device.exposure.light_of(
+            device.speckle.fields((x > 0).float()).double().square().sum(0).numpy()
+        )
+        contrast = light.var(axis=1) / light.mean(axis=1) ** 2
+        error = np.sqrt(contrast.var() / contrast.size)
+        assert abs(contrast.mean() - 1 / modes) < 5 * error + 1e-3
+        assert abs(contrast.mean() - 1 / (modes + 1)) > 5 * error + 1e-3
+        b = device.matrix().double()
+        torch.testing.assert_close(device.project(x).double(), x.double() @ b.T, rtol=0, atol=2e-4)
+        entries = b.numpy().ravel()
+        assert abs(entries.mean()) < 5 / entries.size**0.5 + 1e-3
+        assert abs(entries.var() - 1) < 5 * (2 / entries.size) ** 0.5 + 2e-3
+    with silent(speckle_modes=modes, mirrors={"stuck_on": 0.1, "contrast": 50.0}) as device:
+        ideal = x.double() @ device.matrix().double().T
+        torch.testing.assert_close(device.project(x).double(), ideal, rtol=0, atol=2e-4)
+
+
+def test_light_of_several_modes_keeps_its_boxes_and_moments(seed: int) -> None:
+    every = torch.tensor([[(k >> i) & 1 for i in range(6)] for k in range(64)]).float()
+    camera = {"speckle_modes": 2, "anchor": {"frames": 10}}
+    with open_device("camera_low_light", n_inputs=6, n_outputs=60, seed=seed, camera=camera) as device:
+        law, rates = device.noise, device.frame_rates(every)
+        assert isinstance(law, PhotonCountNoise)
+        low, high = np.asarray(law.rate_low)[:, None], np.asarray(law.rate_high)[:, None]
+        assert np.all((rates >= low) & (rates <= high))
+        assert not np.all(rates <= 0.6 * high)
+        y = device.project(every[21:22].expand(4000, -1).contiguous()).double().numpy()
+        mean, variance = (
+            moment(every[21:22]).numpy()[0] for moment in (device.reading_mean, device.reading_variance)
+        )
+        assert np.abs((y.mean(0) - mean) / np.sqrt(variance / 4000)).max() < 6
+        ratio = (y.var(axis=0) / variance).mean()
+        assert abs(ratio - 1) < 5 * (2 / y.size) ** 0.5
+    changes = {"camera": camera | {"reference_beam": {"flux_per_s": 5000.0, "steps": 4}}}
+    with pytest.raises(
+        ConfigError, match="speckle_modes = 2: a reference beam interferes with one mode only"
+    ):
+        open_device("camera_low_light", frames={"frames_per_projection": 8}, **changes)

@@ -393,6 +393,11 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
             {"camera": {"light": {"power": DRIFTING}}},
             "camera.light.power.drift_rms: drifts from training step to training step",
         ),
+        (
+            "camera_low_light",
+            {"camera": {"pixels": {"row_noise_e": 1.0}}},
+            "camera.pixels.row_noise_e: makes noise that differs over pixels or that they share",
+        ),
     ],
 )
 def test_devices_that_count_no_labels_are_refused(name: str, settings: dict[str, Any], message: str) -> None:

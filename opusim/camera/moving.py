@@ -1,0 +1,172 @@
+"""A medium that moves from frame to frame of a call.
+
+Entries of P and Q are stationary Ornstein-Uhlenbeck processes (`opusim.camera.speckle`). Frame k of a call is exposed k
+frame periods T after the call began, and sees the medium of that time; the medium rests during an exposure. No matrix
+is formed for a frame, only one for the end of each block of 128 to 1,024 frames, whose beginning is the end of the
+block before. Between the times 0 and D of a block's ends, in units of tau, a process x given its ends is Gaussian
+(Ornstein-Uhlenbeck bridge),
+    E x(t) = x(0) sinh(D - t) / sinh(D) + x(D) sinh(t) / sinh(D),
+    Cov[x(s), x(t)] = 2 sinh(s) sinh(D - t) / sinh(D),   s <= t,
+and entries are independent, so that the fields u_k = sum_i R_i(t_k) a_ki of frames with mirror amplitudes a_k, given
+the fields at both ends, are Gaussian with the mean above and the covariances
+    <a_k, a_l> Cov[x(t_k), x(t_l)]
+of their real parts and of their imaginary parts, at every output (over M for a field of M modes). They are drawn by a
+Cholesky factor of this matrix.
+Different blocks are independent given the ends (Markov property). So all frames of a call, of successive calls and of
+training steps follow one Ornstein-Uhlenbeck process, up to the rounding of the ends' times to 2^-24 tau.
+
+A frame's noise from this motion is no noise of the camera: it depends on what is shown, and outputs have it although
+none of their counts is random. No law credits it.
+
+Source for the bridge: Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from opusim.camera.speckle import PARTS_OF_A_STEP, STEPS_PER_TAU, Speckle, grid_point
+from opusim.processes import pause
+from opusim.randomness.streams import NoiseStream
+
+_LEAST_FRAMES, _MOST_FRAMES, _FRAMES_PER_ROOT = 128, 1024, 50
+"""Frames of a block, in proportion to the root of the mirrors: its end then costs about as much as its frames."""
+_JITTER = 1e-12
+"""Added variance, relative to the largest, that keeps frames without light and repeated ones from a factor of zero."""
+
+
+def bridge(times: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the law of a stationary Ornstein-Uhlenbeck process of variance 1 and tau 1 given its values at 0 and end.
+
+    Args:
+        times: in [0, end], shape (n,).
+        end: at least 0.
+
+    Returns:
+        Weights of the two values in the mean, shape (2, n), and the covariance, shape (n, n).
+    """
+    if end == 0:
+        return np.stack([np.ones(times.size), np.zeros(times.size)]), np.zeros((times.size, times.size))
+    whole, passed, left = (
+        -np.expm1(-2 * span) for span in (end, times, end - times)
+    )  # 1 - e^-2t: no overflow
+    weights = np.stack([np.exp(-times) * left, np.exp(times - end) * passed]) / whole
+    early, late = np.minimum.outer(passed, passed), np.minimum.outer(left, left)
+    return weights, np.exp(-np.abs(np.subtract.outer(times, times))) * early * late / whole
+
+
+def motion(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the law of the process given its value at 0: that value's weights e^-t, and the covariance.
+
+    Cov[x(s), x(t)] = e^-|s - t| - e^-(s + t).
+    """
+    apart, total = np.abs(np.subtract.outer(times, times)), np.add.outer(times, times)
+    return np.exp(-times), np.exp(-apart) * -np.expm1(apart - total)
+
+
+class Motion:
+    """The time of a medium that moves while frames are taken.
+
+    Args:
+        frame: frame period in units of the decorrelation time, above 0.
+    """
+
+    def __init__(self, frame: float) -> None:
+        self.frame = frame
+        self._time = 0.0
+
+    def move_to(self, speckle: Speckle, time: float) -> None:
+        """Set the time of the next frame, in units of the decorrelation time, and move the medium there.
+
+        Raises:
+            ValueError: the time is out of range.
+        """
+        point = grid_point(time, PARTS_OF_A_STEP)
+        self._time = time
+        speckle.move_to(point)
+
+    def pass_frames(self, speckle: Speckle, frames: float) -> None:
+        """Let some frame periods pass in which no frame shows the medium."""
+        self.move_to(speckle, self._time + frames * self.frame)
+
+    def fields(
+        self,
+        speckle: Speckle,
+        patterns: torch.Tensor,
+        rows: np.ndarray,
+        complement: np.ndarray,
+        stream: NoiseStream,
+    ) -> torch.Tensor:
+        """Return the fields of frames that are exposed in turn from the present time on; the time passes.
+
+        Args:
+            speckle: the medium, at the present time; moves on to the end of the last frame.
+            patterns: float32, shape (patterns, n_inputs), entries 0 and 1.
+            rows: number of each frame's pattern, int64, shape (frames,).
+            complement: whether the frame shows the pattern's complement in the anchor, bool, shape (frames,).
+            stream: source of the motion; takes one reading for every block of frames.
+
+        Returns:
+            float32, shape (2 modes, frames, n_outputs of the speckle), mirror units.
+
+        Raises:
+            ValueError: the medium is too old; see `opusim.camera.speckle.grid_point`.
+        """
+        out = torch.empty((len(speckle.law.planes), rows.size, speckle.n_outputs), dtype=torch.float32)
+        at_once = int(_FRAMES_PER_ROOT * speckle.law.mirrors**0.5)
+        at_once = min(max(at_once, _LEAST_FRAMES), _MOST_FRAMES)
+        for start in range(0, rows.size, at_once):
+            pause()
+            some = slice(start, start + at_once)
+            wanted, place = np.unique(rows[some], return_inverse=True)
+            shown = patterns[torch.from_numpy(wanted).to(patterns.device)]
+            out[:, some] = self._block(speckle, shown, place.reshape(-1), complement[some], stream)
+        return out
+
+    def _block(
+        self, speckle: Speckle, shown: torch.Tensor, place: np.ndarray, flip: np.ndarray, stream: NoiseStream
+    ) -> torch.Tensor:
+        """Return the fields of some frames, of which `place` and `flip` tell the pattern and whether it is flipped."""
+        frames = place.size
+        after = self._time + frames * self.frame
+        end = speckle.at(grid_point(after, PARTS_OF_A_STEP))
+        span = (end.point - speckle.point) / STEPS_PER_TAU
+        weights, covariance = bridge(np.minimum(self.frame * np.arange(frames), span), span)
+        out = torch.zeros((len(speckle.law.planes), frames, speckle.n_outputs))
+        for state, weight in zip((speckle, end), weights, strict=True):
+            if not weight.any():
+                continue
+            field = state.fields_of(shown, place, flip)
+            out.add_(field.mul_(torch.from_numpy(weight.astype(np.float32))[:, None]))
+        covariance = covariance * overlaps(speckle, shown, place, flip)
+        largest = float(covariance.diagonal().max())
+        if largest > 0:
+            factor = np.linalg.cholesky(covariance + _JITTER * largest * np.eye(frames)).astype(np.float32)
+            out.add_(torch.from_numpy(factor) @ speckle.normals(frames, stream))
+        self._time = after
+        speckle.become(end)
+        return out
+
+
+def overlaps(
+    speckle: Speckle, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray
+) -> np.ndarray:
+    """Return the inner products of the mirrors' amplitudes in frames, float64, shape (frames, frames).
+
+    A frame has the amplitudes v + S x, its complement l - S x, with v and l those of the blank frame and of the anchor.
+
+    Args:
+        speckle: see `Motion.fields`, as for the others.
+        patterns: what is shown.
+        rows: number of each frame's pattern.
+        complement: whether the frame shows the complement.
+    """
+    swing = speckle.swings(patterns)  # (patterns, n_inputs)
+    ends = torch.from_numpy(speckle.ends).to(swing.device)  # (2, mirrors)
+    both = (swing @ swing.T).cpu().numpy()[rows][:, rows]
+    beside = (swing @ ends[:, : swing.shape[1]].T).cpu().numpy()[rows]
+    of_ends = (ends @ ends.T).cpu().numpy()
+    sign, which = np.where(complement, -1.0, 1.0), complement.astype(np.int64)
+    mixed = sign[:, None] * beside[:, which]
+    return np.asarray(np.outer(sign, sign) * both + mixed + mixed.T + of_ends[which][:, which])

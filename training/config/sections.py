@@ -346,6 +346,14 @@ def _finite_numbers(value: object) -> object:
     return value
 
 
+def _column_names(value: object) -> object:
+    """Return one name or several as names; the name of a column that is numbered is its number."""
+    names = value if isinstance(value, list | tuple) else (value,)
+    return tuple(
+        str(name) if isinstance(name, Real) and not isinstance(name, bool) else name for name in names
+    )
+
+
 Constants = Annotated[float | tuple[float, ...], BeforeValidator(_finite_numbers)]
 """A number for all features, or one for each."""
 
@@ -469,9 +477,7 @@ class DataConfig(Section):
     mirroring."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
     """How far the variances of the components are equalised: 0 not at all, 1 completely."""
-    label: Annotated[
-        tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-    ] = ()
+    label: Annotated[tuple[str, ...], BeforeValidator(_column_names)] = ()
     """Column of a table that holds what to predict; several for data.target = 'real' or 'labels'. The others are
     features."""
     classes: tuple[str, ...] = ()

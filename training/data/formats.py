@@ -1,4 +1,4 @@
-"""Read data files of untrusted content: idx (MNIST), npz, and CIFAR-10 as an archive of JPEG files.
+"""Read data files of untrusted content: CSV, idx (MNIST), npz, and CIFAR-10 as an archive of JPEG files.
 
 No reader unpickles anything, and none holds more in memory than the file's kind and length make plausible: a damaged or
 hostile file ends in a `DataError` that names the file, the problem and the remedy.
@@ -6,13 +6,17 @@ hostile file ends in a `DataError` that names the file, the problem and the reme
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import gzip
 import importlib
 import io
+import itertools
 import lzma
 import math
 import os
+import re
 import struct
 import tarfile
 import tokenize
@@ -53,6 +57,108 @@ def required_library(name: str, missing: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ModuleNotFoundError(missing) from error
+
+
+SEPARATORS = (",", ";", "\t", "|")
+"""What may stand between the columns of a CSV file."""
+_TEXT_BYTES_ALLOWED = 2**26
+_TEXT_RATIO_LIMIT = 100
+"""Bytes of a table per byte of its gzip file, above `_TEXT_BYTES_ALLOWED`; measured tables compress by 3 to 30."""
+_HEADER_BYTES = 2**20
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+"""Encodings by the bytes that a text begins with."""
+
+
+def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
+    """Read a CSV file as a DataFrame whose columns have the names of its header, also if two are equal.
+
+    The text is UTF-8, or UTF-16 with its mark, and may be compressed by gzip. The separator is the one of `SEPARATORS`
+    that splits the header into most names, and the row behind it into as many cells. "?" stands for a missing value,
+    as in data of the UCI repository.
+
+    Args:
+        file: The open file.
+        path: Its path, for messages.
+        pandas: The library.
+
+    Raises:
+        DataError: It is compressed in another way or too strongly, is no text, or has rows with other columns than the
+            header.
+        ValueError: pandas cannot read it.
+    """
+    content: IO[bytes] = file
+    begin = file.read(4)
+    file.seek(0)
+    if begin == b"PK\x03\x04":
+        raise DataError(f"{path} is a zip archive, as a spreadsheet is; save the table as CSV in UTF-8")
+    if begin[:2] == b"\x1f\x8b":
+        content = _unpacked(file, path)
+        begin = content.read(4)
+        content.seek(0)
+    encoding = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), "utf-8")
+    try:
+        head = content.read(_HEADER_BYTES).decode(encoding, errors="ignore")
+        content.seek(0)
+        names, separator = _header(head, tab=".tsv" in path.suffixes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frame = pandas.read_csv(
+                content, sep=separator, encoding=encoding, na_values=["?"], index_col=False
+            )
+    except UnicodeError as error:
+        raise DataError(f"{path} is no text in UTF-8 ({error}); save it in UTF-8") from error
+    except pandas.errors.ParserWarning as error:  # it would drop what stands behind the last name
+        raise DataError(
+            f"{path} has more cells in each row than names in its header ({', '.join(names[:4])}, ...); name every "
+            "column, or drop what stands behind the last one"
+        ) from error
+    except pandas.errors.ParserError as error:
+        found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+        if found is None:
+            raise
+        raise DataError(
+            f"{path} has {found[3]} cells in line {found[2]} and {found[1]} in the lines before; give every row one "
+            "cell for each name of the header"
+        ) from error
+    return frame.set_axis(names, axis=1) if len(names) == frame.shape[1] else frame
+
+
+def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
+    """Return what a gzip file holds.
+
+    Raises:
+        DataError: It is damaged, or unpacks to more bytes than its length makes plausible.
+    """
+    most = max(_TEXT_BYTES_ALLOWED, _TEXT_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
+    try:
+        with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+            text = stream.read(most + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is a damaged gzip file ({error}); copy it again") from error
+    if len(text) > most:
+        raise DataError(
+            f"{path} unpacks to more than {most:,} bytes; give the file uncompressed, or a part of it"
+        )
+    return io.BytesIO(text)
+
+
+def _header(text: str, *, tab: bool) -> tuple[list[str], str]:
+    """Return the names of the columns and their separator; a column without a name gets that which pandas gives it."""
+    lines = text.lstrip("\r\n").splitlines(keepends=True)
+
+    def rows_by(separator: str) -> list[list[str]]:
+        try:
+            return [*itertools.islice(csv.reader(lines, delimiter=separator), 2), [], []][:2]
+        except csv.Error:
+            return [[], []]
+
+    def rank(separator: str) -> tuple[bool, int]:
+        names, cells = rows_by(separator)
+        return 1 < len(names) == len(cells), len(names)
+
+    separator = "\t" if tab else max(SEPARATORS, key=rank)
+    names = rows_by(separator)[0]
+    return [name or f"Unnamed: {number}" for number, name in enumerate(names)], separator
 
 
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:

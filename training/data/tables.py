@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from opusim.files import open_to_read
 from opusim.training.config.sections import DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
-from opusim.training.data.formats import required_library
+from opusim.training.data.formats import read_csv, required_library
 from opusim.training.errors import DataError
 
 TABLE_LIMIT = 2**30
@@ -143,7 +144,7 @@ def is_frame(data: object) -> TypeIs[Frame]:
 
 
 def read_frame(path: Path, options: DataConfig) -> Frame:
-    """Read a CSV or Parquet file of the kind that data.name has; the columns of a .tsv file are separated by tabs.
+    """Read a CSV or Parquet file of the kind that data.name has; see `opusim.training.data.formats.read_csv`.
 
     Raises:
         DataError: It cannot be read, is of another kind, or is larger than `TABLE_LIMIT`.
@@ -169,11 +170,10 @@ def read_frame(path: Path, options: DataConfig) -> Frame:
                     raise DataError(
                         f"{path} holds {found:,} {what}, more than the limit of {limit:,}; give a part of it"
                     )
-            separator = "\t" if path.suffix == ".tsv" else ","
             frame: Frame = (
                 pandas.read_parquet(file, engine="pyarrow")
                 if kind == "parquet"
-                else pandas.read_csv(file, sep=separator)
+                else read_csv(file, path, pandas)
             )
             return frame
     except DataError:
@@ -252,6 +252,35 @@ def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
     return np.asarray(frame[list(columns)].to_numpy(dtype="float64"))
 
 
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}([,' \u00a0\u2009\u202f]\d{3})+(\.\d*)?")
+_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+([eE][+-]?\d+)?")
+
+
+def _not_a_number(column: Any, name: str) -> str:
+    """Say where a column of text holds something other than a number first, and what to do about it."""
+    values = [str(value) for value in column.tolist()]
+    wrong = {row: value for row, value in enumerate(values) if not _is_number(value)}
+    if not wrong:
+        return f"holds numbers as text; convert them, as by frame[{name!r}].astype(float)"
+    row, value = next(iter(wrong.items()))
+    remedy = f"drop the column, or encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
+    if all(map(_THOUSANDS.fullmatch, wrong.values())):
+        remedy = "write numbers without separators of thousands"
+    elif _DECIMAL_COMMA.fullmatch(value):
+        remedy = "write decimal points instead of commas"
+    elif 2 * len(wrong) < len(values):
+        remedy = "correct this cell, or drop its row"
+    return f"holds {reprlib.repr(value)} in row {row} counted from 0, and features are numbers; {remedy}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _named(frame: Any, what: str) -> Any:
     """Return a table whose columns have names, each once; columns that are numbered get their numbers as names.
 
@@ -297,12 +326,12 @@ def _require_numbers(column: Any, name: str, what: str) -> None:
     """Refuse a column of features that holds something other than real numbers, or lacks values."""
     _require_complete(column, name, what)
     kind = getattr(column.dtype, "kind", "O")
+    if kind in "OUT":
+        raise ValueError(f"column {name!r} of {what} {_not_a_number(column, name)}")
     if kind not in "biuf":
-        remedy = "convert it to numbers"
-        if kind in "OUT":
-            remedy = f"encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
         raise ValueError(
-            f"column {name!r} of {what} holds {column.dtype}, and features are numbers; drop it, or {remedy}"
+            f"column {name!r} of {what} holds {column.dtype}, and features are numbers; drop it, or convert it to "
+            "numbers"
         )
 
 

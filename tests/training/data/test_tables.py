@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.data import Dataset, from_arrays
 from opusim.training.data import arrays as arrays_module
+from opusim.training.data import formats as formats_module
 from opusim.training.data import tables as tables_module
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
@@ -89,6 +91,11 @@ class TestFrames:
         numbers = _load(FRAME.assign(species=np.arange(40) % 2 + 5), classes=["5", "6"])
         assert (numbers.n_classes, sorted(set(numbers.train.y.tolist()))) == (2, [0, 1])
 
+    def test_a_numbered_column_is_named_by_its_number(self) -> None:
+        frame = FRAME.drop(columns="species").set_axis([0, 1, 2], axis=1)
+        assert _load(frame, label=2).columns == ("0", "1")
+        assert _load(frame, label=[0, np.int64(1)], target="real").columns == ("2",)
+
     def test_several_columns_are_numbers_or_labels(self) -> None:
         real = _load(FRAME.drop(columns="species"), label=["length", "count"], target="real")
         assert (real.target, real.n_classes, real.columns) == ("real", 2, ("wild",))
@@ -109,7 +116,7 @@ class TestFrames:
                 FRAME.assign(city="x"),
                 None,
                 "species",
-                "column 'city' of data holds str, and features are numbers",
+                "column 'city' of data holds 'x' in row 0 counted from 0, and features are numbers",
             ),
             (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
             (
@@ -130,7 +137,7 @@ class TestFrames:
                 "species",
                 "column 'species' of data lacks 2 of 40 values",
             ),
-            (FRAME, None, "length", "column 'species' of data holds str"),
+            (FRAME, None, "length", "column 'species' of data holds 'setosa' in row 0"),
             (FRAME.drop(columns="species"), None, "length", "set data.target = 'real'"),
             (FRAME, FRAME.drop(columns="wild"), "species", "test has no column 'wild'"),
             (FRAME, FRAME.assign(z=1), "species", "test has a column 'z', which the training records lack"),
@@ -367,7 +374,7 @@ class TestFiles:
         refused = {
             "csv:none.csv": "none.csv cannot be read (No such file or directory)",
             "csv:empty.csv": "empty.csv is no csv file with a table",
-            "csv:binary.csv": "binary.csv is no csv file with a table",
+            "csv:binary.csv": "binary.csv is no text in UTF-8",
             "parquet:a.csv": "a.csv is no parquet file with a table",
         }
         monkeypatch.chdir(tmp_path)
@@ -382,6 +389,76 @@ class TestFiles:
         FRAME.to_csv(tmp_path / "a.tsv", sep="\t", index=False)
         data = load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.tsv", "label": "species"}}), None)
         assert data.columns == ("length", "count", "wild")
+
+    @pytest.mark.parametrize(
+        ("name", "separator", "encoding"),
+        [
+            ("a.csv", ";", "utf-8-sig"),
+            ("a.csv", "|", "utf-8"),
+            ("a.csv", "\t", "utf-16"),
+            ("a.csv.gz", ",", "utf-8"),
+            ("a.csv", ";", "gzip"),
+        ],
+    )
+    def test_separator_encoding_and_compression_are_found(
+        self, tmp_path: Path, name: str, separator: str, encoding: str
+    ) -> None:
+        frame = FRAME.rename(columns={"length": "length, in cm|m"})
+        text = frame.to_csv(sep=separator, index=False)
+        packed = name.endswith(".gz") or encoding == "gzip"
+        content = gzip.compress(text.encode()) if packed else text.encode(encoding)
+        (tmp_path / name).write_bytes(content)
+        data = load_data(load_config({"data": {"name": f"csv:{tmp_path / name}", "label": "species"}}), None)
+        assert data.columns == ("length, in cm|m", "count", "wild")
+        assert fingerprint(data.train) == fingerprint(_load(FRAME).train)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("a,a,y\n1,2,0\n3,4,1\n", "has several columns of the name 'a'; rename or drop them"),
+            ("a,b,y\n1,2,0\n?,4,1\n", "column 'a' of {} lacks 1 of 2 values, the first in row 1"),
+            (
+                "a,b,y\n1,2,0\n3,4,1\nx,6,1\n",
+                "'a' of {} holds 'x' in row 2 counted from 0, and features are numbers; "
+                "correct this cell, or drop its row",
+            ),
+            (
+                'a,b,y\n1,2,0\n"1,234.5",4,1\n',
+                "holds '1,234.5' in row 1 counted from 0, and features are numbers; "
+                "write numbers without separators of thousands",
+            ),
+            (
+                "a;b;y\n1,5;2;0\n2,25;4;1\n",
+                "holds '1,5' in row 0 counted from 0, and features are numbers; write "
+                "decimal points instead of commas",
+            ),
+            ("a,b,y\n1,2,0\n3,4,1,9\n", "{} has 4 cells in line 3 and 3 in the lines before; give every row"),
+            (
+                "a,b,y\n1,2,0,9\n3,4,1,9\n",
+                "{} has more cells in each row than names in its header (a, b, y, ...)",
+            ),
+            ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
+            ("PK\x03\x04", "{} is a zip archive, as a spreadsheet is; save the table as CSV"),
+            ("\x1f\x8b broken", "{} is a damaged gzip file"),
+        ],
+    )
+    def test_a_wrong_cell_or_row_is_named_with_its_place(
+        self, tmp_path: Path, text: str, message: str
+    ) -> None:
+        path = tmp_path / "a.csv"
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises((DataError, ValueError), match=re.escape(message.format(path))):
+            load_data(load_config({"data": {"name": f"csv:{path}", "label": "y"}}), None)
+
+    def test_a_file_that_unpacks_to_too_much_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b,y\n" + b"1,2,0\n" * 10_000))
+        monkeypatch.setattr(formats_module, "_TEXT_BYTES_ALLOWED", 1000)
+        with pytest.raises(
+            DataError, match=r"a.csv.gz unpacks to more than [\d,]+ bytes; give the file uncompressed"
+        ):
+            load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv.gz", "label": "y"}}), None)
 
     def test_a_missing_library_is_named_with_its_extra(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Take user-supplied records in any form: arrays, a TensorDataset, a DataFrame, a CSV or a Parquet file.
+"""Take user-supplied records in any form: arrays, a data set of torch, a DataFrame, a CSV or a Parquet file.
 
 pandas is imported only if a file has to be read; a DataFrame brings it along.
 """
@@ -13,11 +13,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import TypeIs
 
 from opusim.errors import ConfigError
@@ -52,9 +55,9 @@ class Frame(Protocol):
 
 Arrays = tuple[Array, Array | None] | tuple[Array, Array | None, Ids]
 """Records, what to predict of them (None: the next tokens), and for data.split = 'id' an ID of each record."""
-OwnData = Arrays | TensorDataset | Frame
+OwnData = Arrays | TorchDataset[Any] | Frame
 """What `opusim.train(data=...)` takes besides a Dataset."""
-OwnTest = Pair | TensorDataset | Frame
+OwnTest = Pair | TorchDataset[Any] | Frame
 """What `opusim.train(test=...)` takes."""
 
 
@@ -91,10 +94,10 @@ def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnT
         table = table_of(data, options.label, "data", as_text=bool(options.classes))
         pair = None if test is None else _test_pair(test, options, table.columns)
         return _dataset(options, (table.x, table.y), split=split, test=pair, columns=table.columns)
+    given = _as_tuple(data, "data")
     if options.label:
         reason = f"{', '.join(options.label)} names a column of a table; leave it out with arrays"
         raise ConfigError("configuration", "data.label", reason)
-    given = _as_tuple(data, "data")
     if len(given) not in (2, 3):
         raise TypeError(f"data must be (x, y) or (x, y, ids), got {len(given)} arrays; give data=(x, y)")
     ids = given[2] if len(given) == 3 else None
@@ -364,15 +367,77 @@ def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
 
 
 def _as_tuple(data: object, name: str) -> tuple[Any, ...]:
-    """Return arrays that were given as a tuple or a TensorDataset."""
+    """Return arrays that were given as a tuple, a TensorDataset or another data set of torch.
+
+    Raises:
+        TypeError: They were given in another form.
+        ValueError: The data set cannot be taken as arrays.
+    """
     if isinstance(data, TensorDataset):
         return tuple(data.tensors)
     if isinstance(data, tuple):
         return data
+    remedy = f"give {name}=(x, y)"
+    if isinstance(data, DataLoader):
+        remedy = f"give {name}=loader.dataset, and its batch size as sampler.batch_size"
+    elif isinstance(data, IterableDataset):
+        remedy = f"a run draws records by their numbers, which it has not; give {name}=(x, y)"
+    elif isinstance(data, TorchDataset):
+        return _collected(data, name)
+    elif isinstance(data, str | Path):
+        remedy = f"name files and known data sets in the configuration: config={{'data': {{'name': {str(data)!r}}}}}"
     raise TypeError(
-        f"{name} must be (x, y), a TensorDataset, a DataFrame or a Dataset, got {type(data).__name__}; give "
-        f"{name}=(x, y)"
+        f"{name} must be (x, y), a TensorDataset or another Dataset of torch, a DataFrame or a Dataset of opusim, got "
+        f"{type(data).__name__}; {remedy}"
     )
+
+
+def _collected(data: TorchDataset[Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the records (x, y) of a data set of torch as arrays, all read once.
+
+    Raises:
+        TypeError: It has no length, or a record is no pair of an array and a number.
+        ValueError: It is empty, its records differ in shape, or it gives another record each time it is asked.
+    """
+    kind = type(data).__name__
+    if not callable(getattr(data, "__len__", None)):
+        raise TypeError(f"{name} = {kind}: has no length; give {name}=(x, y)")
+    count = len(data)  # type: ignore[arg-type]
+    if not count:
+        raise ValueError(f"{name} = {kind}: is empty; give at least one record")
+    first, *records = (_record(data[number], name, number) for number in (0, *range(count)))
+    if any(a.tobytes() != b.tobytes() for a, b in zip(first, records[0], strict=True)):
+        raise ValueError(
+            f"{name} = {kind}: gives another record 0 each time, as a random transform does, and a run reads each "
+            "record once; leave the transform out"
+        )
+    for number, (x, y) in enumerate(records):
+        if x.shape != first[0].shape or y.shape != first[1].shape:
+            raise ValueError(
+                f"{name} = {kind}: record {number} has shapes {x.shape} and {y.shape}, record 0 {first[0].shape} and "
+                f"{first[1].shape}; bring all to one shape"
+            )
+    xs, ys = zip(*records, strict=True)
+    return np.stack(xs), np.stack(ys)
+
+
+def _record(record: Any, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return one record (x, y) as arrays of numbers; y may be a name.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    parts = tuple(record) if isinstance(record, list | tuple) else (record,)
+    arrays = [
+        np.asarray(part) for part in parts if isinstance(part, Tensor | np.ndarray | np.generic | Real | str)
+    ]
+    if len(parts) != 2 or len(arrays) != 2 or arrays[0].dtype.kind not in "biufc":
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(
+            f"{name}: record {number} is ({kinds}), and must be (x, y), x a tensor or an array and y a number; give "
+            "the data set a transform to tensors, such as torchvision.transforms.ToTensor(), or give arrays"
+        )
+    return arrays[0], arrays[1]
 
 
 def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> Pair:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from scipy import sparse
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import opusim
 from opusim.accounting.guarantee import NoGuarantee
@@ -53,6 +54,25 @@ def _command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
+
+
+class _Pairs(torch.utils.data.Dataset[Any]):
+    """Records of a list, with fresh noise each time they are asked for if there is any."""
+
+    def __init__(self, pairs: Any, noise: float = 0.0) -> None:
+        self._pairs, self._noise = pairs, noise
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        record = self._pairs[index]
+        return (record[0] + self._noise * torch.randn(record[0].shape), record[1]) if self._noise else record
+
+
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 class TestFrames:
@@ -198,9 +218,44 @@ class TestOtherForms:
         assert fingerprint(data.train) == fingerprint(_load((x, y), label=None).train)
         assert data.record_shape == (1, 4, 4)
 
+    def test_a_data_set_of_torch_is_read_once(self) -> None:
+        x, y = torch.randn(20, 1, 4, 4), torch.arange(20) % 3
+        pairs = [(image, int(label)) for image, label in zip(x, y, strict=True)]
+        whole = fingerprint(_load((x, y), label=None).train)
+        for data in (
+            _Pairs(pairs),
+            Subset(_Pairs([*pairs, pairs[0]]), range(20)),
+            ConcatDataset([_Pairs(pairs)]),
+        ):
+            found = _load(data, _Pairs(pairs), label=None)
+            assert (fingerprint(found.train), found.record_shape) == (whole, (1, 4, 4))
+            assert found.test is not None
+        named = _load(_Pairs([(image.numpy(), "ab"[label % 2]) for image, label in pairs]), label=None)
+        assert named.classes == ("a", "b")
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (lambda: DataLoader(_Pairs([(torch.ones(2), 1)])), "give data=loader.dataset, and its batch size as samp"),
+            (_Stream, "got _Stream; a run draws records by their numbers, which it has not"),
+            (lambda: _Pairs([]), "data = _Pairs: is empty"),
+            (lambda: _Pairs([(torch.ones(2), 0), (torch.ones(3), 1)]), "record 1 has shapes (3,) and (), record 0"),
+            (lambda: _Pairs([(object(), 1)]), "data: record 0 is (object, int), and must be (x, y), x a tensor"),
+            (lambda: _Pairs([torch.ones(2)]), "data: record 0 is (Tensor), and must be (x, y)"),
+            (lambda: _Pairs([(torch.ones(2), 1)] * 3, noise=0.1), "gives another record 0 each time, as a random"),
+            (lambda: "flowers.csv", "name files and known data sets in the configuration: config={'data': {"),
+            (lambda: [np.ones((3, 2)), np.ones(3)], "got list; give data=(x, y)"),
+            (lambda: (FRAME[["count"]], FRAME["count"]), "torch tensor, got DataFrame: use numpy.asarray(x)"),
+            (lambda: (sparse.csr_matrix(np.eye(3)), np.arange(3)), "got csr_matrix: use x.toarray()"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_array_of_records_has_a_remedy(self, data: Any, message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            _load(data(), label=None)
+
     def test_other_forms_are_refused(self) -> None:
         with pytest.raises(
-            TypeError, match=r"data must be \(x, y\), a TensorDataset, a DataFrame or a Dataset"
+            TypeError, match=r"data must be \(x, y\), a TensorDataset or another Dataset of torch"
         ):
             _load([1, 2], label=None)
         with pytest.raises(ConfigError, match="data.label: species names a column of a table"):

@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opusim import checks
@@ -174,7 +177,7 @@ def convert(
             names no weight matrix.
     """
     checks.instance(nn.Module, model=model)
-    converted = copy.deepcopy(model)
+    converted = _copied(model)
     # compiled parts would multiply with the weights of before
     for module in list(converted.modules()):
         for name, child in list(module.named_children()):
@@ -223,6 +226,25 @@ def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     if not any(key.startswith(inner) for key in named):
         for key in named:
             state[inner + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy in which weights that hooks compute, as torch.nn.utils.prune does, are plain parameters."""
+    computed: dict[int, Any] = {}  # of the last forward pass, which `copy` refuses to copy
+    for module in model.modules():
+        held = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        computed |= {id(value): value.detach().clone() for value in held}
+    copied = copy.deepcopy(model, computed)
+    for module in copied.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, BasePruningMethod | WeightNorm | SpectralNorm):
+                hook.remove(module)
+                del module._forward_pre_hooks[key]
+    return copied
 
 
 def _remove_parametrizations(model: nn.Module) -> None:

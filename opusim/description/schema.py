@@ -496,6 +496,16 @@ def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescriptio
     Raises:
         ConfigError: as for `load_description`.
     """
+    off = [
+        f"{name}.{part}.{key}"
+        for (name, part, bits), keys in _CONVERTERS.items()
+        if isinstance(section := content.get(name), Mapping)
+        and isinstance(inner := section.get(part), Mapping)
+        if type(inner.get(bits)) is int and inner[bits] == 0
+        for key in keys
+    ]
+    if off:
+        content = _without(content, set(off))
     try:
         return DeviceDescription.model_validate(dict(content))
     except ValidationError as error:
@@ -579,6 +589,23 @@ def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield f"{prefix}{key}"
             yield from _sections(value, f"{prefix}{key}.")
+
+
+_CONVERTERS = {
+    ("camera", "sensor", "adc_bits"): ("adc_bits",),
+    ("crossbar", "converter", "adc_bits"): ("adc_bits", "adc_bound"),
+    ("crossbar", "converter", "dac_bits"): ("dac_bits",),
+}
+"""Bits of converters, of which 0 leaves the converter out, and the keys of the section that it has."""
+
+
+def _without(content: Mapping[str, Any], removed: set[str]) -> dict[str, Any]:
+    """Return plain values without some numbers and their provenance."""
+    kept = _pruned(content, removed)
+    stated = kept.get("provenance")
+    if isinstance(stated, Mapping):
+        kept["provenance"] = {key: entry for key, entry in stated.items() if key not in removed}
+    return kept
 
 
 def _pruned(values: Mapping[str, Any], removed: set[str], prefix: str = "") -> dict[str, Any]:

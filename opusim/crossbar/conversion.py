@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -67,12 +67,34 @@ class DeviceModel(nn.Module):
             ValueError: in the first call, a weight multiplies digitally without being named in `digital`, such as by
                 torch.nn.functional.linear(x, layer.weight).
         """
+        return self._called(self.model, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network's own `generate`, such as that of a language model of transformers.
+
+        Raises:
+            AttributeError: The network has none.
+            ValueError: See `forward`.
+        """
+        return self._called(self.model.generate, *args, **kwargs)  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> Any:
+        """Find parts of the module; of what only the network inside has, say where it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name == "model" or not hasattr(self.model, name):
+                raise
+            raise AttributeError(f"{error}; its network has: write .model.{name}") from None
+
+    def _called(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the network; the first time, refuse weights that multiply digitally without being named."""
         if self._is_checked or torch.compiler.is_compiling():
-            return self.model(*args, **kwargs)
+            return call(*args, **kwargs)
         named = weight_matrices(self.model)
         accepted = {id(p) for name, p in named.items() if any(covers(each, name) for each in self._digital)}
         with DigitalProducts({name: p for name, p in named.items() if id(p) not in accepted}):
-            output = self.model(*args, **kwargs)
+            output = call(*args, **kwargs)
         self._is_checked = True
         return output
 

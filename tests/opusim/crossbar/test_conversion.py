@@ -125,3 +125,39 @@ def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     model[2].weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"weight of DeviceLinear\(in_features=8.* holds NaN or infinite"):
         convert(model, "pcm")
+
+
+class Writer(nn.Module):
+    """A language model that writes greedily, as those of transformers do; one of its ways goes past the devices."""
+
+    def __init__(self, *, digital: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config, self.digital = {"vocabulary": 5}, digital
+        self.embedding, self.last = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(self.embedding(tokens))
+
+    def generate(self, tokens: torch.Tensor, *, max_new_tokens: int) -> torch.Tensor:
+        for _ in range(max_new_tokens):
+            h = self.embedding(tokens[:, -1:])
+            scores = nn.functional.linear(h, self.last.weight) if self.digital else self.last(h)
+            tokens = torch.cat([tokens, scores.argmax(dim=-1)], dim=1)
+        return tokens
+
+
+def test_a_language_model_generates_on_devices() -> None:
+    with convert(Writer(), "pcm") as analog:
+        before = analog.usage.frames
+        assert analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3).shape == (2, 4)
+        assert analog.usage.frames >= before + 2 * 3
+        with pytest.raises(
+            AttributeError, match=r"no attribute 'config'; its network has: write .model.config"
+        ):
+            _ = analog.config
+        with pytest.raises(AttributeError, match="has no attribute 'other'$"):
+            _ = analog.other
+    past = convert(Writer(digital=True), "pcm")
+    with past as analog, pytest.raises(ValueError, match=r"weight 'last.weight' multiplies digitally"):
+        analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3)

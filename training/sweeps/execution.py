@@ -6,6 +6,8 @@ twice. `run_sweep` calls it for every point that has no row yet.
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import time
 from collections import Counter
@@ -203,6 +205,28 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     return row
 
 
+def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path) -> Row:
+    """Make one run on a worker of a cluster in the folder of the command, to which names of files are relative.
+
+    Args:
+        here: That folder; the worker stays there.
+        config: See `run_point`.
+        run_path: See `run_point`.
+        row_path: See `run_point`.
+
+    Raises:
+        SweepStopped: The worker does not see the folder.
+    """
+    try:
+        os.chdir(here)
+    except OSError as error:
+        raise SweepStopped(
+            f"a worker on {socket.gethostname()} cannot enter {here} ({error.strerror}), from which the sweep was "
+            "started; start it in a folder that every worker sees"
+        ) from error
+    return run_point(config, run_path, row_path)
+
+
 @lru_cache(maxsize=1)
 def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """Load a data set once per process for consecutive runs."""
@@ -223,7 +247,8 @@ def _on_cluster(
     with connected(address, patience_s=patience_s) as client:
         from distributed import as_completed  # an extra, which `connected` found
 
-        runs = [client.submit(run_point, *_arguments(point, folder), pure=False) for point in points]
+        here = Path.cwd()
+        runs = [client.submit(run_in, here, *_arguments(point, folder), pure=False) for point in points]
         for done in as_completed(runs):
             yield done.result()
 

@@ -150,9 +150,9 @@ class Run(StoredRun):
                 (n, c, h, w), tokens (n, T), or a DataFrame with the columns of the training records.
 
         Returns:
-            By data.target: class numbers, shape (n,), int64; tokens, shape (n, T), int64; real numbers, shape (n, k),
-            float32; whether each label holds, shape (n, k), bool. torch for torch input, else numpy. If the labels
-            were strings, `classes` names the numbers: ``np.array(run.classes)[run.predict(x)]``.
+            By data.target: classes, shape (n,), as they were given to training, whole numbers (int64) or strings;
+            tokens, shape (n, T), int64; real numbers, shape (n, k), float32; whether each label holds, shape (n, k),
+            bool. torch for torch input, else numpy; torch has no strings, so that its numbers count `classes`.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
@@ -164,7 +164,9 @@ class Run(StoredRun):
             found = outputs.argmax(dim=-1)
         elif self.form.target == "labels":
             found = outputs > 0
-        return found if isinstance(x, Tensor) else found.numpy()
+        if isinstance(x, Tensor):
+            return found
+        return np.array(self.classes)[found.numpy()] if self.classes else found.numpy()
 
     def evaluate(
         self, x: np.ndarray | Tensor | Frame | None = None, y: np.ndarray | Tensor | None = None

@@ -314,9 +314,12 @@ class TestRuns:
         shuffled = FRAME[["species", "wild", "length", "count"]]
         assert run.summary is not None
         assert run.evaluate(shuffled)["accuracy"] == run.summary["test_accuracy"]
-        numbers = run.predict(shuffled.drop(columns="species"))
-        found = np.mean(np.array(run.classes)[numbers] == SPECIES)
-        assert found == run.summary["test_accuracy"]
+        names = run.predict(shuffled.drop(columns="species"))
+        assert np.mean(names == SPECIES) == run.summary["test_accuracy"]
+        features = FRAME[list(run.columns)].to_numpy(dtype="float64")
+        numbers = run.predict(torch.from_numpy(features))
+        assert np.array_equal(np.array(run.classes)[numbers], names)
+        assert np.array_equal(run.predict(features), names)
 
     @pytest.mark.parametrize("kind", ["csv", "parquet"])
     def test_the_commands_read_files(

@@ -110,7 +110,8 @@ DATA = KeyOption(
     "data.name",
     str,
     "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA); "
-    "csv:PATH or parquet:PATH with --label; text:PATH.",
+    "csv:PATH or parquet:PATH with --label; npz:PATH with arrays x and y; folder:PATH with images in a folder for each "
+    "class; text:PATH.",
 )
 LABEL = KeyOption("label", "data.label", str, "Column to predict, for --data csv:PATH or parquet:PATH.")
 MODEL = KeyOption(

@@ -332,7 +332,7 @@ class CheckpointConfig(Section):
 
 
 SplitRule = Literal["index", "content", "id"]
-FileKind = Literal["csv", "parquet", "text"]
+FileKind = Literal["csv", "parquet", "npz", "folder", "text"]
 FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
 """What data.name may begin with, followed by a colon and a path, to take records from a file."""
 OWN_ARRAYS = "arrays"
@@ -417,14 +417,15 @@ class DataConfig(Section):
         ),
         Effect(
             keys=("data.test",),
-            needs="a data.name that begins with csv:, parquet: or text:",
+            needs="a data.name that begins with csv:, parquet:, npz:, folder: or text:",
             holds=lambda run: run.data.file_kind is not None,
         ),
     )
 
     name: str = "digits"
-    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label;
-    text:PATH for windows of a text file; "arrays" if `opusim.train` was given the records."""
+    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label; npz:PATH
+    for arrays x and y (and ids); folder:PATH for images in a folder for each class; text:PATH for windows of a text
+    file; "arrays" if `opusim.train` was given the records."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
@@ -489,7 +490,7 @@ class DataConfig(Section):
     tokenizer: str | None = None
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None
-    """A file of test records of the same kind as that of data.name."""
+    """A file, or a folder of images, of test records of the same kind as that of data.name."""
 
     @property
     def file_kind(self) -> FileKind | None:
@@ -500,7 +501,7 @@ class DataConfig(Section):
     @property
     def is_own(self) -> bool:
         """Whether records are user-supplied, so that whatever is read off their labels depends on private records."""
-        return self.name == OWN_ARRAYS or self.file_kind in ("csv", "parquet")
+        return self.name == OWN_ARRAYS or self.file_kind not in (None, "text")
 
     @property
     def file(self) -> Path:

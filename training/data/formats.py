@@ -1,4 +1,4 @@
-"""Read data files of untrusted content: CSV, idx (MNIST), npz, and CIFAR-10 as an archive of JPEG files.
+"""Read data files of untrusted content: CSV, idx (MNIST), npz, folders of images, and CIFAR-10 as an archive.
 
 No reader unpickles anything, and none holds more in memory than the file's kind and length make plausible: a damaged or
 hostile file ends in a `DataError` that names the file, the problem and the remedy.
@@ -286,6 +286,80 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
         raise DataError(
             f"{path} is not an .npz file with arrays {wanted} ({reason}); write numpy.savez(FILE, x=x, y=y)"
         ) from error
+
+
+def read_npz(
+    path: Path,
+) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
+
+    Raises:
+        DataError: The file cannot be read, or holds other arrays.
+    """
+    x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
+    return (x, y, ids[0]) if ids else (x, y)
+
+
+_IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+_IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "WEBP"]
+_PIXELS_LIMIT = 2**29
+"""Numbers of a folder of images, 2 GiB in float32."""
+
+
+def read_image_folder(root: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Read images that lie in a folder for each class, FOLDER/CLASS/IMAGE, as torchvision's ImageFolder does.
+
+    Returns:
+        Pixels in [0, 1], shape (n, 3, height, width), or (n, 1, height, width) if all are grey, float32; and the names
+        of their classes, in alphabetical order of classes and files.
+
+    Raises:
+        DataError: There is no such folder or no image in it, an image is damaged or of another size than the first, or
+            all of them take too much memory.
+        ModuleNotFoundError: pillow is missing.
+    """
+    image = required_library("PIL.Image", f"folder:{root} needs pillow, which is missing: pip install pillow")
+    try:
+        classes = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+        files = [file for each in classes for file in sorted(each.iterdir())]
+    except OSError as error:
+        raise DataError(f"{root} cannot be read ({error.strerror or error}); check the path") from error
+    files = [file for file in files if file.suffix.lower() in _IMAGE_ENDINGS]
+    if not files:
+        raise DataError(
+            f"{root} holds no images as CLASS/NAME.png; put those of each class into a folder of its name"
+        )
+    pixels: list[np.ndarray] = []
+    for file in files:
+        try:
+            with (
+                warnings.catch_warnings(),
+                os.fdopen(open_to_read(file), "rb") as stream,
+                image.open(stream, formats=_IMAGE_FORMATS) as opened,
+            ):
+                warnings.simplefilter("error", image.DecompressionBombWarning)
+                width, height = opened.size
+                size = height, width
+                if pixels and pixels[0].shape[:2] != size:
+                    first = " x ".join(map(str, pixels[0].shape[1::-1]))
+                    raise DataError(
+                        f"{file} has {width} x {height} pixels and {files[0]} {first}; bring all images to one size"
+                    )
+                if 3 * len(files) * width * height > _PIXELS_LIMIT:
+                    raise DataError(
+                        f"{root}: {len(files):,} images of {width} x {height} pixels exceed the limit of "
+                        f"{_PIXELS_LIMIT:,} numbers; make them smaller, or give an array that is mapped from a file"
+                    )
+                if opened.mode.startswith(("I", "F")):
+                    raise DataError(f"{file} has pixels of more than 8 bits; convert the images to 8 bits")
+                pixels.append(np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB")))
+        except (OSError, SyntaxError, image.DecompressionBombError, image.DecompressionBombWarning) as error:
+            raise DataError(f"{file} is no readable image ({error}); remove it, or copy it again") from error
+    if any(each.ndim == 3 for each in pixels):
+        pixels = [each if each.ndim == 3 else np.repeat(each[:, :, None], 3, axis=2) for each in pixels]
+    stacked = np.stack(pixels).astype(np.float32) / 255
+    stacked = stacked[:, None] if stacked.ndim == 3 else stacked.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(stacked), np.array([file.parent.name for file in files])
 
 
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:

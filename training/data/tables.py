@@ -1,4 +1,4 @@
-"""Take user-supplied records in any form: arrays, a data set of torch, a DataFrame, a CSV or a Parquet file.
+"""Take user-supplied records in any form: arrays, a data set of torch, a DataFrame, files, a folder of images.
 
 pandas is imported only if a file has to be read; a DataFrame brings it along.
 """
@@ -25,10 +25,10 @@ from typing_extensions import TypeIs
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from opusim.training.config.sections import DataConfig, SplitRule
+from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
-from opusim.training.data.formats import read_csv, required_library
+from opusim.training.data.formats import read_csv, read_image_folder, read_npz, required_library
 from opusim.training.errors import DataError
 
 TABLE_LIMIT = 2**30
@@ -76,7 +76,14 @@ class Table:
     columns: tuple[str, ...]
 
 
-def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnTest | None = None) -> Dataset:
+def own_dataset(
+    options: DataConfig,
+    split: SplitRule,
+    data: OwnData,
+    test: OwnTest | None = None,
+    *,
+    name: str = OWN_ARRAYS,
+) -> Dataset:
     """Make a data set of user-supplied records.
 
     Args:
@@ -84,6 +91,7 @@ def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnT
         split: The rule by which records are held out, unless IDs decide.
         data: The records.
         test: Test records, in any form of `data`, or None.
+        name: Name of the data set.
 
     Raises:
         TypeError: The records have none of the forms.
@@ -108,24 +116,27 @@ def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnT
             reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
         raise ConfigError("configuration", "data.split", reason)
     pair = None if test is None else _test_pair(test, options, ())
-    return _dataset(options, (given[0], given[1]), split=split, ids=ids, test=pair)
+    return _dataset(options, (given[0], given[1]), split=split, ids=ids, test=pair, name=name)
 
 
 def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
-    """Make a data set of the CSV or Parquet file that data.name names, and of data.test if there is such a file.
+    """Make a data set of the file or folder that data.name names, and of data.test if there is such a one.
 
     Raises:
         DataError: A file cannot be read.
-        ValueError: A column cannot be used.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+        ValueError: A column or an array cannot be used.
+        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file, or pillow for images.
     """
+    data = read_records(options.file, options)
+    held = None if options.test is None else read_records(Path(options.test), options)
+    if not is_frame(data):
+        return own_dataset(options, split, data, None if held is None else held[:2], name=options.name)
     as_text = bool(options.classes)
-    table = table_of(read_frame(options.file, options), options.label, str(options.file), as_text=as_text)
+    table = table_of(data, options.label, str(options.file), as_text=as_text)
     test = None
-    if options.test is not None:
-        frame = read_frame(Path(options.test), options)
-        held = table_of(frame, options.label, options.test, columns=table.columns, as_text=as_text)
-        test = (held.x, held.y)
+    if is_frame(held):
+        found = table_of(held, options.label, str(options.test), columns=table.columns, as_text=as_text)
+        test = (found.x, found.y)
     return _dataset(
         options, (table.x, table.y), split=split, test=test, columns=table.columns, name=options.name
     )
@@ -144,6 +155,18 @@ def is_frame(data: object) -> TypeIs[Frame]:
     """Return whether something is a DataFrame, without importing pandas."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(data, pandas.DataFrame)
+
+
+def read_records(path: Path, options: DataConfig) -> Any:
+    """Read a file of the kind that data.name has: a DataFrame, or arrays (x, y) and IDs if the file holds some.
+
+    Raises:
+        DataError: It cannot be read.
+        ModuleNotFoundError: A library that reads it is missing.
+    """
+    if options.file_kind == "npz":
+        return read_npz(path)
+    return read_image_folder(path) if options.file_kind == "folder" else read_frame(path, options)
 
 
 def read_frame(path: Path, options: DataConfig) -> Frame:

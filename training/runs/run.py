@@ -22,9 +22,9 @@ from opusim.training.data import Dataset, Split
 from opusim.training.data.arrays import RecordForm, standardised
 from opusim.training.data.catalogue import bits_per_byte, build_dataset
 from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from opusim.training.data.formats import read_arrays
+from opusim.training.data.formats import read_npz
 from opusim.training.data.public_maps import map_from_facts
-from opusim.training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
+from opusim.training.data.tables import Frame, feature_array, is_frame, read_records, table_of
 from opusim.training.errors import DataError
 from opusim.training.networks.base import Network
 from opusim.training.networks.functions import Objective, measure
@@ -305,7 +305,8 @@ def evaluate_run(
     Args:
         path: The run folder.
         data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
-            ``text:PATH``), all of whose records are used; None takes the run's own test records.
+            ``npz:PATH``, ``folder:PATH``, ``text:PATH``), all of whose records are used; None takes the run's own test
+            records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
         trust_code: See `load_run`.
         device: Name or path of a programmable device that the model's products run on, or None for digital ones.
@@ -360,7 +361,7 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)
     own = run.config.data
-    if options.file_kind in ("csv", "parquet"):
+    if options.is_own:
         # a file, or that of the run's own data.test if the file is the one that it was trained on
         path = options.file
         if options.name == own.name:
@@ -370,8 +371,9 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
                     "train with data.test"
                 )
             path = Path(own.test)
-        frame = read_frame(path, options)
-        return path.name, len(frame), run.evaluate(frame)
+        data = read_records(path, options)
+        x, y = (data, None) if is_frame(data) else data[:2]
+        return path.name, len(x), run.evaluate(x, y)
     dataset, part = _other_records(run, name)
     split = getattr(dataset, part)
     figures = run.evaluate(split.x, split.y)
@@ -422,15 +424,3 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             else f"data set {name} has no test records; give some with --arrays FILE.npz"
         )
     return dataset, "test"
-
-
-def read_npz(
-    path: Path,
-) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
-
-    Raises:
-        DataError: The file cannot be read, or holds other arrays.
-    """
-    x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
-    return (x, y, ids[0]) if ids else (x, y)

@@ -20,10 +20,12 @@ from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.config import load_config
+from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset, from_arrays
 from opusim.training.data import arrays as arrays_module
 from opusim.training.data import formats as formats_module
 from opusim.training.data import tables as tables_module
+from opusim.training.data.catalogue import build_dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
 from opusim.training.errors import DataError, RunFolderError
@@ -31,6 +33,7 @@ from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_run
 
 pandas = pytest.importorskip("pandas")
+pil = pytest.importorskip("PIL.Image")
 RNG = np.random.default_rng(0)
 SPECIES = np.array(["setosa", "virginica", "versicolor"])[np.arange(40) % 3]
 FRAME = pandas.DataFrame(
@@ -73,6 +76,11 @@ class _Pairs(torch.utils.data.Dataset[Any]):
 class _Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(())
+
+
+def _saved(folder: Path) -> Path:
+    np.savez(folder / "saved.npz", x=np.eye(4), y=np.arange(4) % 2)
+    return folder / "saved.npz"
 
 
 class TestFrames:
@@ -357,6 +365,48 @@ class TestRuns:
             with pytest.raises(RunFolderError, match="was trained on other data"):
                 RunPlan.stored(RunFolder(folder))
 
+    @pytest.mark.parametrize("kind", ["npz", "folder"])
+    def test_arrays_and_images_are_read_from_files(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pixels = np.random.default_rng(1).integers(0, 256, size=(40, 5, 4, 3), dtype=np.uint8)
+        x = pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255
+        for name in ("train", "test"):
+            if kind == "npz":
+                np.savez(tmp_path / f"{name}.npz", x=x, y=SPECIES)
+                continue
+            for number, (image, species) in enumerate(zip(pixels, SPECIES, strict=True)):
+                (tmp_path / name / species).mkdir(parents=True, exist_ok=True)
+                pil.fromarray(image).save(tmp_path / name / species / f"{number:02}.png")
+        ending = ".npz" if kind == "npz" else ""
+        monkeypatch.chdir(tmp_path)
+        options = DataConfig(name=f"{kind}:train{ending}", test=f"test{ending}")
+        data = build_dataset(options)
+        order = np.arange(40) if kind == "npz" else np.argsort(SPECIES, kind="stable")
+        same = from_arrays(x[order], SPECIES[order], validation_fraction=0.1, split_seed=0)
+        assert fingerprint(data.train) == fingerprint(same.train)
+        assert (data.record_shape, data.classes, data.name) == ((3, 5, 4), same.classes, options.name)
+        lines = [
+            part for line in ("sampler.batch_size=5", f"data.test=test{ending}") for part in ("--set", line)
+        ]
+        _command(monkeypatch, "train", "bp", "--data", options.name, "--epochs", 1, "--out", "run", *lines)
+        summary = json.loads(Path("run/summary.json").read_text())
+        capsys.readouterr()
+        _command(monkeypatch, "evaluate", "run", "--json")
+        own = json.loads(capsys.readouterr().out)
+        assert (own["data"], own["records"], own["accuracy"]) == (
+            f"test{ending}",
+            40,
+            summary["test_accuracy"],
+        )
+        assert evaluate_run(Path("run"), data=f"{kind}:test{ending}") == own
+        private = CONFIG | {
+            "protection": {"kind": "record", "noise_multiplier": 1.0},
+            "data": {"name": options.name},
+        }
+        with pytest.raises(NoGuarantee, match="data.classes is missing"):
+            opusim.train(private, folder=tmp_path / "private")
+
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
         protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
         with pytest.raises(NoGuarantee, match="data.classes is missing"):
@@ -442,6 +492,43 @@ class TestFiles:
         monkeypatch.setattr(tables_module, "TABLE_LIMIT", 100)
         with pytest.raises(DataError, match="more than the limit of 100"):
             load_data(load_config({"data": {"name": "csv:a.csv", "label": "species"}}), None)
+
+    def test_ids_of_a_file_hold_records_out(self, tmp_path: Path) -> None:
+        x, ids = RNG.normal(size=(40, 2)), np.arange(40) // 4
+        np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 2, ids=ids)
+        data = build_dataset(DataConfig(name=f"npz:{tmp_path}/a.npz", validation_fraction=0.5))
+        same = _load((x, np.arange(40) % 2, ids), label=None, validation_fraction=0.5)
+        assert (data.split, fingerprint(data.train)) == ("id", fingerprint(same.train))
+
+    def test_images_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
+        root = tmp_path / "images"
+
+        def refused(message: str) -> None:
+            with pytest.raises(DataError, match=message):
+                build_dataset(DataConfig(name=f"folder:{root}"))
+
+        refused("images cannot be read .No such file or directory.; check the path")
+        (root / "cat").mkdir(parents=True)
+        refused(r"holds no images as CLASS/NAME.png; put those of each class into a folder")
+        for name, mode in (("a", "L"), ("b", "1")):
+            pil.new(mode, (4, 3)).save(root / "cat" / f"{name}.png")
+        (root / "dog").mkdir()
+        pil.new("L", (4, 3), 255).save(root / "dog" / "a.bmp")
+        grey = build_dataset(DataConfig(name=f"folder:{root}", validation_fraction=0))
+        assert (grey.record_shape, sorted(grey.train.x[:, 0].tolist())) == ((1, 3, 4), [0.0, 0.0, 1.0])
+        pil.new("RGB", (4, 3), (255, 0, 0)).save(root / "dog" / "b.png")
+        colour = build_dataset(DataConfig(name=f"folder:{root}", validation_fraction=0))
+        assert colour.record_shape == (3, 3, 4)
+        pil.new("L", (5, 3)).save(root / "dog" / "c.png")
+        refused(r"c.png has 5 x 3 pixels and .*a.png 4 x 3; bring all images to one size")
+        pil.new("I;16", (4, 3)).save(root / "dog" / "c.png")
+        refused("c.png has pixels of more than 8 bits")
+        (root / "dog" / "c.png").write_bytes(b"no image")
+        refused("c.png is no readable image")
+        with pytest.raises(ValueError, match=f"did you mean 'folder:{root}'"):
+            build_dataset(DataConfig(name=str(root)))
+        with pytest.raises(ConfigError, match="data.label: y names a column of a table"):
+            build_dataset(DataConfig(name=f"npz:{_saved(tmp_path)}", label=("y",)))
 
     def test_tabs_separate_the_columns_of_a_tsv(self, tmp_path: Path) -> None:
         FRAME.to_csv(tmp_path / "a.tsv", sep="\t", index=False)

@@ -25,6 +25,7 @@ from opusim.description.crossbar import CrossbarSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
+from opusim.tables import Shown
 from opusim.temperature import DarkCurrent, TemperatureLaw, thermal_charge_e2_per_k
 
 
@@ -318,7 +319,7 @@ class Provenance(StrictSection):
     source: str = Field(min_length=1)
 
 
-class DeviceDescription(StrictSection):
+class DeviceDescription(Shown, StrictSection):
     """Everything that a configuration file says of a device.
 
     Attributes:
@@ -357,6 +358,17 @@ class DeviceDescription(StrictSection):
     monitor: MonitorSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     provenance: dict[str, Provenance] = Field(default_factory=dict)
+
+    __str__ = Shown.__repr__
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "name": repr(self.name),
+            "kind": repr(self.kind),
+            "n_inputs": self.n_inputs,
+            "n_outputs": self.n_outputs,
+            "title": repr(self.title),
+        }
 
     @model_validator(mode="after")
     def _every_number_has_provenance(self) -> Self:

@@ -22,8 +22,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from opusim.accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from opusim.training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
 from opusim.training.reports.run_report import distinct
+from opusim.training.runs.drawing import COLOURS, LINES, new_figure, save_figure, style
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import record_json, write_json
 from opusim.training.sweeps import sweep as curves

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.plugins import Deferred
+from opusim.tables import Shown
 from opusim.training.config.run import LossName
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, is_import_path
 from opusim.training.data import Dataset, Split
@@ -36,6 +37,7 @@ from opusim.training.networks.user_code import (
     warn_if_changed,
 )
 from opusim.training.runs.checkpoints import copy_parameters, read_checkpoint
+from opusim.training.runs.drawing import LineChart, learning_curves
 from opusim.training.runs.folder import RunFolder, StoredRun, newest_checkpoint
 from opusim.training.runs.storage import read_array
 
@@ -92,7 +94,7 @@ def _evaluated(model: nn.Module | Network) -> Iterator[tuple[Callable[[Tensor], 
         yield own[1:]
 
 
-class Run(StoredRun):
+class Run(Shown, StoredRun):
     """A run and its model.
 
     Attributes:
@@ -122,25 +124,22 @@ class Run(StoredRun):
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
 
-    def __repr__(self) -> str:
-        """Return the folder, the trainer, the network, the data, the steps and the newest figures."""
+    def _shown(self) -> dict[str, object]:
         figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
-        shown = [
-            f"{name}={figures[name]:.4g}"
+        names = [
+            f"{part}_{name}"
             for part in ("test", "validation")
-            for name in (f"{part}_accuracy", f"{part}_rmse", f"{part}_r2", f"{part}_bits_per_token")
-            if name in figures
+            for name in ("accuracy", "rmse", "r2", "bits_per_token")
         ]
         state = "finished" if self.folder.finished else "unfinished"
-        parts = [
-            f"{str(self.folder.path)!r}",
-            f"trainer={self.config.trainer.kind!r}",
-            f"model={type(self.model).__name__}",
-            f"data={str(self.facts['data']['name'])!r}",
-            f"step={self.step} ({state})",
-            *shown,
-        ]
-        return f"Run({', '.join(parts)})"
+        return {
+            "folder": repr(str(self.folder.path)),
+            "trainer": repr(self.config.trainer.kind),
+            "model": type(self.model).__name__,
+            "data": repr(str(self.facts["data"]["name"])),
+            "step": f"{self.step} ({state})",
+            **{name: f"{figures[name]:.4g}" for name in names if name in figures},
+        }
 
     def predict(self, x: np.ndarray | Tensor | Frame) -> np.ndarray | Tensor:
         """Predict the classes of records, or what else the run was trained to predict.
@@ -195,6 +194,22 @@ class Run(StoredRun):
             records = self.form.records(x, y)
         split = Split(self._prepared(records.x), records.y)
         return evaluate_split(self._network, split, self.config.loss, self.form.target)
+
+    def plot(self) -> LineChart:
+        """Return the learning curve: a notebook draws it, and ``run.plot().svg()`` is the content of a file.
+
+        It shows the run's main figure on validation records, or on training records if none were held out.
+
+        Raises:
+            ValueError: There are no metrics, as in release mode and before the first epoch has ended.
+        """
+        chart = learning_curves([self], [self.config.trainer.kind])
+        if chart is None:
+            raise ValueError(
+                f"run {self.folder.path} has no metrics to draw; release mode keeps none, and others have some after "
+                "an epoch"
+            )
+        return chart
 
     def put_on_device(self, device: str | Path, *, after_s: float = 0.0, seed: int = 0) -> DeviceModel:
         """Let the model's products run on programmable devices from now on; see `opusim.convert`.

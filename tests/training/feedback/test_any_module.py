@@ -553,7 +553,7 @@ def test_a_run_says_what_it_is_and_that_it_predicts_worse_than_the_mean(
     ]
     shown = repr(found[0])
     assert shown.startswith(
-        f"Run('{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
+        f"Run(folder='{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
     )
     assert f"validation_rmse={found[0].summary['validation_rmse']:.4g}" in shown
     assert found[1].advice is None

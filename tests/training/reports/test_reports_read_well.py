@@ -15,9 +15,9 @@ from opusim import training
 from opusim.accounting.explanation import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
 from opusim.training.reports import run_report, sweep_report
-from opusim.training.reports.drawing import Line, LineChart
 from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from opusim.training.reports.sweep_report import setting_rows, write_sweep
+from opusim.training.runs.drawing import Line, LineChart
 from opusim.training.runs.run import Run
 from opusim.training.sweeps.sweep import SweepFolder, SweepResult, parse_spec, points_of, row_of
 

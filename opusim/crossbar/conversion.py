@@ -76,7 +76,8 @@ class DeviceModel(nn.Module):
             AttributeError: The network has none.
             ValueError: See `forward`.
         """
-        return self._called(self.model.generate, *args, **kwargs)  # type: ignore[operator]
+        generate: Any = self.model.generate
+        return self._called(generate, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Find parts of the module; of what only the network inside has, say where it is."""

@@ -386,8 +386,8 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
                     "train with data.test"
                 )
             path = Path(own.test)
-        data = read_records(path, options)
-        x, y = (data, None) if is_frame(data) else data[:2]
+        records = read_records(path, options)
+        x, y = (records, None) if is_frame(records) else records[:2]
         return path.name, len(x), run.evaluate(x, y)
     dataset, part = _other_records(run, name)
     split = getattr(dataset, part)

@@ -111,7 +111,7 @@ DATA = KeyOption(
     str,
     "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA); "
     "csv:PATH or parquet:PATH with --label; npz:PATH with arrays x and y; folder:PATH with images in a folder for each "
-    "class; text:PATH.",
+    "class; text:PATH; or package.module:function, which returns (x, y), a data set of torch or a DataFrame.",
 )
 LABEL = KeyOption("label", "data.label", str, "Column to predict, for --data csv:PATH or parquet:PATH.")
 MODEL = KeyOption(

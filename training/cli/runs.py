@@ -43,7 +43,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Evaluate on the test records of this known data set, or on all records of csv:PATH, parquet:PATH, "
-            "npz:PATH, folder:PATH or text:PATH, instead of the run's own test records."
+            "npz:PATH, folder:PATH, text:PATH or package.module:function, instead of the run's own test records."
         ),
     ] = None,
     arrays: Annotated[

@@ -335,6 +335,13 @@ SplitRule = Literal["index", "content", "id"]
 FileKind = Literal["csv", "parquet", "npz", "folder", "text"]
 FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
 """What data.name may begin with, followed by a colon and a path, to take records from a file."""
+
+
+def is_data_factory(name: str) -> bool:
+    """Whether a data.name is the import path of a function that returns records, and no file."""
+    return is_import_path(name) and name.partition(":")[0] not in FILE_KINDS
+
+
 OWN_ARRAYS = "arrays"
 """The data.name of a run on user-supplied arrays or on texts."""
 
@@ -425,7 +432,8 @@ class DataConfig(Section):
     name: str = "digits"
     """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label; npz:PATH
     for arrays x and y (and ids); folder:PATH for images in a folder for each class; text:PATH for windows of a text
-    file; "arrays" if `opusim.train` was given the records."""
+    file; an import path package.module:function of a function that returns (x, y), a data set of torch or a DataFrame;
+    "arrays" if `opusim.train` was given the records."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
@@ -499,9 +507,15 @@ class DataConfig(Section):
         return next((known for known in FILE_KINDS if known == kind and ":" in self.name), None)
 
     @property
+    def factory(self) -> str | None:
+        """The import path that data.name is, or None."""
+        return self.name if is_data_factory(self.name) else None
+
+    @property
     def is_own(self) -> bool:
         """Whether records are user-supplied, so that whatever is read off their labels depends on private records."""
-        return self.name == OWN_ARRAYS or self.file_kind not in (None, "text")
+        own = self.name == OWN_ARRAYS or self.factory is not None
+        return own or self.file_kind not in (None, "text")
 
     @property
     def file(self) -> Path:
@@ -517,7 +531,7 @@ class DataConfig(Section):
     @property
     def short_name(self) -> str:
         """data.name in the name of a folder: that of a file without folders and ending."""
-        return self.name if self.file_kind is None else re.sub(r"[^\w.-]+", "-", self.file.stem)
+        return re.sub(r"[^\w.-]+", "-", self.name if self.file_kind is None else self.file.stem)
 
     @property
     def features_kind(self) -> str:

@@ -322,7 +322,9 @@ def unknown_name(name: str) -> ValueError:
     meant = f"{kind}:{name}" if kind else close[0] if close else ""
     hint = f"; did you mean {meant!r}?" if meant else ""
     files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
-    return ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}{hint}")
+    return ValueError(
+        f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}, or package.module:function{hint}"
+    )
 
 
 def load_dataset(

@@ -102,7 +102,7 @@ def own_dataset(
         table = table_of(data, options.label, "data", as_text=bool(options.classes))
         pair = None if test is None else _test_pair(test, options, table.columns)
         return _dataset(options, (table.x, table.y), split=split, test=pair, columns=table.columns)
-    given = _as_tuple(data, "data")
+    given = as_arrays(data, "data")
     if options.label:
         reason = f"{', '.join(options.label)} names a column of a table; leave it out with arrays"
         raise ConfigError("configuration", "data.label", reason)
@@ -389,7 +389,7 @@ def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
         )
 
 
-def _as_tuple(data: object, name: str) -> tuple[Any, ...]:
+def as_arrays(data: object, name: str) -> tuple[Any, ...]:
     """Return arrays that were given as a tuple, a TensorDataset or another data set of torch.
 
     Raises:
@@ -470,7 +470,7 @@ def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> 
     if is_frame(test):
         table = table_of(test, options.label, "test", columns=columns, as_text=bool(options.classes))
         return table.x, table.y
-    given = _as_tuple(test, "test")
+    given = as_arrays(test, "test")
     if len(given) != 2:
         raise TypeError(f"test must be a pair (features, labels), got {len(given)} arrays")
     return given[0], given[1]

@@ -25,13 +25,21 @@ from opusim.training.data.catalogue import bits_per_byte, build_dataset
 from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
 from opusim.training.data.formats import read_npz
 from opusim.training.data.public_maps import map_from_facts
-from opusim.training.data.tables import Frame, feature_array, is_frame, read_records, table_of
+from opusim.training.data.tables import (
+    Frame,
+    as_arrays,
+    feature_array,
+    is_frame,
+    read_records,
+    table_of,
+)
 from opusim.training.errors import DataError
 from opusim.training.networks.base import Network
 from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.record_independence import preserved_state
 from opusim.training.networks.user_code import (
     load_object,
+    records_of,
     require_importable,
     require_trusted,
     warn_if_changed,
@@ -376,16 +384,18 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)
     own = run.config.data
-    if options.is_own:
+    if options.is_own and options.name != OWN_ARRAYS:
         # a file, or that of the run's own data.test if the file is the one that it was trained on
-        path = options.file
-        if options.name == own.name:
-            if own.test is None:
-                raise DataError(
-                    f"run {run.folder.path} has no test records; give some with --data {options.file_kind}:PATH, or "
-                    "train with data.test"
-                )
-            path = Path(own.test)
+        if options.name == own.name and own.test is None:
+            raise DataError(
+                f"run {run.folder.path} has no test records; give some with --data {options.file_kind or 'npz'}:PATH, "
+                "or train with data.test"
+            )
+        if options.factory is not None:
+            records = records_of(options.factory)
+            x, y = (records, None) if is_frame(records) else as_arrays(records, "data")[:2]
+            return options.name, len(x), run.evaluate(x, y)
+        path = Path(str(own.test)) if options.name == own.name else options.file
         records = read_records(path, options)
         x, y = (records, None) if is_frame(records) else records[:2]
         return path.name, len(x), run.evaluate(x, y)

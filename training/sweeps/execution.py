@@ -27,11 +27,10 @@ from opusim.plugins import FOREIGN_ERRORS
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import DataConfig, SplitRule, is_import_path
 from opusim.training.data import Dataset
-from opusim.training.data.catalogue import build_dataset
 from opusim.training.engine.plan import Forecast, RunPlan
 from opusim.training.engine.session import train_on
 from opusim.training.errors import FolderBusy, RunInterrupted, SweepStopped
-from opusim.training.networks.user_code import require_trusted
+from opusim.training.networks.user_code import named_dataset, require_trusted
 from opusim.training.runs.cluster import connected
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import load_run
@@ -178,9 +177,8 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     folder = RunFolder(run_path)
     started = time.perf_counter()
     try:
-        names_code = is_import_path(config.model.name) or is_import_path(
-            config.loss
-        )  # the sweep itself names it
+        named = (config.model.name, config.loss, config.data.factory or "")  # by the sweep itself
+        names_code = any(is_import_path(name) for name in named)
         run = None
         while run is None and not folder.finished:
             try:
@@ -230,7 +228,7 @@ def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path) -> Row
 @lru_cache(maxsize=1)
 def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """Load a data set once per process for consecutive runs."""
-    return build_dataset(options, split)
+    return named_dataset(options, split)
 
 
 def _here(points: Sequence[Point], folder: SweepFolder, jobs: int) -> Generator[Row, None, None]:

@@ -235,7 +235,8 @@ def _resolved(fixed: Mapping[str, Any], changes: Mapping[str, Any], place: str) 
             raise ConfigError(place, error.key, error.reason) from error
         # the keys of a device description stand under `device` in a configuration
         raise ConfigError(place, f"device.{error.key}", f"{error.file}: {error.reason}") from error
-    if config.data.name not in CATALOGUE and config.data.file_kind is None:
+    named = config.data.file_kind is not None or config.data.factory is not None
+    if config.data.name not in CATALOGUE and not named:
         known = ", ".join(CATALOGUE)
         raise ConfigError(place, "data.name", f"{config.data.name!r} is not known; take {known}")
     return config

@@ -193,3 +193,10 @@ def test_every_option_has_a_meaning() -> None:
     rows = key_rows()
     assert {"epochs", "trainer.tau_b", "optimizer.lr", "device.name"} <= {key for key, _, _ in rows}
     assert all(meaning for _, _, meaning in rows)
+
+
+def test_the_name_of_a_trainer_is_no_file() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is a trainer and no file; write config=\{'trainer': \{'kind': 'pdfa'\}\}"
+    ):
+        load_config("pdfa")

@@ -18,7 +18,7 @@ from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, U
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
 from opusim.accounting.theorems import Theorem, known_theorems
 from opusim.plugins import Deferred
-from opusim.tables import print_table, table_text, wrapped
+from opusim.tables import Shown, print_table, table_text, wrapped
 
 if TYPE_CHECKING:
     from opusim.accounting.ledger import Alarm, CertificateFacts, LedgerContent, Mode
@@ -324,8 +324,8 @@ class RunFacts:
     records: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Statement:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Statement(Shown):
     """The guarantees of a ledger, and everything that they rest on.
 
     Attributes:
@@ -347,6 +347,15 @@ class Statement:
     ledger: LedgerFacts
     run: RunFacts | None
     versions: Mapping[str, str]
+
+    def _shown(self) -> dict[str, object]:
+        stated = [f"{one.epsilon:.4g} at delta {one.delta:g} ({one.status.value})" for one in self.guarantees]
+        return {
+            "epsilon": ", ".join(stated),
+            "mode": self.mode,
+            "steps": sum(mechanism.steps for mechanism in self.mechanisms),
+            "warnings": " ".join(self.warnings) or None,
+        }
 
     @property
     def warnings(self) -> tuple[WarningCode, ...]:

@@ -17,6 +17,7 @@ import lazy_loader
 
 from opusim import checks
 from opusim.errors import OpusimError
+from opusim.tables import Shown
 
 pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
 
@@ -153,8 +154,8 @@ class Assumption:
     holds: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guarantee:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Guarantee(Shown):
     """A statement of (epsilon, delta)-differential privacy, with everything that gives the two numbers a meaning.
 
     Attributes:
@@ -207,6 +208,18 @@ class Guarantee:
             raise ValueError(
                 f"status = {self.status.value!r}: the assumption {failed[0].text!r} does not hold"
             )
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "epsilon": f"{self.epsilon:.4g}",
+            "delta": f"{self.delta:g}",
+            "unit": self.unit.value,
+            "adjacency": self.adjacency.value,
+            "release": repr(self.release.value),
+            "status": repr(self.status.value),
+            "source": repr(self.source),
+            "reason": self.reason,
+        }
 
     @property
     def is_proven(self) -> bool:

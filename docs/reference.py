@@ -8,7 +8,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from pydantic.fields import FieldInfo
 from opusim.accounting.mechanism import mechanism_classes
 from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
-from opusim.description.section import variants_of
+from opusim.description.section import flat, variants_of
 from opusim.training.cli.app import app
 from opusim.training.cli.groups import LazyGroup
-from opusim.training.cli.options import key_rows, topics
+from opusim.training.cli.options import key_rows, topics, trainer_options
+from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.run import load_config
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -168,7 +170,22 @@ def commands(command: Any, words: str = "opusim") -> Iterator[tuple[str, Any]]:
         yield from commands(each, f"{words} {name}")
 
 
-def _option_row(parameter: Any) -> tuple[str, ...]:
+def _defaults(words: str) -> dict[str, str]:
+    """Return what options of `opusim train KIND` and `opusim tune KIND` are if they are left out, as JSON."""
+    *_, group, kind = words.split()
+    if group not in ("train", "tune") or kind not in TRAINERS.every():
+        return {}
+    values = flat(load_config({"trainer": {"kind": kind}}).model_dump(mode="json"))
+    options = trainer_options(kind, TRAINERS.find(kind))
+    plain = [each for each in options if each.words is None and each.constant is None]
+    return {
+        each.parameter: json.dumps(values[each.key])
+        for each in plain
+        if values.get(each.key) not in (None, [])
+    }
+
+
+def _option_row(parameter: Any, defaults: Mapping[str, str]) -> tuple[str, ...]:
     name = ", ".join(f"`{option}`" for option in parameter.opts)
     is_option = parameter.opts[0].startswith("-")
     if not is_option:
@@ -179,6 +196,8 @@ def _option_row(parameter: Any) -> tuple[str, ...]:
     shown = "required" if parameter.required else "–"
     if default not in (None, False, ()) and not callable(default):
         shown = f"`{default}`"
+    elif parameter.name in defaults:
+        shown = f"`{defaults[parameter.name]}`"
     return name, shown, cell(re.sub(r"\\\[", "[", parameter.help or ""))
 
 
@@ -191,7 +210,8 @@ def commands_page() -> str:
         "[Getting started](../getting-started.md#exit-codes) lists the exit codes.",
     ]
     for words, command in commands(typer.main.get_command(app)):
-        rows = [_option_row(parameter) for parameter in command.params if not parameter.hidden]
+        defaults = _defaults(words)
+        rows = [_option_row(parameter, defaults) for parameter in command.params if not parameter.hidden]
         parts += [f"## {words}", cell((command.help or "").replace("\b", ""))]
         if rows:
             parts.append(table(("option", "default", "meaning"), rows))

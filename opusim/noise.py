@@ -23,12 +23,13 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from opusim import checks, plugins
+from opusim.tables import Shown
 
 ENTRY_POINT_GROUP = "opusim.noise_laws"
 JsonObject = dict[str, Any]
 
 
-class NoiseModel(ABC):
+class NoiseModel(Shown, ABC):
     """Base of the noise laws.
 
     A law is a frozen dataclass, made with ``eq=False``, and a direct subclass of this one: a subclass of another law
@@ -62,6 +63,9 @@ class NoiseModel(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return the law in one line of text."""
+
+    def _shown(self) -> dict[str, object]:
+        return {"law": self.describe(), "beta": self.beta or None}
 
     def to_json(self) -> JsonObject:
         """Return the law and its numbers as JSON values (arrays become nested lists)."""
@@ -116,7 +120,7 @@ class NoiseModel(ABC):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GaussianNoise(NoiseModel):
     """Independent Gaussian noise per output, the same for every input: N(0, diag(std^2)).
 
@@ -180,7 +184,7 @@ class GaussianNoise(NoiseModel):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MeasuredNoise(NoiseModel):
     """Noise of which only variances were measured: enough to train, nothing that a guarantee may credit.
 
@@ -235,7 +239,7 @@ class MeasuredNoise(NoiseModel):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PhotonCountNoise(NoiseModel):
     """Photon counts: independent Poisson counts per pixel and frame, whose rates lie in known boxes.
 
@@ -366,7 +370,7 @@ class LightPower:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FluctuatingCountNoise(NoiseModel):
     """Photon counts under light whose power W fluctuates, common to all pixels of a frame.
 
@@ -480,7 +484,7 @@ class FluctuatingCountNoise(NoiseModel):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SignalGaussianNoise(NoiseModel):
     """Independent Gaussian noise per output whose standard deviation depends on the input and on the weights.
 
@@ -518,7 +522,7 @@ class SignalGaussianNoise(NoiseModel):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ConverterLatticeNoise(NoiseModel):
     """Signal-dependent Gaussian noise, read through converters whose codes are the multiples of a step.
 

@@ -7,6 +7,7 @@ number is read from the end of its key (`unit_of`).
 from __future__ import annotations
 
 import base64
+import html
 import io
 import os
 import shutil
@@ -250,6 +251,36 @@ def data_size(n_bytes: int) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:,.0f} {unit}"
+
+
+class Shown:
+    """Shows itself in one line in a terminal, and as a table of two columns in a notebook."""
+
+    def _shown(self) -> dict[str, object]:
+        """Return what is shown by name, in the order of its importance; None is left out."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """Return the class and what is shown."""
+        parts = [f"{name}={value}" for name, value in self._shown().items() if value is not None]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Return what is shown as a table, for a notebook."""
+        shown = self._shown().items()
+        rows = [(name.replace("_", " "), str(value)) for name, value in shown if value is not None]
+        return html_table((type(self).__name__, ""), rows)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table as HTML, for a notebook; what stands in it is text."""
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        inner = "".join(f'<{tag} style="text-align:left">{html.escape(str(cell))}</{tag}>' for cell in cells)
+        return f"<tr>{inner}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
 
 
 def html_page(template: str, **values: Any) -> str:

@@ -13,6 +13,7 @@ import opusim
 from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
 from opusim.training.cli.app import app
+from opusim.training.config.run import load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 INVENTORIES = sorted((DOCS / "inventories").glob("*.txt"))
@@ -56,6 +57,16 @@ def test_every_command_is_listed() -> None:
     found = {words for words, _ in reference.commands(typer.main.get_command(app))}
     assert found == set(re.findall(r"^## (opusim .+)$", reference.commands_page(), re.MULTILINE))
     assert {"opusim train pdfa", "opusim device calibrate", "opusim doctor"} <= found
+
+
+def test_commands_show_what_is_taken_without_an_option() -> None:
+    page = reference.commands_page().split("## opusim train pdfa\n")[1].split("\n## ")[0]
+    shown = dict(re.findall(r"^\| `(--[\w-]+)`.*? \| (\S+) \|", page, re.MULTILINE))
+    config = load_config({"trainer": {"kind": "pdfa"}})
+    assert shown["--epochs"] == f"`{config.epochs}`"
+    assert shown["--data"] == f'`"{config.data.name}"`'
+    assert shown["--protect"] == f'`"{config.protection.kind}"`'
+    assert (shown["--label"], shown["--release"]) == ("–", "–")
 
 
 def test_every_theorem_is_listed_with_the_page_that_derives_it() -> None:

@@ -28,7 +28,7 @@ from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.convex import cyclic_descent_mu
 from opusim.accounting.mechanisms.records import PoissonGaussian
-from opusim.training.reports.drawing import save_figure, style
+from opusim.training.runs.drawing import save_figure, style
 
 MODULE, NAME = "benchmarks.convex.accountants", "convex_accountants"
 DELTA = 1e-5

@@ -23,7 +23,7 @@ from benchmarks.convex.rows import Point
 from benchmarks.markdown import markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
-from opusim.training.reports.drawing import new_figure, save_figure, style
+from opusim.training.runs.drawing import new_figure, save_figure, style
 
 EPSILONS, SEEDS, DATA = (1.0, 3.0, 8.0, 0.5), (0, 1, 2), "mnist"
 DATA_SETS = ("mnist", "fashion-mnist", "cifar-10")

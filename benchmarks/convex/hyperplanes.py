@@ -25,7 +25,7 @@ from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.description.section import merged
-from opusim.training.reports.drawing import save_figure, style
+from opusim.training.runs.drawing import save_figure, style
 
 MODULE, NAME, FOLDER = "benchmarks.convex.hyperplanes", "convex_hyperplanes", Path("runs/convex-hyperplanes")
 COUNTS, NOISES, EPOCHS, SEEDS = (16, 32, 64, 128, 256, 512), (0.0, 5.0, 15.0), 20, (0, 1, 2)

@@ -21,7 +21,7 @@ from benchmarks.markdown import Row, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import load_run, train, write_comparison
 from opusim.tables import print_table
-from opusim.training.reports import drawing as figures
+from opusim.training.runs import drawing as figures
 from opusim.training.runs.run import Run
 
 DEVICE_FILE = Path("examples/opu.toml")

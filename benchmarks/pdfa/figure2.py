@@ -19,7 +19,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa.table1 import COLUMNS, PAPER, SIGMAS
 from benchmarks.pdfa.table1 import NAME as TABLE1
 from benchmarks.results_file import load_results
-from opusim.training.reports.drawing import save_figure, style
+from opusim.training.runs.drawing import save_figure, style
 
 MODULE = "benchmarks.pdfa.figure2"
 LAYERS = ("layer 1", "layer 2")

@@ -41,7 +41,7 @@ from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import PdfaConfig
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
-from opusim.training.reports.drawing import save_figure, style
+from opusim.training.runs.drawing import save_figure, style
 from opusim.training.sweeps.sweep import parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.growth", "growth"

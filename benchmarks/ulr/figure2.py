@@ -17,7 +17,7 @@ from scipy.stats import binom
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from opusim.training.reports.drawing import save_figure
+from opusim.training.runs.drawing import save_figure
 
 MODULE, NAME = "benchmarks.ulr.figure2", "ulr_figure2"
 ORDER, TARGET, RATES = 1.1, 4.0, (0.01, 0.1)

@@ -21,7 +21,7 @@ from dp_accounting import rdp
 from benchmarks.results_file import load_results
 from benchmarks.ulr.table1 import EPOCHS
 from opusim.accounting.mechanisms.ulr import PublishedUlr, published_value
-from opusim.training.reports.drawing import save_figure, style
+from opusim.training.runs.drawing import save_figure, style
 
 TARGETS, BATCHES, DELTA = (1.0, 4.0, 8.0), (64, 200, 500), 1e-5
 N_RECORDS, MODULES, LARGEST_MODULE = 60_000, 4, 785 * 128

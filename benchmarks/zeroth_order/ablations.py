@@ -38,7 +38,7 @@ from opusim.training.engine.algorithm import Trainer
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.optimizers import set_learning_rate
-from opusim.training.reports.drawing import new_figure, save_figure, style
+from opusim.training.runs.drawing import new_figure, save_figure, style
 from opusim.training.zeroth_order.trainer import ScalarRelease
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"

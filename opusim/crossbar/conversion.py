@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opusim import checks
@@ -64,12 +67,35 @@ class DeviceModel(nn.Module):
             ValueError: in the first call, a weight multiplies digitally without being named in `digital`, such as by
                 torch.nn.functional.linear(x, layer.weight).
         """
+        return self._called(self.model, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network's own `generate`, such as that of a language model of transformers.
+
+        Raises:
+            AttributeError: The network has none.
+            ValueError: See `forward`.
+        """
+        generate: Any = self.model.generate
+        return self._called(generate, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Find parts of the module; of what only the network inside has, say where it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name == "model" or not hasattr(self.model, name):
+                raise
+            raise AttributeError(f"{error}; its network has: write .model.{name}") from None
+
+    def _called(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the network; the first time, refuse weights that multiply digitally without being named."""
         if self._is_checked or torch.compiler.is_compiling():
-            return self.model(*args, **kwargs)
+            return call(*args, **kwargs)
         named = weight_matrices(self.model)
         accepted = {id(p) for name, p in named.items() if any(covers(each, name) for each in self._digital)}
         with DigitalProducts({name: p for name, p in named.items() if id(p) not in accepted}):
-            output = self.model(*args, **kwargs)
+            output = call(*args, **kwargs)
         self._is_checked = True
         return output
 
@@ -174,7 +200,7 @@ def convert(
             names no weight matrix.
     """
     checks.instance(nn.Module, model=model)
-    converted = copy.deepcopy(model)
+    converted = _copied(model)
     # compiled parts would multiply with the weights of before
     for module in list(converted.modules()):
         for name, child in list(module.named_children()):
@@ -223,6 +249,25 @@ def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     if not any(key.startswith(inner) for key in named):
         for key in named:
             state[inner + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy in which weights that hooks compute, as torch.nn.utils.prune does, are plain parameters."""
+    computed: dict[int, Any] = {}  # of the last forward pass, which `copy` refuses to copy
+    for module in model.modules():
+        held = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        computed |= {id(value): value.detach().clone() for value in held}
+    copied = copy.deepcopy(model, computed)
+    for module in copied.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, BasePruningMethod | WeightNorm | SpectralNorm):
+                hook.remove(module)
+                del module._forward_pre_hooks[key]
+    return copied
 
 
 def _remove_parametrizations(model: nn.Module) -> None:

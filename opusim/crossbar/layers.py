@@ -83,9 +83,17 @@ class DeviceLinear(nn.Module):
         self.program()
 
     def program(self) -> None:
-        """Write the present weights to the device; drift starts again."""
+        """Write the present weights to the device; drift starts again.
+
+        Raises:
+            ValueError: a weight is NaN or infinite.
+        """
         with torch.no_grad():
-            weight = self.weight.detach()
+            weight = self.weight.detach().float()
+            if not bool(weight.isfinite().all()):
+                raise ValueError(
+                    f"weight of {self}: holds NaN or infinite numbers; take the weights from before training diverged"
+                )
             self._row_scale = weight.abs().amax(dim=1).clamp_min(LEAST_SCALE)
             self._wanted = weight / self._row_scale[:, None]
             self._programmable.program(self._wanted)
@@ -190,10 +198,9 @@ class DeviceLinear(nn.Module):
                 "is that of another chip than the layer was saved with; convert the network with the same device and "
                 "seed, or leave out the keys of the state that end in _extra_state",
             )
-        self._wanted = state["wanted"].to(self.weight)
+        self._wanted = state["wanted"].to(self.weight.device, torch.float32)
         rows = state["rows"].to(self.weight.device)
-        self._row_scale = rows[0].to(self.weight.dtype)
-        self._row_gain, self._row_offset = rows[1:].float().unbind()
+        self._row_scale, self._row_gain, self._row_offset = rows.float().unbind()
         self._gain = float(state["gain"])
         if isinstance(self.device, ProgrammableDevice):
             named = {name.removeprefix("device."): value for name, value in state.items()}

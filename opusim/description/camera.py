@@ -80,7 +80,9 @@ class LightSettings(StrictSection):
 
 
 class SensorSettings(StrictSection):
-    """The sensor; see `opusim.camera.stages.Sensor`, whose attributes the keys are. What is not given is off.
+    """The sensor; see `opusim.camera.stages.Sensor`, whose attributes the keys are.
+
+    What is not given is off, and so is a converter of 0 bits.
 
     PRNU and DSNU differ from pixel to pixel and stay from frame to frame; they are no randomness of a reading. Both are
     normal numbers cut at 4.3 standard deviations, computed from the medium's seed and the pixel's number, so that above

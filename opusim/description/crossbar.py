@@ -63,8 +63,8 @@ class ConverterSettings(StrictSection):
     """The converters in front of and behind every tile.
 
     Attributes:
-        dac_bits: of the inputs, sign included, or None for exact inputs.
-        adc_bits: of the outputs, sign included, or None for exact outputs.
+        dac_bits: of the inputs, sign included, or None for exact inputs; 0 in a file is None.
+        adc_bits: of the outputs, sign included, or None for exact outputs; 0 in a file is None.
         adc_bound: largest output that the ADC shows, units of w x, or None without an ADC.
     """
 

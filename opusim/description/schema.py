@@ -25,6 +25,7 @@ from opusim.description.crossbar import CrossbarSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
+from opusim.tables import Shown
 from opusim.temperature import DarkCurrent, TemperatureLaw, thermal_charge_e2_per_k
 
 
@@ -318,7 +319,7 @@ class Provenance(StrictSection):
     source: str = Field(min_length=1)
 
 
-class DeviceDescription(StrictSection):
+class DeviceDescription(Shown, StrictSection):
     """Everything that a configuration file says of a device.
 
     Attributes:
@@ -357,6 +358,17 @@ class DeviceDescription(StrictSection):
     monitor: MonitorSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     provenance: dict[str, Provenance] = Field(default_factory=dict)
+
+    __str__ = Shown.__repr__
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "name": repr(self.name),
+            "kind": repr(self.kind),
+            "n_inputs": self.n_inputs,
+            "n_outputs": self.n_outputs,
+            "title": repr(self.title),
+        }
 
     @model_validator(mode="after")
     def _every_number_has_provenance(self) -> Self:
@@ -522,6 +534,16 @@ def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescriptio
     Raises:
         ConfigError: as for `load_description`.
     """
+    off = [
+        f"{name}.{part}.{key}"
+        for (name, part, bits), keys in _CONVERTERS.items()
+        if isinstance(section := content.get(name), Mapping)
+        and isinstance(inner := section.get(part), Mapping)
+        if type(inner.get(bits)) is int and inner[bits] == 0
+        for key in keys
+    ]
+    if off:
+        content = _without(content, set(off))
     try:
         return DeviceDescription.model_validate(dict(content))
     except ValidationError as error:
@@ -605,6 +627,23 @@ def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield f"{prefix}{key}"
             yield from _sections(value, f"{prefix}{key}.")
+
+
+_CONVERTERS = {
+    ("camera", "sensor", "adc_bits"): ("adc_bits",),
+    ("crossbar", "converter", "adc_bits"): ("adc_bits", "adc_bound"),
+    ("crossbar", "converter", "dac_bits"): ("dac_bits",),
+}
+"""Bits of converters, of which 0 leaves the converter out, and the keys of the section that it has."""
+
+
+def _without(content: Mapping[str, Any], removed: set[str]) -> dict[str, Any]:
+    """Return plain values without some numbers and their provenance."""
+    kept = _pruned(content, removed)
+    stated = kept.get("provenance")
+    if isinstance(stated, Mapping):
+        kept["provenance"] = {key: entry for key, entry in stated.items() if key not in removed}
+    return kept
 
 
 def _pruned(values: Mapping[str, Any], removed: set[str], prefix: str = "") -> dict[str, Any]:

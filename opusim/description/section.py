@@ -52,10 +52,51 @@ class BadKey(ValueError):
         self.key, self.reason = key, reason
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("backprop", "backpropagation", "sgd", "adam"), "bp"),
+    **dict.fromkeys(("dpsgd", "dp_sgd", "dp", "gaussian"), "record"),
+    **dict.fromkeys(("learning_rate", "eta"), "lr"),
+    **dict.fromkeys(("batchsize", "batch", "bs", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("n_epochs", "num_epochs", "num_train_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("hidden_sizes", "hidden_layer_sizes", "layers", "width", "widths"), "hidden"),
+    **dict.fromkeys(("std", "noise_std", "scale", "sd"), "sigma"),
+    **dict.fromkeys(("dataset", "datasets"), "data"),
+    **dict.fromkeys(("gpu", "cuda", "accelerator", "gpus"), "torch_device"),
+    **dict.fromkeys(("random_state", "random_seed"), "seed"),
+    **dict.fromkeys(("output", "output_dir", "outdir", "logdir"), "out"),
+    **dict.fromkeys(("sweep", "grid"), "curve"),
+    **dict.fromkeys(("search", "hpo", "optimize"), "tune"),
+    **dict.fromkeys(("fit", "learn"), "train"),
+    **dict.fromkeys(("test", "score", "predict"), "evaluate"),
+    **dict.fromkeys(("list", "ls", "ps", "history"), "runs"),
+    **dict.fromkeys(("devices", "opu", "hardware"), "device"),
+    **dict.fromkeys(("privacy", "epsilon", "accountant"), "account"),
+    "eps": "epsilon",
+    "noise": "device.noise",
+}
+"""Words of other tools, and those that stand for the same here: commands, kinds, options and keys."""
+
+
+def meant_by(word: str, known: Collection[str]) -> str | None:
+    """Return the known word that one probably means: by its letters, or because other tools call it so.
+
+    Args:
+        word: As it was written; its case, and hyphens for underscores, do not count.
+        known: What may be meant; of a dotted key that other tools call so, the first part.
+    """
+    plain = {each.lower().replace("-", "_"): each for each in known}
+    written = word.lower().replace("-", "_")
+    elsewhere = _ELSEWHERE.get(written, "")
+    if written not in plain and elsewhere.split(".")[0] in plain:
+        return elsewhere
+    close = difflib.get_close_matches(written, list(plain), n=1)
+    return plain[close[0]] if close else None
+
+
 def did_you_mean(word: str, known: Collection[str], *, otherwise: str = "") -> str:
-    """``; did you mean 'sigma'?``, or the text given if no known word is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else otherwise
+    """``; did you mean 'sigma'?``, or the text given if no known word is meant (`meant_by`)."""
+    meant = meant_by(word, known)
+    return f"; did you mean {meant!r}?" if meant else otherwise
 
 
 def first_problem(
@@ -180,8 +221,11 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+_NUMBERS = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?(\s*,\s*[+-]?\d+(\.\d+)?(e[+-]?\d+)?)+,?")
+
+
 def parse_setting(setting: str) -> dict[str, Any]:
-    """Turn "a.b=1.5" into {"a": {"b": 1.5}}.
+    """Turn "a.b=1.5" into {"a": {"b": 1.5}}; numbers with commas between them are a list.
 
     Raises:
         ConfigError: There is no "=" or no key.
@@ -193,6 +237,8 @@ def parse_setting(setting: str) -> dict[str, Any]:
         value = parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+        if _NUMBERS.fullmatch(value):
+            value = parse_toml(f"value = [{value}]")["value"]
     return nested(key.strip(), value)
 
 
@@ -241,12 +287,18 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
             if isinstance(value, str | int | float | list | tuple)
             else f"a {type(value).__name__}"
         )
-        section, example = None if field is None else field.annotation, ""
-        if isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields:
-            example = f", such as {{{next(iter(section.model_fields))!r}: ...}}"
+        sections, example = () if field is None else variants_of(field.annotation), ""
+        if len(sections) == 1 and sections[0].model_fields:
+            fields = {each.alias or name: each for name, each in sections[0].model_fields.items()}
+            fitting = [key for key, each in fields.items() if _takes(each.annotation, value)]
+            example = f", such as {{{next(iter(fields))!r}: ...}}"
+            example = f", such as {fitting[0]} = {value!r}" if fitting else example
         return f"is a section, not one value; give its keys instead of {given}{example}"
+    if problem["type"] == "tuple_type" and not isinstance(value, str):
+        return f"must be a list, such as [{value!r}], got {value!r}"
     rule = (
-        message.replace("Input should be", "must be")
+        message.replace("Input should be a valid tuple", "must be a list, such as [1, 2]")
+        .replace("Input should be", "must be")
         .split(", unable to parse")[0]
         .split(", got a number with")[0]
     )
@@ -258,6 +310,13 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
     default = None if field is None or field.is_required() else field.get_default(call_default_factory=False)
     usual = f"; the default is {default}" if isinstance(default, str | int | float) else ""
     return f"{rule}, got {value!r}{usual}"
+
+
+def _takes(annotation: Any, value: Any) -> bool:
+    """Return whether a key of an annotation may have a value: one of its words, or a value of its type."""
+    parts = get_args(annotation) or (annotation,)
+    kinds = (int, float) if type(value) is int else (type(value),)
+    return any(kind in parts for kind in kinds) or (isinstance(value, str) and value in parts)
 
 
 def _walk(

@@ -41,6 +41,7 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, Noi
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.processes import pause
 from opusim.randomness.streams import MODES
+from opusim.tables import Shown
 
 _INTENSITIES_AT_ONCE = 2**21
 """Intensities that are computed at once: 8 MiB, and some times as much for fields and noise, near the cache."""
@@ -49,7 +50,7 @@ _FRAMES_AT_ONCE = 256
 _MOST_INTENSITIES = 2**24
 
 
-class NoisyDevice(ABC):
+class NoisyDevice(Shown, ABC):
     """A matrix B that physics applies: B x + noise, with fresh noise for every reading.
 
     Entries of B are N(0, 1) in projection units on every device; B is fixed for the device's life unless its
@@ -158,6 +159,19 @@ class NoisyDevice(ABC):
         )
 
     # Properties
+
+    def _shown(self) -> dict[str, object]:
+        law = None if self._certified is None else self._certified.law
+        return {
+            "name": repr(self.name),
+            "n_inputs": self.n_inputs,
+            "n_outputs": self.n_outputs,
+            "can": " ".join(sorted(self.capabilities)),
+            "mode": self.mode,
+            "frames": self.usage.frames,
+            "certified_law": law,
+            "state": None if self.is_open else "closed",
+        }
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -482,7 +496,7 @@ class NoisyDevice(ABC):
         """What `_saturated_share` takes of the device in one check."""
         return DeviceWork()
 
-    def _open(self) -> None:  # noqa: B027  # optional hook
+    def _open(self) -> None:  # optional hook
         """Connect to the device; a simulation needs nothing.
 
         An instrument of several parts registers each one as soon as it is open, as in
@@ -490,7 +504,7 @@ class NoisyDevice(ABC):
         later part does not open.
         """
 
-    def _close(self) -> None:  # noqa: B027  # optional hook
+    def _close(self) -> None:  # optional hook
         """Disconnect from the device; a simulation needs nothing.
 
         It is also called if `_open` failed, and gives back what that had taken by then.

@@ -18,6 +18,7 @@ from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, quoted, read_text, to_toml
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
+from opusim.tables import Shown
 
 
 class Limits(StrictSection):
@@ -249,7 +250,7 @@ CertifiedLaw = Annotated[
 ]
 
 
-class Certificate(StrictSection):
+class Certificate(Shown, StrictSection):
     """What a calibration found.
 
     Attributes:
@@ -283,6 +284,20 @@ class Certificate(StrictSection):
     tests: list[TestedProperty] = Field(default_factory=list)
     remarks: list[str] = Field(default_factory=list)
     trust: list[TrustedProperty] = Field(default_factory=list)
+
+    __str__ = Shown.__repr__
+
+    def _shown(self) -> dict[str, object]:
+        failed = [test.text for test in self.tests if test.needed and not test.holds]
+        return {
+            "device": repr(self.device),
+            "date": self.date,
+            "outputs": self.n_outputs,
+            "frames": self.frames,
+            "law": "refused" if self.noise is None else self.noise.law,
+            "beta": f"{self.beta:g}",
+            "fails": "; ".join(failed) or None,
+        }
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -58,7 +58,12 @@ def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -
     tensor = _real_rows(x, width).to(device=device, dtype=torch.float32)
     if tensor.numel():
         low, high = (float(end) for end in torch.aminmax(tensor))
-        if not -1 <= low <= high <= 1:  # NaN included
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(
+                "x holds NaN or infinite numbers, which no device can show: must lie in [-1, 1]; look at the inputs, "
+                "and at the layers before the device, whose weights may have diverged"
+            )
+        if not -1 <= low <= high <= 1:
             raise ValueError(
                 f"x holds values from {low:g} to {high:g}: must lie in [-1, 1]; divide by the largest magnitude, and "
                 "multiply the product by it"

@@ -23,11 +23,30 @@ from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import ConfigError, DeviceError, NoiseUnknown
 from opusim.noise import NoiseModel
 from opusim.processes.ranks import Ranks
+from opusim.tables import html_table, table_text
 
 
-def list_devices() -> tuple[DeviceDescription, ...]:
+class Descriptions(tuple[DeviceDescription, ...]):
+    """Descriptions of devices, which show themselves as a table."""
+
+    __slots__ = ()
+    _COLUMNS = ("name", "kind", "inputs", "outputs", "what it is")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [(d.name, d.kind, f"{d.n_inputs:,}", f"{d.n_outputs:,}", d.title) for d in self]
+
+    def __repr__(self) -> str:
+        """Return the table as text."""
+        return table_text(self._COLUMNS, self._rows())
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return html_table(self._COLUMNS, self._rows())
+
+
+def list_devices() -> Descriptions:
     """Return the descriptions that come with opusim, ordered by name."""
-    return tuple(load_description(name) for name in packaged_names())
+    return Descriptions(load_description(name) for name in packaged_names())
 
 
 def open_device(

@@ -313,25 +313,41 @@ class CommandLine:
             former = _FORMER.get(f"{self.path} {rule.split(chr(39))[1]}")
             if former:
                 return f"{rule}; {former}"
-            few = "did you mean" not in rule and len(commands) <= _FEW_COMMANDS
-            return f"{rule}; the commands here are {', '.join(commands)}" if few else rule
+            if "did you mean" in rule:
+                return rule
+            from opusim.description.section import did_you_mean
+
+            here = f"; the commands here are {', '.join(commands)}"
+            word = rule.split(chr(39))[1]
+            return rule + did_you_mean(
+                word, commands, otherwise=here if len(commands) <= _FEW_COMMANDS else ""
+            )
         name = str(getattr(error, "option_name", "")).removeprefix("--")
         if not rule.startswith("No such option") or not self.path.startswith(
             ("opusim train ", "opusim tune ")
         ):
             return re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule)
+        from opusim.description.section import meant_by
         from opusim.training.cli.options import keys_called, trainer_options
         from opusim.training.config.kinds import TRAINERS
 
-        kinds = TRAINERS.every().items()
+        kinds, rule = TRAINERS.every(), rule.partition(" (Possible")[0]
+        kind = self.path.split()[-1]
+        if kind in kinds and name == "noise" and kinds[kind].device_keys is not None:
+            return f"{rule}; write --set device.noise.sigma=VALUE for that of the device"
         takers = [
-            kind for kind, section in kinds if name in {each.name for each in trainer_options(kind, section)}
+            each
+            for each, section in kinds.items()
+            if name in {one.name for one in trainer_options(each, section)}
         ]
         if takers:
             return f"{rule}; it is an option of {', '.join(takers)}"
-        if keys := keys_called(name.replace("-", "_"), self.path.split()[-1]):
-            return f"{rule.partition(' (Possible')[0]}; write --set {keys[0]}=VALUE"
-        return re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule)
+        keys = keys_called(name, kind)
+        words = [word.removeprefix("--") for word in self._options() if word.startswith("--")]
+        if not keys and (meant := meant_by(name, words)):
+            return f"{rule}; did you mean --{meant}?"
+        keys = keys or keys_called(name, kind, roughly=True)
+        return f"{rule}; write --set {keys[0]}=VALUE" if keys else rule
 
     def _keys(self) -> Mapping[str, str]:
         """The options of a command that trains, by the keys of the configuration that they set."""

@@ -17,7 +17,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from opusim.description.section import default_of, described_fields, merged, nested
+from opusim.description.section import default_of, described_fields, meant_by, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import quoted
 from opusim.training.config.kinds import KINDS, PROTECTIONS, TrainerSection
@@ -110,7 +110,8 @@ DATA = KeyOption(
     "data.name",
     str,
     "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA); "
-    "csv:PATH or parquet:PATH with --label; text:PATH.",
+    "csv:PATH or parquet:PATH with --label; npz:PATH with arrays x and y; folder:PATH with images in a folder for each "
+    "class; text:PATH; or package.module:function, which returns (x, y), a data set of torch or a DataFrame.",
 )
 LABEL = KeyOption("label", "data.label", str, "Column to predict, for --data csv:PATH or parquet:PATH.")
 MODEL = KeyOption(
@@ -339,11 +340,22 @@ def key_rows(topic: str | None = None, *, search: str | None = None) -> list[Key
     return [row for row in rows if word in row[0].lower() or word in row[2].lower()]
 
 
-def keys_called(name: str, kind: str) -> list[str]:
-    """Return the keys with this last part that a run of a kind of trainer may have."""
+def keys_called(name: str, kind: str, *, roughly: bool = False) -> list[str]:
+    """Return the keys with this last part that a run of a kind of trainer may have, or the name of a section so called.
+
+    Args:
+        name: As an option of the command line, such as batch-size.
+        kind: Of the trainer.
+        roughly: Whether other tools' words for a key stand for it too.
+    """
     others = [other for other in KINDS["trainer"].every() if other != kind]
     keys = [key for topic in topics() if topic not in others for key, _, _ in _topic_rows(topic)]
-    return list(dict.fromkeys(key for key in keys if key.rpartition(".")[2] == name))
+    word = name.replace("-", "_")
+    called = {key.rpartition(".")[2] for key in keys}
+    if word not in called:
+        meant = meant_by(word, called) if roughly else None
+        word = f"{word}.name" if f"{word}.name" in keys else meant or word
+    return list(dict.fromkeys(key for key in keys if f".{key}".endswith(f".{word}")))
 
 
 def _topic_rows(topic: str) -> list[KeyRow]:

@@ -42,8 +42,8 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Evaluate on the test records of this known data set, or on all records of csv:PATH, parquet:PATH or "
-            "text:PATH, instead of the run's own test records."
+            help="Evaluate on the test records of this known data set, or on all records of csv:PATH, parquet:PATH, "
+            "npz:PATH, folder:PATH, text:PATH or package.module:function, instead of the run's own test records."
         ),
     ] = None,
     arrays: Annotated[
@@ -528,8 +528,8 @@ def audit(
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
         else:
             _require_absent({"--canaries": canaries}, "goes with --one-run only")
+    from opusim.training.data.formats import read_npz
     from opusim.training.runs.folder import RunFolder
-    from opusim.training.runs.run import read_npz
 
     if trust_code:
         say_trusted(RunFolder(run).read_facts())

@@ -506,6 +506,8 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         return dict(config), is_stored
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the path"
+        if str(source) in KINDS["trainer"].names():
+            reason = f"is a trainer and no file; write config={{'trainer': {{'kind': {str(source)!r}}}}}"
         raise ConfigError(str(path), "path", reason) from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "syntax", f"is not valid {path.suffix or 'TOML'}: {error}") from error

@@ -332,9 +332,16 @@ class CheckpointConfig(Section):
 
 
 SplitRule = Literal["index", "content", "id"]
-FileKind = Literal["csv", "parquet", "text"]
+FileKind = Literal["csv", "parquet", "npz", "folder", "text"]
 FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
 """What data.name may begin with, followed by a colon and a path, to take records from a file."""
+
+
+def is_data_factory(name: str) -> bool:
+    """Whether a data.name is the import path of a function that returns records, and no file."""
+    return is_import_path(name) and name.partition(":")[0] not in FILE_KINDS
+
+
 OWN_ARRAYS = "arrays"
 """The data.name of a run on user-supplied arrays or on texts."""
 
@@ -344,6 +351,14 @@ def _finite_numbers(value: object) -> object:
     if not entries or not all(isinstance(entry, Real) and math.isfinite(entry) for entry in entries):
         raise ValueError(f"must be a finite number, or one for each feature, got {value!r}")
     return value
+
+
+def _column_names(value: object) -> object:
+    """Return one name or several as names; the name of a column that is numbered is its number."""
+    names = value if isinstance(value, list | tuple) else (value,)
+    return tuple(
+        str(name) if isinstance(name, Real) and not isinstance(name, bool) else name for name in names
+    )
 
 
 Constants = Annotated[float | tuple[float, ...], BeforeValidator(_finite_numbers)]
@@ -409,14 +424,16 @@ class DataConfig(Section):
         ),
         Effect(
             keys=("data.test",),
-            needs="a data.name that begins with csv:, parquet: or text:",
+            needs="a data.name that begins with csv:, parquet:, npz:, folder: or text:",
             holds=lambda run: run.data.file_kind is not None,
         ),
     )
 
     name: str = "digits"
-    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label;
-    text:PATH for windows of a text file; "arrays" if `opusim.train` was given the records."""
+    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label; npz:PATH
+    for arrays x and y (and ids); folder:PATH for images in a folder for each class; text:PATH for windows of a text
+    file; an import path package.module:function of a function that returns (x, y), a data set of torch or a DataFrame;
+    "arrays" if `opusim.train` was given the records."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
@@ -469,9 +486,7 @@ class DataConfig(Section):
     mirroring."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
     """How far the variances of the components are equalised: 0 not at all, 1 completely."""
-    label: Annotated[
-        tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-    ] = ()
+    label: Annotated[tuple[str, ...], BeforeValidator(_column_names)] = ()
     """Column of a table that holds what to predict; several for data.target = 'real' or 'labels'. The others are
     features."""
     classes: tuple[str, ...] = ()
@@ -483,7 +498,7 @@ class DataConfig(Section):
     tokenizer: str | None = None
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None
-    """A file of test records of the same kind as that of data.name."""
+    """A file, or a folder of images, of test records of the same kind as that of data.name."""
 
     @property
     def file_kind(self) -> FileKind | None:
@@ -492,9 +507,15 @@ class DataConfig(Section):
         return next((known for known in FILE_KINDS if known == kind and ":" in self.name), None)
 
     @property
+    def factory(self) -> str | None:
+        """The import path that data.name is, or None."""
+        return self.name if is_data_factory(self.name) else None
+
+    @property
     def is_own(self) -> bool:
         """Whether records are user-supplied, so that whatever is read off their labels depends on private records."""
-        return self.name == OWN_ARRAYS or self.file_kind in ("csv", "parquet")
+        own = self.name == OWN_ARRAYS or self.factory is not None
+        return own or self.file_kind not in (None, "text")
 
     @property
     def file(self) -> Path:
@@ -510,7 +531,7 @@ class DataConfig(Section):
     @property
     def short_name(self) -> str:
         """data.name in the name of a folder: that of a file without folders and ending."""
-        return self.name if self.file_kind is None else re.sub(r"[^\w.-]+", "-", self.file.stem)
+        return re.sub(r"[^\w.-]+", "-", self.name if self.file_kind is None else self.file.stem)
 
     @property
     def features_kind(self) -> str:

@@ -540,9 +540,11 @@ def _tensor(values: Array, name: str) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values.detach().cpu()
     if not isinstance(values, np.ndarray):
+        is_like = isinstance(values, Sequence) or hasattr(values, "__array__")
+        remedy = f"numpy.asarray({name})" if is_like else "an array of the records"
+        remedy = f"{name}.toarray()" if hasattr(values, "toarray") else remedy
         raise TypeError(
-            f"{name} must be a numpy array or a torch tensor, got {type(values).__name__}: "
-            f"use numpy.asarray({name})"
+            f"{name} must be a numpy array or a torch tensor, got {type(values).__name__}: use {remedy}"
         )
     if values.dtype.kind not in "biufc":
         raise TypeError(f"{name} must hold numbers, got dtype {values.dtype}: encode them as numbers first")

@@ -210,6 +210,7 @@ _KIND_OF_ENDING: dict[str, FileKind] = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     ".txt": "text",
+    ".npz": "npz",
 }
 """What a file of such an ending probably holds."""
 
@@ -314,12 +315,16 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
 def unknown_name(name: str) -> ValueError:
     """Return the refusal of a data.name that names nothing, with what was probably meant."""
-    kind = _KIND_OF_ENDING.get(Path(str(name)).suffix.lower())
+    path = Path(str(name))
+    ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    kind = _KIND_OF_ENDING.get(ending.lower()) or ("folder" if path.is_dir() else None)
     close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
     meant = f"{kind}:{name}" if kind else close[0] if close else ""
     hint = f"; did you mean {meant!r}?" if meant else ""
     files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
-    return ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}{hint}")
+    return ValueError(
+        f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}, or package.module:function{hint}"
+    )
 
 
 def load_dataset(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from opusim import checks
+from opusim.tables import Shown
 from opusim.training.errors import DataError
 
 NUMBERS_AT_ONCE = 2**20
@@ -244,8 +245,8 @@ def in_single_precision(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() else x
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Dataset(Shown):
     """A data set that is ready to train on.
 
     Attributes:
@@ -311,6 +312,17 @@ class Dataset:
                     f"target = {self.target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape "
                     f"{tuple(y.shape)}"
                 )
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "name": repr(self.name),
+            "target": repr(self.target),
+            "train": len(self.train),
+            "validation": len(self.validation),
+            "test": None if self.test is None else len(self.test),
+            "record_shape": self.record_shape,
+            "n_classes": self.n_classes,
+        }
 
     @property
     def n_features(self) -> int:

@@ -1,4 +1,4 @@
-"""Read data files of untrusted content: idx (MNIST), npz, and CIFAR-10 as an archive of JPEG files.
+"""Read data files of untrusted content: CSV, idx (MNIST), npz, folders of images, and CIFAR-10 as an archive.
 
 No reader unpickles anything, and none holds more in memory than the file's kind and length make plausible: a damaged or
 hostile file ends in a `DataError` that names the file, the problem and the remedy.
@@ -6,13 +6,17 @@ hostile file ends in a `DataError` that names the file, the problem and the reme
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import gzip
 import importlib
 import io
+import itertools
 import lzma
 import math
 import os
+import re
 import struct
 import tarfile
 import tokenize
@@ -53,6 +57,108 @@ def required_library(name: str, missing: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ModuleNotFoundError(missing) from error
+
+
+SEPARATORS = (",", ";", "\t", "|")
+"""What may stand between the columns of a CSV file."""
+_TEXT_BYTES_ALLOWED = 2**26
+_TEXT_RATIO_LIMIT = 100
+"""Bytes of a table per byte of its gzip file, above `_TEXT_BYTES_ALLOWED`; measured tables compress by 3 to 30."""
+_HEADER_BYTES = 2**20
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+"""Encodings by the bytes that a text begins with."""
+
+
+def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
+    """Read a CSV file as a DataFrame whose columns have the names of its header, also if two are equal.
+
+    The text is UTF-8, or UTF-16 with its mark, and may be compressed by gzip. The separator is the one of `SEPARATORS`
+    that splits the header into most names, and the row behind it into as many cells. "?" stands for a missing value,
+    as in data of the UCI repository.
+
+    Args:
+        file: The open file.
+        path: Its path, for messages.
+        pandas: The library.
+
+    Raises:
+        DataError: It is compressed in another way or too strongly, is no text, or has rows with other columns than the
+            header.
+        ValueError: pandas cannot read it.
+    """
+    content: IO[bytes] = file
+    begin = file.read(4)
+    file.seek(0)
+    if begin == b"PK\x03\x04":
+        raise DataError(f"{path} is a zip archive, as a spreadsheet is; save the table as CSV in UTF-8")
+    if begin[:2] == b"\x1f\x8b":
+        content = _unpacked(file, path)
+        begin = content.read(4)
+        content.seek(0)
+    encoding = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), "utf-8")
+    try:
+        head = content.read(_HEADER_BYTES).decode(encoding, errors="ignore")
+        content.seek(0)
+        names, separator = _header(head, tab=".tsv" in path.suffixes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frame = pandas.read_csv(
+                content, sep=separator, encoding=encoding, na_values=["?"], index_col=False
+            )
+    except UnicodeError as error:
+        raise DataError(f"{path} is no text in UTF-8 ({error}); save it in UTF-8") from error
+    except pandas.errors.ParserWarning as error:  # it would drop what stands behind the last name
+        raise DataError(
+            f"{path} has more cells in each row than names in its header ({', '.join(names[:4])}, ...); name every "
+            "column, or drop what stands behind the last one"
+        ) from error
+    except pandas.errors.ParserError as error:
+        found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+        if found is None:
+            raise
+        raise DataError(
+            f"{path} has {found[3]} cells in line {found[2]} and {found[1]} in the lines before; give every row one "
+            "cell for each name of the header"
+        ) from error
+    return frame.set_axis(names, axis=1) if len(names) == frame.shape[1] else frame
+
+
+def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
+    """Return what a gzip file holds.
+
+    Raises:
+        DataError: It is damaged, or unpacks to more bytes than its length makes plausible.
+    """
+    most = max(_TEXT_BYTES_ALLOWED, _TEXT_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
+    try:
+        with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+            text = stream.read(most + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is a damaged gzip file ({error}); copy it again") from error
+    if len(text) > most:
+        raise DataError(
+            f"{path} unpacks to more than {most:,} bytes; give the file uncompressed, or a part of it"
+        )
+    return io.BytesIO(text)
+
+
+def _header(text: str, *, tab: bool) -> tuple[list[str], str]:
+    """Return the names of the columns and their separator; a column without a name gets that which pandas gives it."""
+    lines = text.lstrip("\r\n").splitlines(keepends=True)
+
+    def rows_by(separator: str) -> list[list[str]]:
+        try:
+            return [*itertools.islice(csv.reader(lines, delimiter=separator), 2), [], []][:2]
+        except csv.Error:
+            return [[], []]
+
+    def rank(separator: str) -> tuple[bool, int]:
+        names, cells = rows_by(separator)
+        return 1 < len(names) == len(cells), len(names)
+
+    separator = "\t" if tab else max(SEPARATORS, key=rank)
+    names = rows_by(separator)[0]
+    return [name or f"Unnamed: {number}" for number, name in enumerate(names)], separator
 
 
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
@@ -180,6 +286,80 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
         raise DataError(
             f"{path} is not an .npz file with arrays {wanted} ({reason}); write numpy.savez(FILE, x=x, y=y)"
         ) from error
+
+
+def read_npz(
+    path: Path,
+) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
+
+    Raises:
+        DataError: The file cannot be read, or holds other arrays.
+    """
+    x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
+    return (x, y, ids[0]) if ids else (x, y)
+
+
+_IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+_IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "WEBP"]
+_PIXELS_LIMIT = 2**29
+"""Numbers of a folder of images, 2 GiB in float32."""
+
+
+def read_image_folder(root: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Read images that lie in a folder for each class, FOLDER/CLASS/IMAGE, as torchvision's ImageFolder does.
+
+    Returns:
+        Pixels in [0, 1], shape (n, 3, height, width), or (n, 1, height, width) if all are grey, float32; and the names
+        of their classes, in alphabetical order of classes and files.
+
+    Raises:
+        DataError: There is no such folder or no image in it, an image is damaged or of another size than the first, or
+            all of them take too much memory.
+        ModuleNotFoundError: pillow is missing.
+    """
+    image = required_library("PIL.Image", f"folder:{root} needs pillow, which is missing: pip install pillow")
+    try:
+        classes = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+        files = [file for each in classes for file in sorted(each.iterdir())]
+    except OSError as error:
+        raise DataError(f"{root} cannot be read ({error.strerror or error}); check the path") from error
+    files = [file for file in files if file.suffix.lower() in _IMAGE_ENDINGS]
+    if not files:
+        raise DataError(
+            f"{root} holds no images as CLASS/NAME.png; put those of each class into a folder of its name"
+        )
+    pixels: list[np.ndarray] = []
+    for file in files:
+        try:
+            with (
+                warnings.catch_warnings(),
+                os.fdopen(open_to_read(file), "rb") as stream,
+                image.open(stream, formats=_IMAGE_FORMATS) as opened,
+            ):
+                warnings.simplefilter("error", image.DecompressionBombWarning)
+                width, height = opened.size
+                size = height, width
+                if pixels and pixels[0].shape[:2] != size:
+                    first = " x ".join(map(str, pixels[0].shape[1::-1]))
+                    raise DataError(
+                        f"{file} has {width} x {height} pixels and {files[0]} {first}; bring all images to one size"
+                    )
+                if 3 * len(files) * width * height > _PIXELS_LIMIT:
+                    raise DataError(
+                        f"{root}: {len(files):,} images of {width} x {height} pixels exceed the limit of "
+                        f"{_PIXELS_LIMIT:,} numbers; make them smaller, or give an array that is mapped from a file"
+                    )
+                if opened.mode.startswith(("I", "F")):
+                    raise DataError(f"{file} has pixels of more than 8 bits; convert the images to 8 bits")
+                pixels.append(np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB")))
+        except (OSError, SyntaxError, image.DecompressionBombError, image.DecompressionBombWarning) as error:
+            raise DataError(f"{file} is no readable image ({error}); remove it, or copy it again") from error
+    if any(each.ndim == 3 for each in pixels):
+        pixels = [each if each.ndim == 3 else np.repeat(each[:, :, None], 3, axis=2) for each in pixels]
+    stacked = np.stack(pixels).astype(np.float32) / 255
+    stacked = stacked[:, None] if stacked.ndim == 3 else stacked.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(stacked), np.array([file.parent.name for file in files])
 
 
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Take user-supplied records in any form: arrays, a TensorDataset, a DataFrame, a CSV or a Parquet file.
+"""Take user-supplied records in any form: arrays, a data set of torch, a DataFrame, files, a folder of images.
 
 pandas is imported only if a file has to be read; a DataFrame brings it along.
 """
@@ -8,23 +8,27 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import TypeIs
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from opusim.training.config.sections import DataConfig, SplitRule
+from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
-from opusim.training.data.formats import required_library
+from opusim.training.data.formats import read_csv, read_image_folder, read_npz, required_library
 from opusim.training.errors import DataError
 
 TABLE_LIMIT = 2**30
@@ -51,9 +55,9 @@ class Frame(Protocol):
 
 Arrays = tuple[Array, Array | None] | tuple[Array, Array | None, Ids]
 """Records, what to predict of them (None: the next tokens), and for data.split = 'id' an ID of each record."""
-OwnData = Arrays | TensorDataset | Frame
+OwnData = Arrays | TorchDataset[Any] | Frame
 """What `opusim.train(data=...)` takes besides a Dataset."""
-OwnTest = Pair | TensorDataset | Frame
+OwnTest = Pair | TorchDataset[Any] | Frame
 """What `opusim.train(test=...)` takes."""
 
 
@@ -72,7 +76,14 @@ class Table:
     columns: tuple[str, ...]
 
 
-def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnTest | None = None) -> Dataset:
+def own_dataset(
+    options: DataConfig,
+    split: SplitRule,
+    data: OwnData,
+    test: OwnTest | None = None,
+    *,
+    name: str = OWN_ARRAYS,
+) -> Dataset:
     """Make a data set of user-supplied records.
 
     Args:
@@ -80,6 +91,7 @@ def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnT
         split: The rule by which records are held out, unless IDs decide.
         data: The records.
         test: Test records, in any form of `data`, or None.
+        name: Name of the data set.
 
     Raises:
         TypeError: The records have none of the forms.
@@ -90,10 +102,10 @@ def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnT
         table = table_of(data, options.label, "data", as_text=bool(options.classes))
         pair = None if test is None else _test_pair(test, options, table.columns)
         return _dataset(options, (table.x, table.y), split=split, test=pair, columns=table.columns)
+    given = as_arrays(data, "data")
     if options.label:
         reason = f"{', '.join(options.label)} names a column of a table; leave it out with arrays"
         raise ConfigError("configuration", "data.label", reason)
-    given = _as_tuple(data, "data")
     if len(given) not in (2, 3):
         raise TypeError(f"data must be (x, y) or (x, y, ids), got {len(given)} arrays; give data=(x, y)")
     ids = given[2] if len(given) == 3 else None
@@ -104,24 +116,27 @@ def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnT
             reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
         raise ConfigError("configuration", "data.split", reason)
     pair = None if test is None else _test_pair(test, options, ())
-    return _dataset(options, (given[0], given[1]), split=split, ids=ids, test=pair)
+    return _dataset(options, (given[0], given[1]), split=split, ids=ids, test=pair, name=name)
 
 
 def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
-    """Make a data set of the CSV or Parquet file that data.name names, and of data.test if there is such a file.
+    """Make a data set of the file or folder that data.name names, and of data.test if there is such a one.
 
     Raises:
         DataError: A file cannot be read.
-        ValueError: A column cannot be used.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+        ValueError: A column or an array cannot be used.
+        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file, or pillow for images.
     """
+    data = read_records(options.file, options)
+    held = None if options.test is None else read_records(Path(options.test), options)
+    if not is_frame(data):
+        return own_dataset(options, split, data, None if held is None else held[:2], name=options.name)
     as_text = bool(options.classes)
-    table = table_of(read_frame(options.file, options), options.label, str(options.file), as_text=as_text)
+    table = table_of(data, options.label, str(options.file), as_text=as_text)
     test = None
-    if options.test is not None:
-        frame = read_frame(Path(options.test), options)
-        held = table_of(frame, options.label, options.test, columns=table.columns, as_text=as_text)
-        test = (held.x, held.y)
+    if is_frame(held):
+        found = table_of(held, options.label, str(options.test), columns=table.columns, as_text=as_text)
+        test = (found.x, found.y)
     return _dataset(
         options, (table.x, table.y), split=split, test=test, columns=table.columns, name=options.name
     )
@@ -142,8 +157,20 @@ def is_frame(data: object) -> TypeIs[Frame]:
     return pandas is not None and isinstance(data, pandas.DataFrame)
 
 
+def read_records(path: Path, options: DataConfig) -> Any:
+    """Read a file of the kind that data.name has: a DataFrame, or arrays (x, y) and IDs if the file holds some.
+
+    Raises:
+        DataError: It cannot be read.
+        ModuleNotFoundError: A library that reads it is missing.
+    """
+    if options.file_kind == "npz":
+        return read_npz(path)
+    return read_image_folder(path) if options.file_kind == "folder" else read_frame(path, options)
+
+
 def read_frame(path: Path, options: DataConfig) -> Frame:
-    """Read a CSV or Parquet file of the kind that data.name has; the columns of a .tsv file are separated by tabs.
+    """Read a CSV or Parquet file of the kind that data.name has; see `opusim.training.data.formats.read_csv`.
 
     Raises:
         DataError: It cannot be read, is of another kind, or is larger than `TABLE_LIMIT`.
@@ -169,11 +196,10 @@ def read_frame(path: Path, options: DataConfig) -> Frame:
                     raise DataError(
                         f"{path} holds {found:,} {what}, more than the limit of {limit:,}; give a part of it"
                     )
-            separator = "\t" if path.suffix == ".tsv" else ","
             frame: Frame = (
                 pandas.read_parquet(file, engine="pyarrow")
                 if kind == "parquet"
-                else pandas.read_csv(file, sep=separator)
+                else read_csv(file, path, pandas)
             )
             return frame
     except DataError:
@@ -252,6 +278,35 @@ def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
     return np.asarray(frame[list(columns)].to_numpy(dtype="float64"))
 
 
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}([,' \u00a0\u2009\u202f]\d{3})+(\.\d*)?")
+_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+([eE][+-]?\d+)?")
+
+
+def _not_a_number(column: Any, name: str) -> str:
+    """Say where a column of text holds something other than a number first, and what to do about it."""
+    values = [str(value) for value in column.tolist()]
+    wrong = {row: value for row, value in enumerate(values) if not _is_number(value)}
+    if not wrong:
+        return f"holds numbers as text; convert them, as by frame[{name!r}].astype(float)"
+    row, value = next(iter(wrong.items()))
+    remedy = f"drop the column, or encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
+    if all(map(_THOUSANDS.fullmatch, wrong.values())):
+        remedy = "write numbers without separators of thousands"
+    elif _DECIMAL_COMMA.fullmatch(value):
+        remedy = "write decimal points instead of commas"
+    elif 2 * len(wrong) < len(values):
+        remedy = "correct this cell, or drop its row"
+    return f"holds {reprlib.repr(value)} in row {row} counted from 0, and features are numbers; {remedy}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _named(frame: Any, what: str) -> Any:
     """Return a table whose columns have names, each once; columns that are numbered get their numbers as names.
 
@@ -297,12 +352,12 @@ def _require_numbers(column: Any, name: str, what: str) -> None:
     """Refuse a column of features that holds something other than real numbers, or lacks values."""
     _require_complete(column, name, what)
     kind = getattr(column.dtype, "kind", "O")
+    if kind in "OUT":
+        raise ValueError(f"column {name!r} of {what} {_not_a_number(column, name)}")
     if kind not in "biuf":
-        remedy = "convert it to numbers"
-        if kind in "OUT":
-            remedy = f"encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
         raise ValueError(
-            f"column {name!r} of {what} holds {column.dtype}, and features are numbers; drop it, or {remedy}"
+            f"column {name!r} of {what} holds {column.dtype}, and features are numbers; drop it, or convert it to "
+            "numbers"
         )
 
 
@@ -334,16 +389,78 @@ def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
         )
 
 
-def _as_tuple(data: object, name: str) -> tuple[Any, ...]:
-    """Return arrays that were given as a tuple or a TensorDataset."""
+def as_arrays(data: object, name: str) -> tuple[Any, ...]:
+    """Return arrays that were given as a tuple, a TensorDataset or another data set of torch.
+
+    Raises:
+        TypeError: They were given in another form.
+        ValueError: The data set cannot be taken as arrays.
+    """
     if isinstance(data, TensorDataset):
         return tuple(data.tensors)
     if isinstance(data, tuple):
         return data
+    remedy = f"give {name}=(x, y)"
+    if isinstance(data, DataLoader):
+        remedy = f"give {name}=loader.dataset, and its batch size as sampler.batch_size"
+    elif isinstance(data, IterableDataset):
+        remedy = f"a run draws records by their numbers, which it has not; give {name}=(x, y)"
+    elif isinstance(data, TorchDataset):
+        return _collected(data, name)
+    elif isinstance(data, str | Path):
+        remedy = f"name files and known data sets in the configuration: config={{'data': {{'name': {str(data)!r}}}}}"
     raise TypeError(
-        f"{name} must be (x, y), a TensorDataset, a DataFrame or a Dataset, got {type(data).__name__}; give "
-        f"{name}=(x, y)"
+        f"{name} must be (x, y), a TensorDataset or another Dataset of torch, a DataFrame or a Dataset of opusim, got "
+        f"{type(data).__name__}; {remedy}"
     )
+
+
+def _collected(data: TorchDataset[Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the records (x, y) of a data set of torch as arrays, all read once.
+
+    Raises:
+        TypeError: It has no length, or a record is no pair of an array and a number.
+        ValueError: It is empty, its records differ in shape, or it gives another record each time it is asked.
+    """
+    kind = type(data).__name__
+    if not callable(getattr(data, "__len__", None)):
+        raise TypeError(f"{name} = {kind}: has no length; give {name}=(x, y)")
+    count = len(data)  # type: ignore[arg-type]
+    if not count:
+        raise ValueError(f"{name} = {kind}: is empty; give at least one record")
+    first, *records = (_record(data[number], name, number) for number in (0, *range(count)))
+    if any(a.tobytes() != b.tobytes() for a, b in zip(first, records[0], strict=True)):
+        raise ValueError(
+            f"{name} = {kind}: gives another record 0 each time, as a random transform does, and a run reads each "
+            "record once; leave the transform out"
+        )
+    for number, (x, y) in enumerate(records):
+        if x.shape != first[0].shape or y.shape != first[1].shape:
+            raise ValueError(
+                f"{name} = {kind}: record {number} has shapes {x.shape} and {y.shape}, record 0 {first[0].shape} and "
+                f"{first[1].shape}; bring all to one shape"
+            )
+    xs, ys = zip(*records, strict=True)
+    return np.stack(xs), np.stack(ys)
+
+
+def _record(record: Any, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return one record (x, y) as arrays of numbers; y may be a name.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    parts = tuple(record) if isinstance(record, list | tuple) else (record,)
+    arrays = [
+        np.asarray(part) for part in parts if isinstance(part, Tensor | np.ndarray | np.generic | Real | str)
+    ]
+    if len(parts) != 2 or len(arrays) != 2 or arrays[0].dtype.kind not in "biufc":
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(
+            f"{name}: record {number} is ({kinds}), and must be (x, y), x a tensor or an array and y a number; give "
+            "the data set a transform to tensors, such as torchvision.transforms.ToTensor(), or give arrays"
+        )
+    return arrays[0], arrays[1]
 
 
 def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> Pair:
@@ -353,7 +470,7 @@ def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> 
     if is_frame(test):
         table = table_of(test, options.label, "test", columns=columns, as_text=bool(options.classes))
         return table.x, table.y
-    given = _as_tuple(test, "test")
+    given = as_arrays(test, "test")
     if len(given) != 2:
         raise TypeError(f"test must be a pair (features, labels), got {len(given)} arrays")
     return given[0], given[1]

@@ -30,7 +30,6 @@ from opusim.processes.ranks import Ranks
 from opusim.training.config.run import RunConfig, require_offered
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.data import Dataset, Split
-from opusim.training.data.catalogue import build_dataset
 from opusim.training.data.dataset import PrincipalComponents, reduced
 from opusim.training.data.public_maps import (
     map_from_facts,
@@ -45,7 +44,12 @@ from opusim.training.engine.certified import certificate_of
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.any_module import own_model_name
 from opusim.training.networks.base import Network, require_fresh_noise, require_room
-from opusim.training.networks.user_code import require_importable, require_trusted, warn_if_changed
+from opusim.training.networks.user_code import (
+    named_dataset,
+    require_importable,
+    require_trusted,
+    warn_if_changed,
+)
 from opusim.training.protections.base import Protection
 from opusim.training.protections.planning import Plan
 from opusim.training.protections.record import CyclicPoissonSampler
@@ -401,7 +405,7 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
                 raise ConfigError("configuration", f"data.{key}", reason)
         return data
     if data is None:
-        return build_dataset(config.data, config.split)
+        return named_dataset(config.data, config.split)
     return own_dataset(config.data, config.split, data, test)
 
 

@@ -79,9 +79,9 @@ def train(
         config: A RunConfig, a TOML file, a mapping, or None for the defaults (PDFA on digits).
         data: (x, y) with x of shape (n, d) or of images (n, c, h, w) and class numbers y of shape (n,), numpy or torch
             (data.target has other things to predict); (x, y, ids) with an ID of each record, by which data.split =
-            'id' holds records out; a TensorDataset; a DataFrame, with `label`; or a Dataset, whose parts are taken as
-            they are; None loads the data set or the file that the configuration names. Labels may be strings, which
-            are numbered in sorted order.
+            'id' holds records out; a data set of torch with a length, whose records (x, y) are read once; a DataFrame,
+            with `label`; or a Dataset of opusim, whose parts are taken as they are. None loads the data set or the file
+            that the configuration names. Labels may be strings, which are numbered in sorted order.
         test: Test records that go with user-supplied data, in the same form.
         label: The column of a DataFrame to predict, or several for data.target = 'real' or 'labels'; the others are
             features. None takes data.label.

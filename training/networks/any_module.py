@@ -226,6 +226,9 @@ def _remedy(model: nn.Module, dataset: Dataset, found: str) -> str:
         if not found.startswith("gives ("):
             return "return only the tensor of the outputs, such as the first entry of a tuple"
         return "change its last layer, or data.target and data.n_classes"
+    other = [p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
+    if other:
+        return f"the module holds {other[0]} and records are torch.float32; give model.float()"
     embeds = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.modules())
     if dataset.holds_tokens and not embeds:
         fitting = "'transformer-lm'" if dataset.target == "tokens" else "'transformer-encoder' or 'gru'"

@@ -501,6 +501,7 @@ def _split_layers(
     expects = "linear"  # next module: "linear" only, or also an "activation" or clip, or also a "clip"
     for module in model:
         if type(module) is nn.Linear:  # a subclass may compute something else
+            _require_plain(module)
             linears.append(module)
             activations.append(ACTIVATIONS["identity"])
             clips.append(None)
@@ -520,6 +521,22 @@ def _split_layers(
     if not linears:
         raise ValueError("model holds no nn.Linear; a network needs at least one layer")
     return linears, activations, clips
+
+
+def _require_plain(linear: nn.Linear) -> None:
+    """Refuse a layer that computes something other than the product with its parameters.
+
+    Raises:
+        TypeError: Its weight is computed, as by torch.nn.utils.prune, or code was hung on its forward pass.
+    """
+    changed = [name for name in ("weight", "bias") if name not in linear._parameters]
+    if changed or linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear):
+        what = (
+            f"its {changed[0]} is computed from other tensors" if changed else "hooks may change its output"
+        )
+        raise TypeError(
+            f"model: {linear} is no plain layer, because {what}; remove the hooks, as by prune.remove"
+        )
 
 
 def _check_layers(linears: list[nn.Linear]) -> None:

@@ -23,7 +23,16 @@ from opusim.errors import ConfigError
 from opusim.files import quoted
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import import_path_of, is_import_path
+from opusim.training.config.sections import (
+    DataConfig,
+    SplitRule,
+    import_path_of,
+    is_data_factory,
+    is_import_path,
+)
+from opusim.training.data import Dataset
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.tables import own_dataset
 from opusim.training.errors import RunFolderError
 
 _LAYERS = frozenset({"accounting", "hw_configs", "training"})
@@ -63,6 +72,40 @@ def load_object(path: str, *, key: str) -> Any:
     except AttributeError as error:
         reason = f"{path!r} names nothing: {module} at {_file(found)} has no {name!r}; check the name"
         raise ConfigError("configuration", key, reason) from error
+
+
+def records_of(path: str) -> Any:
+    """Return what a function that data.name names returns: records in a form that `opusim.train(data=...)` takes.
+
+    Raises:
+        ConfigError: The path names no function, or it returns a Dataset of opusim, whose keys would be those of its
+            own.
+    """
+    function = load_object(path, key="data.name")
+    if not callable(function):
+        reason = f"{path!r} is a {type(function).__name__}; name a function that returns (x, y)"
+        raise ConfigError("configuration", "data.name", reason)
+    records = function()
+    if isinstance(records, Dataset):
+        reason = f"{path!r} returns a Dataset; let it return (x, y), a data set of torch or a DataFrame"
+        raise ConfigError("configuration", "data.name", reason)
+    return records
+
+
+def named_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
+    """Load what data.name names: a known data set, a file, or what a user's function returns.
+
+    Args:
+        options: Section `data` of the configuration.
+        split: See `build_dataset`.
+
+    Raises:
+        ConfigError, DataError, TypeError, ValueError: See `build_dataset`, `own_dataset` and `records_of`.
+    """
+    if options.factory is None:
+        return build_dataset(options, split)
+    rule = split or options.split or "index"
+    return own_dataset(options, rule, records_of(options.factory), name=options.name)
 
 
 def code_facts(path: str) -> dict[str, str]:
@@ -123,16 +166,19 @@ def code_of(config: RunConfig, network_facts: Mapping[str, Any]) -> list[dict[st
         network_facts: Its network; a user-supplied module was not built by the configuration.
     """
     names = [config.model.name] if "recipe" in network_facts else []
+    names += [config.data.factory] if config.data.factory else []
     return [code_facts(name) for name in (*names, config.loss) if is_import_path(name)]
 
 
 def named_code(facts: Mapping[str, Any]) -> list[str]:
     """Return the import paths that reading or resuming a run executes, from the whole of its `config.json`.
 
-    They are those of model.name, of loss, and of the recipe by which the network is built again.
+    They are those of model.name, of loss, of data.name, and of the recipe by which the network is built again.
     """
     config, recipe = facts["config"], facts["network"].get("recipe", {})
+    data = str(config.get("data", {}).get("name"))
     names = (config.get("model", {}).get("name"), recipe.get("name"), config.get("loss"))
+    names += (data,) if is_data_factory(data) else ()
     return [name for name in dict.fromkeys(names) if isinstance(name, str) and is_import_path(name)]
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.networks.record_gradients.layers import PACKED
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.probe import invented_rows
 from opusim.training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
@@ -35,6 +37,28 @@ _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
+
+
+def require_not_of_opacus(module: nn.Module, optimizer: object, loader: object) -> None:
+    """Refuse what Opacus has prepared already: it would clip and draw a second time, and its hooks stay.
+
+    Raises:
+        ValueError: The module, the optimizer or the loader is of Opacus, or hooks of Opacus are on the module.
+    """
+    remedies = {
+        "module": (module, "grad_sample", "give the plain module, which module.to_standard_module() returns"),
+        "optimizer": (optimizer, "optimizers", "give the plain one, optimizer.original_optimizer"),
+        "data_loader": (loader, "data_loader", "give the loader from before PrivacyEngine"),
+    }
+    for name, (given, package, remedy) in remedies.items():
+        kind = type(given)
+        if kind.__module__.startswith(f"opacus.{package}"):
+            raise ValueError(f"{name} is a {kind.__name__} of Opacus, which make_private replaces; {remedy}")
+    if any(hasattr(parameter, "grad_sample") for parameter in module.parameters()):
+        raise ValueError(
+            "module has hooks of Opacus; take them off by to_standard_module() of its GradSampleModule, or build it "
+            "anew"
+        )
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -166,16 +190,23 @@ def arguments_for(
     example: Any = given
     if example is None:
         example = batch = loader.collate_fn(first_records(loader))
+        if not isinstance(batch, Tensor | Mapping | Sequence):
+            raise ValueError(
+                f"data_loader: its collate function returns a {type(batch).__name__}, whose rows cannot be told apart; "
+                "return a tensor, a tuple, a mapping or a typing.NamedTuple, whose fields are attributes too"
+            )
         if isinstance(batch, Mapping):
             labels = ("label", "labels", "label_ids")
             example = {key: value for key, value in batch.items() if key not in labels}
         elif isinstance(batch, Sequence):
-            example = batch[:1]
-    if isinstance(example, Tensor):
+            example = batch if isinstance(batch, PackedSequence) else batch[:1]
+    if isinstance(example, Tensor | PackedSequence):
         example = (example,)
     place = next(module.parameters()).device
     moved = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, example)
     args, kwargs = ((), dict(moved)) if isinstance(moved, Mapping) else (tuple(moved), {})
+    if any(isinstance(each, PackedSequence) for each in (*args, *kwargs.values())):
+        raise ValueError(f"module: an argument is a packed sequence, {PACKED}")
     # 2. Refuse what the module does not take by its signature, and what belongs to no record.
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)

@@ -113,6 +113,18 @@ class PrivateLoader:
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
 
+    @property
+    def batch_sampler(self) -> BatchSampler:
+        """What Opacus's BatchMemoryManager asks for; it is not needed.
+
+        Raises:
+            AttributeError: Always; the message says what takes its place.
+        """
+        raise AttributeError(
+            "a private loader has no batch_sampler, because its batches are drawn in secret; instead of a "
+            "BatchMemoryManager, give max_physical_batch_size to make_private and iterate over the loader itself"
+        )
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches left in the epoch, as the user's collate function builds them.
 

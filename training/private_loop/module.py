@@ -368,7 +368,8 @@ class PrivateModule:
         if batch.written:
             raise RuntimeError(
                 f"backward: was called before on the batch of step {batch.step}, whose gradients were released once; "
-                "call it once on each batch"
+                "call it once on each batch, on all that belongs to its records: for a GAN, give the real and the "
+                "generated record to one call of the module and of the criterion"
             )
         if batch.failed != attempt:
             raise RuntimeError(

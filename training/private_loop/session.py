@@ -42,6 +42,7 @@ from opusim.accounting.guarantee import Assumption, Guarantee, NoGuarantee, Stat
 from opusim.accounting.journal import Witness
 from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.accounting.mechanism import Mechanism
+from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from opusim.training.private_loop.folder import (
@@ -295,7 +296,7 @@ _CHANGED = (
 )
 
 
-class PrivateTraining:
+class PrivateTraining(Shown):
     """A private loop: unpack it as `model, optimizer, criterion, data_loader`; it keeps the ledger of what they do.
 
     Attributes:
@@ -358,6 +359,19 @@ class PrivateTraining:
             budget=budget,
             witnesses=self._witnesses,
         )
+
+    def _shown(self) -> dict[str, object]:
+        settings = self.settings
+        return {
+            "folder": repr(str(self.folder)),
+            "mode": settings.mode,
+            "step": self._steps.step,
+            "steps_per_epoch": len(self.data_loader),
+            "batch_size": settings.batch_size,
+            "noise_multiplier": f"{settings.noise_multiplier:.4g}",
+            "max_grad_norm": f"{settings.max_grad_norm:g}",
+            "relation": settings.relation.value,
+        }
 
     def __iter__(self) -> Iterator[Any]:
         """Yield model, optimizer, criterion and data loader."""

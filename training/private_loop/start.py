@@ -29,6 +29,7 @@ from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
     arguments_for,
     feedback_of,
+    require_not_of_opacus,
     require_own_parameters,
     require_own_readings,
     warn_of_parameters_left_out,
@@ -139,6 +140,13 @@ def make_private(
     }
     with ExitStack() as stack, ranks.handing_errors():
         checks.instance(nn.Module, module=module)
+        require_not_of_opacus(module, optimizer, data_loader)
+        if isinstance(optimizer, list | tuple):
+            raise TypeError(
+                f"optimizer: must be one torch.optim.Optimizer, got a {type(optimizer).__name__} of {len(optimizer)}; "
+                "give one optimizer with a group for each of them, such as torch.optim.SGD([{'params': ..., 'lr': ...}"
+                ", ...])"
+            )
         checks.instance(torch.optim.Optimizer, optimizer=optimizer)
         if max_physical_batch_size is not None:
             checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)

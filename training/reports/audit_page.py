@@ -39,8 +39,8 @@ from opusim.training.attacks.findings import (
     verdict,
 )
 from opusim.training.private_loop.folder import PrivacySettings
-from opusim.training.reports.drawing import new_figure, style
 from opusim.training.reports.run_report import NOT_FOR_RELEASE, kept_audits, run_name, shown_values
+from opusim.training.runs.drawing import new_figure, style
 from opusim.training.runs.folder import RunFolder, StoredRun
 
 _A4 = (8.27, 11.69)

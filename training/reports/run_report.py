@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from opusim.training.attacks.findings import Audit, Played, audit_rows, paragraphs, read_audit
 from opusim.training.config.sections import OWN_ARRAYS
-from opusim.training.reports.drawing import Line, LineChart
+from opusim.training.runs.drawing import Line, LineChart, learning_curves, main_figure
 from opusim.training.runs.folder import RunFolder, StoredRun
 from opusim.training.zeroth_order.config import ZoConfig
 
@@ -29,8 +28,6 @@ RELEASE_DASHES = (
     "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
 )
 """Explains the dashes in the table of a release run."""
-_MIN_ACCURACY_RANGE = 2.0
-"""Smallest range of an accuracy axis, in percentage points."""
 _LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
 """Ends of the axis of cosines, unless one is lower."""
 
@@ -279,82 +276,6 @@ def shown_values(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 # Figures
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """The figure that a table shows of a target.
-
-    Attributes:
-        key: Its name in metrics, behind "train_", "validation_" or "test_".
-        label: Its name in tables.
-        share: Whether it is a share, shown in percent.
-    """
-
-    key: str
-    label: str
-    share: bool = False
-
-    def shown(self, value: float | None, *, digits: int = 2) -> str:
-        """Return a value as text, or a dash if there is none."""
-        if value is None:
-            return "–"
-        return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
-
-
-MAIN_FIGURES: Mapping[str, Figure] = {
-    "class": Figure(key="accuracy", label="accuracy", share=True),
-    "tokens": Figure(key="bits_per_token", label="bits per token"),
-    "real": Figure(key="rmse", label="RMSE"),
-    "labels": Figure(key="accuracy", label="accuracy", share=True),
-}
-BITS_PER_BYTE = Figure(key="bits_per_byte", label="bits per byte")
-"""The figure of tokens that stand for a text."""
-LOSS_FIGURE = Figure(key="loss", label="loss")
-"""A figure that every target has."""
-
-
-def main_figure(run: StoredRun) -> Figure:
-    """Return the figure that a table shows of a run: that of its target, for a text bits per byte."""
-    is_text = "bytes_per_token" in run.facts["data"].get("origin", {})
-    return BITS_PER_BYTE if is_text and run.config.loss == "cross-entropy" else MAIN_FIGURES[run.target]
-
-
-def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChart | None:
-    """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
-
-    Runs without class numbers show the figure of their target; runs of different targets show their losses.
-
-    Returns:
-        The figure, or None if no run wrote figures (release mode).
-    """
-    shown = {main_figure(run) for run in runs}
-    main = shown.pop() if len(shown) == 1 else LOSS_FIGURE
-    held_out = all(f"validation_{main.key}" in record for run in runs for record in run.metrics)
-    part = "validation" if held_out else "train"
-    if not any(f"{part}_{main.key}" in record for run in runs for record in run.metrics):
-        main = LOSS_FIGURE
-    key, scale = f"{part}_{main.key}", 100 if main.share else 1
-    lines = []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        drawn = [(record["epoch"], scale * record[key]) for record in run.metrics if key in record]
-        if drawn:
-            epochs, values = zip(*drawn, strict=True)
-            lines.append(Line(x=epochs, y=values, label=name, number=number))
-    if not lines:
-        return None
-    unit = " [%]" if main.share else ""
-    chart = LineChart(
-        lines=lines,
-        x_label="epoch",
-        y_label=f"{'validation' if held_out else 'training'} {main.label}{unit}",
-    )
-    low, high = chart.limits
-    if not main.share or high - low >= _MIN_ACCURACY_RANGE:
-        return chart
-    half = _MIN_ACCURACY_RANGE / 2
-    middle = min(max((low + high) / 2, half), 100 - half)
-    return replace(chart, y_limits=(middle - half, middle + half))
 
 
 def alignment_curves(run: StoredRun) -> LineChart | None:

@@ -22,14 +22,15 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from opusim.accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from opusim.training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
 from opusim.training.reports.run_report import distinct
+from opusim.training.runs.drawing import COLOURS, LINES, new_figure, save_figure, style
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import record_json, write_json
 from opusim.training.sweeps import sweep as curves
 from opusim.training.sweeps.sweep import (
     SCHEMA_VERSION,
     Curve,
+    Level,
     Point,
     Row,
     SweepResult,
@@ -43,6 +44,8 @@ _LOG_SCALE_RATIO = 20.0
 """Ratio of the largest to the smallest x above which an axis is logarithmic."""
 _MIN_TICK_DISTANCE = 0.05
 """Smallest distance of labelled ticks, as a share of the axis."""
+_NEAR_CHANCE = 3.0
+"""Accuracies below this many times chance are drawn next to its line."""
 _INFINITY_SPACING = 1.35
 """Factor between the infinities of different curves, which would hide each other."""
 _LONG_LABEL = 40
@@ -261,11 +264,11 @@ def accuracy_noise(result: SweepResult) -> Figure | None:
     figure, axes = new_figure(7.2, 4.2)
     for curve in drawn:
         x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
-        error = [level.error for level in curve.levels]
-        axes.errorbar(x, mean, error, capsize=3, label=curve.name, **style(result.series.index(curve.name)))
+        look = style(result.series.index(curve.name))
+        axes.errorbar(x, mean, _errors(curve.levels), capsize=3, label=curve.name, **look)
     _draw_references(axes, curves.references(result), len(result.series))
     _noise_axis(axes, drawn, key)
-    axes.set(ylabel="test accuracy [%]")
+    _accuracy_axis(axes, drawn, result)
     _legend(axes)
     return figure
 
@@ -322,20 +325,23 @@ def accuracy_epsilon(result: SweepResult) -> Figure | None:
             levels = [level for level in curve.levels if math.isfinite(level.x) is finite_side]
             if levels:
                 x = [min(level.x, infinity) for level in levels]
-                mean, error = [level.mean for level in levels], [level.error for level in levels]
+                mean = [level.mean for level in levels]
                 line = look | ({"linestyle": ends} if ends else {})
-                axes.errorbar(x, mean, error, capsize=3, label=label, **line)
+                axes.errorbar(x, mean, _errors(levels), capsize=3, label=label, **line)
                 label = "_nolegend_"
     _draw_references(axes, curves.references(result), len(result.series))
     for curve, mark in zip(curves.published(result), itertools.cycle(_PUBLISHED_MARKS), strict=False):
         x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
         axes.plot(x, mean, mark, color="black", markersize=9, markeredgewidth=1.4, zorder=4, label=curve.name)
         finite += x
-    _scale(axes, finite, log_ratio=3.0)
-    if any(math.isinf(level.x) for curve in drawn for level in curve.levels):
+    infinite = any(math.isinf(level.x) for curve in drawn for level in curve.levels)
+    if infinite:
         axes.set_xscale("log")
+    _scale(axes, finite, log_ratio=1.0 if infinite else 3.0)
+    if infinite:
         _mark_infinity(axes, "x", infinity, max(finite))
-    axes.set(xlabel="ε (proven unless stated otherwise)", ylabel="test accuracy [%]")
+    axes.set(xlabel="ε (proven unless stated otherwise)")
+    _accuracy_axis(axes, drawn, result)
     _legend(axes)
     return figure
 
@@ -381,6 +387,25 @@ def _draw_references(axes: Axes, references: Sequence[Curve], first: int) -> Non
             axes.axhspan(*ends, color=colour, alpha=0.12, linewidth=0)
 
 
+def _errors(levels: Sequence[Level]) -> list[float] | None:
+    """Return the standard errors, or None if every level is one seed, which has none."""
+    return [level.error for level in levels] if any(level.n > 1 for level in levels) else None
+
+
+def _accuracy_axis(axes: Axes, drawn: Sequence[Curve], result: SweepResult) -> None:
+    """Label the axis of accuracies, and mark chance: as a line if a curve comes near it, else in the label."""
+    chance, label = curves.chance(result), "test accuracy [%]"
+    if chance is not None:
+        near = min(level.mean for curve in drawn for level in curve.levels) < _NEAR_CHANCE * chance
+        if near:
+            axes.axhline(
+                chance, color="0.4", linestyle=(0, (1, 2)), linewidth=1.2, label=f"chance, {chance:.3g} %"
+            )
+        else:
+            label += f"; chance is {chance:.3g}"
+    axes.set(ylabel=label)
+
+
 def _noise_axis(axes: Axes, drawn: Sequence[Curve], key: str) -> None:
     """Label the lower axis in the key's unit; for a temperature, the upper one with the noise that it gives."""
     levels = {level.x: level for curve in drawn for level in curve.levels}
@@ -420,6 +445,14 @@ def _mark_infinity(axes: Axes, side: str, infinity: float, largest: float) -> No
     line(math.sqrt(infinity * largest), color="0.5", linewidth=0.8, linestyle=(0, (2, 3)))
     low = axis.get_view_interval()[0]
     ticks = [tick for tick in axis.get_ticklocs() if low <= tick <= largest]
+    if len(ticks) < 2 and low > 0:  # less than a decade, in which the usual ticks lie outside
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(largest)) + 1)
+        ticks = [
+            m * 10.0**power
+            for power in powers
+            for m in (1, 1.5, 2, 3, 5, 7)
+            if low <= m * 10.0**power <= largest
+        ]
     axis.set_ticks([*ticks, infinity], labels=[*(_power(tick) for tick in ticks), "∞"])
     axis.set_minor_locator(NullLocator())
 

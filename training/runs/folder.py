@@ -18,6 +18,7 @@ from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
+from opusim.tables import html_table
 from opusim.training.config.run import RunConfig, stored_config
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import (
@@ -486,6 +487,38 @@ def facts_equal(left: Any, right: Any) -> bool:
     return bool(json.loads(json.dumps(left)) == json.loads(json.dumps(right)))
 
 
+pandas = plugins.Deferred("pandas")
+
+
+class Metrics(list[dict[str, Any]]):
+    """The metrics of a run: one mapping per epoch. A notebook shows them as a table."""
+
+    def frame(self) -> Any:
+        """Return them as a pandas.DataFrame, one row per epoch, whose index is the epoch.
+
+        Raises:
+            ModuleNotFoundError: pandas is missing.
+        """
+        frame = pandas.DataFrame(list(self)).drop(columns="schema_version", errors="ignore")
+        return frame.set_index("epoch") if "epoch" in frame else frame
+
+    def _repr_html_(self) -> str:
+        columns = [
+            name
+            for name in dict.fromkeys(key for record in self for key in record)
+            if name != "schema_version"
+        ]
+        rows = [[_short(record.get(name, "")) for name in columns] for record in self]
+        return html_table(columns, rows)
+
+
+def _short(value: object) -> str:
+    """Return a figure to four digits, and figures of a list each."""
+    if isinstance(value, list):
+        return " ".join(map(_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 class StoredRun:
     """What a run folder holds of a run besides its parameters: what reports need, and neither torch nor user code.
 
@@ -509,9 +542,9 @@ class StoredRun:
         return found
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One mapping per epoch, as in `metrics.jsonl`."""
-        return self.folder.read_metrics()
+    def metrics(self) -> Metrics:
+        """One mapping per epoch, as in `metrics.jsonl`; `metrics.frame()` has them as a DataFrame."""
+        return Metrics(self.folder.read_metrics())
 
     @property
     def guarantees(self) -> list[Guarantee]:

@@ -16,26 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from opusim.plugins import Deferred
+from opusim.tables import Shown
 from opusim.training.config.run import LossName
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, is_import_path
 from opusim.training.data import Dataset, Split
 from opusim.training.data.arrays import RecordForm, standardised
 from opusim.training.data.catalogue import bits_per_byte, build_dataset
 from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from opusim.training.data.formats import read_arrays
+from opusim.training.data.formats import read_npz
 from opusim.training.data.public_maps import map_from_facts
-from opusim.training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
+from opusim.training.data.tables import (
+    Frame,
+    as_arrays,
+    feature_array,
+    is_frame,
+    read_records,
+    table_of,
+)
 from opusim.training.errors import DataError
 from opusim.training.networks.base import Network
 from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.record_independence import preserved_state
 from opusim.training.networks.user_code import (
     load_object,
+    records_of,
     require_importable,
     require_trusted,
     warn_if_changed,
 )
 from opusim.training.runs.checkpoints import copy_parameters, read_checkpoint
+from opusim.training.runs.drawing import LineChart, learning_curves
 from opusim.training.runs.folder import RunFolder, StoredRun, newest_checkpoint
 from opusim.training.runs.storage import read_array
 
@@ -92,7 +102,7 @@ def _evaluated(model: nn.Module | Network) -> Iterator[tuple[Callable[[Tensor], 
         yield own[1:]
 
 
-class Run(StoredRun):
+class Run(Shown, StoredRun):
     """A run and its model.
 
     Attributes:
@@ -122,25 +132,22 @@ class Run(StoredRun):
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
 
-    def __repr__(self) -> str:
-        """Return the folder, the trainer, the network, the data, the steps and the newest figures."""
+    def _shown(self) -> dict[str, object]:
         figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
-        shown = [
-            f"{name}={figures[name]:.4g}"
+        names = [
+            f"{part}_{name}"
             for part in ("test", "validation")
-            for name in (f"{part}_accuracy", f"{part}_rmse", f"{part}_r2", f"{part}_bits_per_token")
-            if name in figures
+            for name in ("accuracy", "rmse", "r2", "bits_per_token")
         ]
         state = "finished" if self.folder.finished else "unfinished"
-        parts = [
-            f"{str(self.folder.path)!r}",
-            f"trainer={self.config.trainer.kind!r}",
-            f"model={type(self.model).__name__}",
-            f"data={str(self.facts['data']['name'])!r}",
-            f"step={self.step} ({state})",
-            *shown,
-        ]
-        return f"Run({', '.join(parts)})"
+        return {
+            "folder": repr(str(self.folder.path)),
+            "trainer": repr(self.config.trainer.kind),
+            "model": type(self.model).__name__,
+            "data": repr(str(self.facts["data"]["name"])),
+            "step": f"{self.step} ({state})",
+            **{name: f"{figures[name]:.4g}" for name in names if name in figures},
+        }
 
     def predict(self, x: np.ndarray | Tensor | Frame) -> np.ndarray | Tensor:
         """Predict the classes of records, or what else the run was trained to predict.
@@ -150,9 +157,9 @@ class Run(StoredRun):
                 (n, c, h, w), tokens (n, T), or a DataFrame with the columns of the training records.
 
         Returns:
-            By data.target: class numbers, shape (n,), int64; tokens, shape (n, T), int64; real numbers, shape (n, k),
-            float32; whether each label holds, shape (n, k), bool. torch for torch input, else numpy. If the labels
-            were strings, `classes` names the numbers: ``np.array(run.classes)[run.predict(x)]``.
+            By data.target: classes, shape (n,), as they were given to training, whole numbers (int64) or strings;
+            tokens, shape (n, T), int64; real numbers, shape (n, k), float32; whether each label holds, shape (n, k),
+            bool. torch for torch input, else numpy; torch has no strings, so that its numbers count `classes`.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
@@ -164,7 +171,9 @@ class Run(StoredRun):
             found = outputs.argmax(dim=-1)
         elif self.form.target == "labels":
             found = outputs > 0
-        return found if isinstance(x, Tensor) else found.numpy()
+        if isinstance(x, Tensor):
+            return found
+        return np.array(self.classes)[found.numpy()] if self.classes else found.numpy()
 
     def evaluate(
         self, x: np.ndarray | Tensor | Frame | None = None, y: np.ndarray | Tensor | None = None
@@ -193,6 +202,22 @@ class Run(StoredRun):
             records = self.form.records(x, y)
         split = Split(self._prepared(records.x), records.y)
         return evaluate_split(self._network, split, self.config.loss, self.form.target)
+
+    def plot(self) -> LineChart:
+        """Return the learning curve: a notebook draws it, and ``run.plot().svg()`` is the content of a file.
+
+        It shows the run's main figure on validation records, or on training records if none were held out.
+
+        Raises:
+            ValueError: There are no metrics, as in release mode and before the first epoch has ended.
+        """
+        chart = learning_curves([self], [self.config.trainer.kind])
+        if chart is None:
+            raise ValueError(
+                f"run {self.folder.path} has no metrics to draw; release mode keeps none, and others have some after "
+                "an epoch"
+            )
+        return chart
 
     def put_on_device(self, device: str | Path, *, after_s: float = 0.0, seed: int = 0) -> DeviceModel:
         """Let the model's products run on programmable devices from now on; see `opusim.convert`.
@@ -303,7 +328,8 @@ def evaluate_run(
     Args:
         path: The run folder.
         data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
-            ``text:PATH``), all of whose records are used; None takes the run's own test records.
+            ``npz:PATH``, ``folder:PATH``, ``text:PATH``), all of whose records are used; None takes the run's own test
+            records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
         trust_code: See `load_run`.
         device: Name or path of a programmable device that the model's products run on, or None for digital ones.
@@ -358,18 +384,21 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)
     own = run.config.data
-    if options.file_kind in ("csv", "parquet"):
+    if options.is_own and options.name != OWN_ARRAYS:
         # a file, or that of the run's own data.test if the file is the one that it was trained on
-        path = options.file
-        if options.name == own.name:
-            if own.test is None:
-                raise DataError(
-                    f"run {run.folder.path} has no test records; give some with --data {options.file_kind}:PATH, or "
-                    "train with data.test"
-                )
-            path = Path(own.test)
-        frame = read_frame(path, options)
-        return path.name, len(frame), run.evaluate(frame)
+        if options.name == own.name and own.test is None:
+            raise DataError(
+                f"run {run.folder.path} has no test records; give some with --data {options.file_kind or 'npz'}:PATH, "
+                "or train with data.test"
+            )
+        if options.factory is not None:
+            records = records_of(options.factory)
+            x, y = (records, None) if is_frame(records) else as_arrays(records, "data")[:2]
+            return options.name, len(x), run.evaluate(x, y)
+        path = Path(str(own.test)) if options.name == own.name else options.file
+        records = read_records(path, options)
+        x, y = (records, None) if is_frame(records) else records[:2]
+        return path.name, len(x), run.evaluate(x, y)
     dataset, part = _other_records(run, name)
     split = getattr(dataset, part)
     figures = run.evaluate(split.x, split.y)
@@ -420,15 +449,3 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             else f"data set {name} has no test records; give some with --arrays FILE.npz"
         )
     return dataset, "test"
-
-
-def read_npz(
-    path: Path,
-) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
-
-    Raises:
-        DataError: The file cannot be read, or holds other arrays.
-    """
-    x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
-    return (x, y, ids[0]) if ids else (x, y)

@@ -6,6 +6,8 @@ twice. `run_sweep` calls it for every point that has no row yet.
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import time
 from collections import Counter
@@ -25,11 +27,10 @@ from opusim.plugins import FOREIGN_ERRORS
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import DataConfig, SplitRule, is_import_path
 from opusim.training.data import Dataset
-from opusim.training.data.catalogue import build_dataset
 from opusim.training.engine.plan import Forecast, RunPlan
 from opusim.training.engine.session import train_on
 from opusim.training.errors import FolderBusy, RunInterrupted, SweepStopped
-from opusim.training.networks.user_code import require_trusted
+from opusim.training.networks.user_code import named_dataset, require_trusted
 from opusim.training.runs.cluster import connected
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import load_run
@@ -176,9 +177,8 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     folder = RunFolder(run_path)
     started = time.perf_counter()
     try:
-        names_code = is_import_path(config.model.name) or is_import_path(
-            config.loss
-        )  # the sweep itself names it
+        named = (config.model.name, config.loss, config.data.factory or "")  # by the sweep itself
+        names_code = any(is_import_path(name) for name in named)
         run = None
         while run is None and not folder.finished:
             try:
@@ -203,10 +203,32 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     return row
 
 
+def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path) -> Row:
+    """Make one run on a worker of a cluster in the folder of the command, to which names of files are relative.
+
+    Args:
+        here: That folder; the worker stays there.
+        config: See `run_point`.
+        run_path: See `run_point`.
+        row_path: See `run_point`.
+
+    Raises:
+        SweepStopped: The worker does not see the folder.
+    """
+    try:
+        os.chdir(here)
+    except OSError as error:
+        raise SweepStopped(
+            f"a worker on {socket.gethostname()} cannot enter {here} ({error.strerror}), from which the sweep was "
+            "started; start it in a folder that every worker sees"
+        ) from error
+    return run_point(config, run_path, row_path)
+
+
 @lru_cache(maxsize=1)
 def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """Load a data set once per process for consecutive runs."""
-    return build_dataset(options, split)
+    return named_dataset(options, split)
 
 
 def _here(points: Sequence[Point], folder: SweepFolder, jobs: int) -> Generator[Row, None, None]:
@@ -223,7 +245,8 @@ def _on_cluster(
     with connected(address, patience_s=patience_s) as client:
         from distributed import as_completed  # an extra, which `connected` found
 
-        runs = [client.submit(run_point, *_arguments(point, folder), pure=False) for point in points]
+        here = Path.cwd()
+        runs = [client.submit(run_in, here, *_arguments(point, folder), pure=False) for point in points]
         for done in as_completed(runs):
             yield done.result()
 

@@ -29,7 +29,7 @@ from opusim.training.config.run import RunConfig, load_config
 from opusim.training.config.sections import Section
 from opusim.training.data.catalogue import CATALOGUE
 from opusim.training.errors import RunFolderError
-from opusim.training.runs.folder import AUDIT_FILE
+from opusim.training.runs.folder import AUDIT_FILE, RunFolder
 from opusim.training.runs.run import Run, evaluate_run
 from opusim.training.runs.storage import StoredGuarantee, read_record, write_record
 
@@ -235,7 +235,8 @@ def _resolved(fixed: Mapping[str, Any], changes: Mapping[str, Any], place: str) 
             raise ConfigError(place, error.key, error.reason) from error
         # the keys of a device description stand under `device` in a configuration
         raise ConfigError(place, f"device.{error.key}", f"{error.file}: {error.reason}") from error
-    if config.data.name not in CATALOGUE and config.data.file_kind is None:
+    named = config.data.file_kind is not None or config.data.factory is not None
+    if config.data.name not in CATALOGUE and not named:
         known = ", ".join(CATALOGUE)
         raise ConfigError(place, "data.name", f"{config.data.name!r} is not known; take {known}")
     return config
@@ -533,6 +534,17 @@ def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
         if any(math.isfinite(level.x) for curve in found for level in curve.levels):
             curves += found
     return curves
+
+
+def chance(result: SweepResult) -> float | None:
+    """Accuracy in percent of guessing among the classes, from the folder of a run; None if no run tells it."""
+    for name in [*result.series, *result.references]:
+        for _, row in result.finished(name):
+            folder = RunFolder(result.folder.path / "runs" / row.identity)
+            if folder.started:
+                data = folder.read_facts()["data"]
+                return 100 / data["n_classes"] if data.get("target", "class") == "class" else None
+    return None
 
 
 def published(result: SweepResult) -> list[Curve]:

@@ -138,3 +138,24 @@ def test_unknown_names_and_paths_are_told() -> None:
 def test_a_temperature_outside_the_sensors_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"noise.temperature_law: temperature_c = 90: must lie between"):
         load_description("gaussian_temperature", {"noise": {"temperature_law": {"temperature_c": 90.0}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "part", "bits", "also"),
+    [
+        ("camera", "camera", "sensor", "adc_bits", ()),
+        ("pcm", "crossbar", "converter", "adc_bits", ("adc_bound",)),
+        ("pcm", "crossbar", "converter", "dac_bits", ()),
+    ],
+)
+def test_a_converter_of_0_bits_is_left_out(
+    name: str, section: str, part: str, bits: str, also: tuple[str, ...]
+) -> None:
+    found = load_description(name, {section: {part: {bits: 0}}})
+    assert found == load_description(name, {section: {part: dict.fromkeys((bits, *also))}})
+    held = getattr(getattr(found, section), part)
+    assert [getattr(held, key) for key in (bits, *also)] == [None] * (1 + len(also))
+    assert load_description(name) != found
+    for wrong in (-1, True, 0.0):
+        with pytest.raises(ConfigError, match=bits):
+            load_description(name, {section: {part: {bits: wrong}}})

@@ -12,6 +12,7 @@ from opusim.description.section import (
     described_fields,
     first_problem,
     flat,
+    meant_by,
     merged,
     nested,
 )
@@ -77,7 +78,7 @@ def problem(content: Any, model: type[BaseModel] = Whole) -> str:
         ({"count": {"a": 1}}, "x.toml: count: is one value, not a section; give a value"),
         (
             {"inner": 3},
-            "x.toml: inner: is a section, not one value; give its keys instead of 3, such as {'kind': ...}",
+            "x.toml: inner: is a section, not one value; give its keys instead of 3, such as width = 3",
         ),
         (
             {"inner": object()},
@@ -140,3 +141,21 @@ def test_mappings_are_merged_nested_and_flattened() -> None:
     assert flat({"a": {"b": 1, "c.d": 2}}) == {"a.b": 1, "a.c.d": 2}
     with pytest.raises(ConfigError, match="more than 64 parts"):
         nested(".".join("a" * 65), 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("PDFA", ("pdfa", "bp"), "pdfa"),
+        ("dp-sgd", ("record", "none"), "record"),
+        ("Learning-Rate", ("lr", "momentum"), "lr"),
+        ("batchsize", ("batch_size", "scheme"), "batch_size"),
+        ("sgd", ("sgd", "adam"), "sgd"),  # the word itself stands here
+        ("noise", ("device", "data"), "device.noise"),
+        ("noise", ("noise", "device"), "noise"),
+        ("learning_rate", ("momentum",), None),
+        ("whatever", ("lr", "momentum"), None),
+    ],
+)
+def test_words_of_other_tools_are_understood(word: str, known: tuple[str, ...], meant: str | None) -> None:
+    assert meant_by(word, known) == meant

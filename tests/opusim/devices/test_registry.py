@@ -9,6 +9,7 @@ from opusim.devices.kinds import capabilities_of, device_kinds, devices_that, re
 from opusim.devices.registry import list_devices, open_device
 from opusim.devices.simulated import IdealDevice
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
+from opusim.tables import html_table
 from tests.support.packages import install
 
 
@@ -31,6 +32,32 @@ def mirror_file(folder: Path, kind: str) -> Path:
 def test_packaged_devices_are_listed() -> None:
     assert [entry.name for entry in list_devices()] == list(packaged_names())
     assert {"gaussian", "ideal"} <= set(device_kinds())
+
+
+def test_devices_and_their_noise_show_themselves_briefly() -> None:
+    """A notebook shows what stands last in a cell; a camera's noise had thousands of numbers."""
+    listed = list_devices()
+    assert len(repr(listed)) < 4000
+    assert listed == tuple(listed)
+    assert listed._repr_html_().count("<tr>") == 1 + len(listed)
+    for description in listed:
+        assert description.name in repr(listed)
+        assert len(repr(description)) < 250
+        assert str(description) == repr(description)
+    with open_device("camera", n_inputs=8, n_outputs=64, seed=1) as device:
+        assert repr(device) == (
+            "CameraDevice(name='camera', n_inputs=8, n_outputs=64, can=draw intensities matrix project, "
+            f"mode=experiment, frames={device.usage.frames})"
+        )
+        assert repr(device.noise).startswith("PhotonCountNoise(law=Poisson counts, rates between 0.05 and")
+        assert len(repr(device.noise)) < 120
+        assert "<td style" in device.noise._repr_html_()
+    assert repr(device).endswith("state=closed)")
+
+
+def test_what_is_shown_in_a_notebook_is_text() -> None:
+    assert "&lt;script&gt;" in html_table(("<b>",), [("<script>",)])
+    assert "<script>" not in html_table(("<b>",), [("<script>",)])
 
 
 def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,8 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.gain=-0.1", "trainer.gain.*at least 0, got -0.1"),
         ("batch_size=4", "batch_size: unknown key; did you mean 'sampler.batch_size'?"),
         ("epochs=1.5", "epochs: must be a valid integer, got 1.5; the default is 15"),
-        ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; known are 'bp', 'convex', 'dfa'"),
+        ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; did you mean 'bp'?"),
+        ("trainer.kind=forest", "trainer.kind: 'forest' is no trainer; known are 'bp', 'convex', 'dfa'"),
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
         ("protection={kind='label-budget'}", "protection.kind: 'label-budget' was dropped; take"),
@@ -179,6 +180,8 @@ def test_settings_are_read_as_toml_or_words() -> None:
     assert parse_setting("a.b=1.5") == {"a": {"b": 1.5}}
     assert parse_setting("a=[1, 2]") == {"a": [1, 2]}
     assert parse_setting("a=word") == {"a": "word"}
+    assert parse_setting("a=256,1e2, -0.5") == {"a": [256, 100.0, -0.5]}
+    assert parse_setting("a=x,1") == {"a": "x,1"}
     assert parse_setting('a="1.5"') == {"a": "1.5"}
 
 
@@ -190,3 +193,10 @@ def test_every_option_has_a_meaning() -> None:
     rows = key_rows()
     assert {"epochs", "trainer.tau_b", "optimizer.lr", "device.name"} <= {key for key, _, _ in rows}
     assert all(meaning for _, _, meaning in rows)
+
+
+def test_the_name_of_a_trainer_is_no_file() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is a trainer and no file; write config=\{'trainer': \{'kind': 'pdfa'\}\}"
+    ):
+        load_config("pdfa")

@@ -25,11 +25,12 @@ from opusim.training.attacks.run_audit import audit_run
 from opusim.training.config.run import load_config
 from opusim.training.data import Dataset, Split, from_arrays
 from opusim.training.data.dataset import Standardisation
+from opusim.training.data.formats import read_npz
 from opusim.training.data.samplers import PoissonSampler
 from opusim.training.engine.plan import RunPlan, build_sampler, load_data, with_own_inputs
 from opusim.training.errors import RunFolderError, RunInterrupted
 from opusim.training.reports.run_report import write_report
-from opusim.training.runs.run import load_run, read_npz
+from opusim.training.runs.run import load_run
 from opusim.training.sweeps.execution import run_point
 from opusim.training.zeroth_order.step_log import read_header
 

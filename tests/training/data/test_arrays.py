@@ -271,7 +271,7 @@ class TestDigits:
     [
         ("minst", "; did you mean 'mnist'"),
         ("Fashion_MNIST", "; did you mean 'fashion-mnist'"),
-        ("iris.csv", "csv:PATH, parquet:PATH, text:PATH; did you mean 'csv:iris.csv'"),
+        ("iris.csv", ", or package.module:function; did you mean 'csv:iris.csv'"),
         ("imagenet", ""),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -11,16 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from scipy import sparse
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import opusim
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.config import load_config
+from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset, from_arrays
 from opusim.training.data import arrays as arrays_module
+from opusim.training.data import formats as formats_module
 from opusim.training.data import tables as tables_module
+from opusim.training.data.catalogue import build_dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
 from opusim.training.errors import DataError, RunFolderError
@@ -28,6 +33,7 @@ from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_run
 
 pandas = pytest.importorskip("pandas")
+pil = pytest.importorskip("PIL.Image")
 RNG = np.random.default_rng(0)
 SPECIES = np.array(["setosa", "virginica", "versicolor"])[np.arange(40) % 3]
 FRAME = pandas.DataFrame(
@@ -51,6 +57,30 @@ def _command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
+
+
+class _Pairs(torch.utils.data.Dataset[Any]):
+    """Records of a list, with fresh noise each time they are asked for if there is any."""
+
+    def __init__(self, pairs: Any, noise: float = 0.0) -> None:
+        self._pairs, self._noise = pairs, noise
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        record = self._pairs[index]
+        return (record[0] + self._noise * torch.randn(record[0].shape), record[1]) if self._noise else record
+
+
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def _saved(folder: Path) -> Path:
+    np.savez(folder / "saved.npz", x=np.eye(4), y=np.arange(4) % 2)
+    return folder / "saved.npz"
 
 
 class TestFrames:
@@ -89,6 +119,11 @@ class TestFrames:
         numbers = _load(FRAME.assign(species=np.arange(40) % 2 + 5), classes=["5", "6"])
         assert (numbers.n_classes, sorted(set(numbers.train.y.tolist()))) == (2, [0, 1])
 
+    def test_a_numbered_column_is_named_by_its_number(self) -> None:
+        frame = FRAME.drop(columns="species").set_axis([0, 1, 2], axis=1)
+        assert _load(frame, label=2).columns == ("0", "1")
+        assert _load(frame, label=[0, np.int64(1)], target="real").columns == ("2",)
+
     def test_several_columns_are_numbers_or_labels(self) -> None:
         real = _load(FRAME.drop(columns="species"), label=["length", "count"], target="real")
         assert (real.target, real.n_classes, real.columns) == ("real", 2, ("wild",))
@@ -109,7 +144,7 @@ class TestFrames:
                 FRAME.assign(city="x"),
                 None,
                 "species",
-                "column 'city' of data holds str, and features are numbers",
+                "column 'city' of data holds 'x' in row 0 counted from 0, and features are numbers",
             ),
             (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
             (
@@ -130,7 +165,7 @@ class TestFrames:
                 "species",
                 "column 'species' of data lacks 2 of 40 values",
             ),
-            (FRAME, None, "length", "column 'species' of data holds str"),
+            (FRAME, None, "length", "column 'species' of data holds 'setosa' in row 0"),
             (FRAME.drop(columns="species"), None, "length", "set data.target = 'real'"),
             (FRAME, FRAME.drop(columns="wild"), "species", "test has no column 'wild'"),
             (FRAME, FRAME.assign(z=1), "species", "test has a column 'z', which the training records lack"),
@@ -191,9 +226,44 @@ class TestOtherForms:
         assert fingerprint(data.train) == fingerprint(_load((x, y), label=None).train)
         assert data.record_shape == (1, 4, 4)
 
+    def test_a_data_set_of_torch_is_read_once(self) -> None:
+        x, y = torch.randn(20, 1, 4, 4), torch.arange(20) % 3
+        pairs = [(image, int(label)) for image, label in zip(x, y, strict=True)]
+        whole = fingerprint(_load((x, y), label=None).train)
+        for data in (
+            _Pairs(pairs),
+            Subset(_Pairs([*pairs, pairs[0]]), range(20)),
+            ConcatDataset([_Pairs(pairs)]),
+        ):
+            found = _load(data, _Pairs(pairs), label=None)
+            assert (fingerprint(found.train), found.record_shape) == (whole, (1, 4, 4))
+            assert found.test is not None
+        named = _load(_Pairs([(image.numpy(), "ab"[label % 2]) for image, label in pairs]), label=None)
+        assert named.classes == ("a", "b")
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (lambda: DataLoader(_Pairs([(torch.ones(2), 1)])), "give data=loader.dataset, and its batch size as samp"),
+            (_Stream, "got _Stream; a run draws records by their numbers, which it has not"),
+            (lambda: _Pairs([]), "data = _Pairs: is empty"),
+            (lambda: _Pairs([(torch.ones(2), 0), (torch.ones(3), 1)]), "record 1 has shapes (3,) and (), record 0"),
+            (lambda: _Pairs([(object(), 1)]), "data: record 0 is (object, int), and must be (x, y), x a tensor"),
+            (lambda: _Pairs([torch.ones(2)]), "data: record 0 is (Tensor), and must be (x, y)"),
+            (lambda: _Pairs([(torch.ones(2), 1)] * 3, noise=0.1), "gives another record 0 each time, as a random"),
+            (lambda: "flowers.csv", "name files and known data sets in the configuration: config={'data': {"),
+            (lambda: [np.ones((3, 2)), np.ones(3)], "got list; give data=(x, y)"),
+            (lambda: (FRAME[["count"]], FRAME["count"]), "torch tensor, got DataFrame: use numpy.asarray(x)"),
+            (lambda: (sparse.csr_matrix(np.eye(3)), np.arange(3)), "got csr_matrix: use x.toarray()"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_array_of_records_has_a_remedy(self, data: Any, message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            _load(data(), label=None)
+
     def test_other_forms_are_refused(self) -> None:
         with pytest.raises(
-            TypeError, match=r"data must be \(x, y\), a TensorDataset, a DataFrame or a Dataset"
+            TypeError, match=r"data must be \(x, y\), a TensorDataset or another Dataset of torch"
         ):
             _load([1, 2], label=None)
         with pytest.raises(ConfigError, match="data.label: species names a column of a table"):
@@ -252,9 +322,12 @@ class TestRuns:
         shuffled = FRAME[["species", "wild", "length", "count"]]
         assert run.summary is not None
         assert run.evaluate(shuffled)["accuracy"] == run.summary["test_accuracy"]
-        numbers = run.predict(shuffled.drop(columns="species"))
-        found = np.mean(np.array(run.classes)[numbers] == SPECIES)
-        assert found == run.summary["test_accuracy"]
+        names = run.predict(shuffled.drop(columns="species"))
+        assert np.mean(names == SPECIES) == run.summary["test_accuracy"]
+        features = FRAME[list(run.columns)].to_numpy(dtype="float64")
+        numbers = run.predict(torch.from_numpy(features))
+        assert np.array_equal(np.array(run.classes)[numbers], names)
+        assert np.array_equal(run.predict(features), names)
 
     @pytest.mark.parametrize("kind", ["csv", "parquet"])
     def test_the_commands_read_files(
@@ -291,6 +364,48 @@ class TestRuns:
             FRAME.assign(count=1).to_csv(train, index=False)
             with pytest.raises(RunFolderError, match="was trained on other data"):
                 RunPlan.stored(RunFolder(folder))
+
+    @pytest.mark.parametrize("kind", ["npz", "folder"])
+    def test_arrays_and_images_are_read_from_files(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pixels = np.random.default_rng(1).integers(0, 256, size=(40, 5, 4, 3), dtype=np.uint8)
+        x = pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255
+        for name in ("train", "test"):
+            if kind == "npz":
+                np.savez(tmp_path / f"{name}.npz", x=x, y=SPECIES)
+                continue
+            for number, (image, species) in enumerate(zip(pixels, SPECIES, strict=True)):
+                (tmp_path / name / species).mkdir(parents=True, exist_ok=True)
+                pil.fromarray(image).save(tmp_path / name / species / f"{number:02}.png")
+        ending = ".npz" if kind == "npz" else ""
+        monkeypatch.chdir(tmp_path)
+        options = DataConfig(name=f"{kind}:train{ending}", test=f"test{ending}")
+        data = build_dataset(options)
+        order = np.arange(40) if kind == "npz" else np.argsort(SPECIES, kind="stable")
+        same = from_arrays(x[order], SPECIES[order], validation_fraction=0.1, split_seed=0)
+        assert fingerprint(data.train) == fingerprint(same.train)
+        assert (data.record_shape, data.classes, data.name) == ((3, 5, 4), same.classes, options.name)
+        lines = [
+            part for line in ("sampler.batch_size=5", f"data.test=test{ending}") for part in ("--set", line)
+        ]
+        _command(monkeypatch, "train", "bp", "--data", options.name, "--epochs", 1, "--out", "run", *lines)
+        summary = json.loads(Path("run/summary.json").read_text())
+        capsys.readouterr()
+        _command(monkeypatch, "evaluate", "run", "--json")
+        own = json.loads(capsys.readouterr().out)
+        assert (own["data"], own["records"], own["accuracy"]) == (
+            f"test{ending}",
+            40,
+            summary["test_accuracy"],
+        )
+        assert evaluate_run(Path("run"), data=f"{kind}:test{ending}") == own
+        private = CONFIG | {
+            "protection": {"kind": "record", "noise_multiplier": 1.0},
+            "data": {"name": options.name},
+        }
+        with pytest.raises(NoGuarantee, match="data.classes is missing"):
+            opusim.train(private, folder=tmp_path / "private")
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
         protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
@@ -367,7 +482,7 @@ class TestFiles:
         refused = {
             "csv:none.csv": "none.csv cannot be read (No such file or directory)",
             "csv:empty.csv": "empty.csv is no csv file with a table",
-            "csv:binary.csv": "binary.csv is no csv file with a table",
+            "csv:binary.csv": "binary.csv is no text in UTF-8",
             "parquet:a.csv": "a.csv is no parquet file with a table",
         }
         monkeypatch.chdir(tmp_path)
@@ -378,10 +493,117 @@ class TestFiles:
         with pytest.raises(DataError, match="more than the limit of 100"):
             load_data(load_config({"data": {"name": "csv:a.csv", "label": "species"}}), None)
 
+    def test_ids_of_a_file_hold_records_out(self, tmp_path: Path) -> None:
+        x, ids = RNG.normal(size=(40, 2)), np.arange(40) // 4
+        np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 2, ids=ids)
+        data = build_dataset(DataConfig(name=f"npz:{tmp_path}/a.npz", validation_fraction=0.5))
+        same = _load((x, np.arange(40) % 2, ids), label=None, validation_fraction=0.5)
+        assert (data.split, fingerprint(data.train)) == ("id", fingerprint(same.train))
+
+    def test_images_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
+        root = tmp_path / "images"
+
+        def refused(message: str) -> None:
+            with pytest.raises(DataError, match=message):
+                build_dataset(DataConfig(name=f"folder:{root}"))
+
+        refused("images cannot be read .No such file or directory.; check the path")
+        (root / "cat").mkdir(parents=True)
+        refused(r"holds no images as CLASS/NAME.png; put those of each class into a folder")
+        for name, mode in (("a", "L"), ("b", "1")):
+            pil.new(mode, (4, 3)).save(root / "cat" / f"{name}.png")
+        (root / "dog").mkdir()
+        pil.new("L", (4, 3), 255).save(root / "dog" / "a.bmp")
+        grey = build_dataset(DataConfig(name=f"folder:{root}", validation_fraction=0))
+        assert (grey.record_shape, sorted(grey.train.x[:, 0].tolist())) == ((1, 3, 4), [0.0, 0.0, 1.0])
+        pil.new("RGB", (4, 3), (255, 0, 0)).save(root / "dog" / "b.png")
+        colour = build_dataset(DataConfig(name=f"folder:{root}", validation_fraction=0))
+        assert colour.record_shape == (3, 3, 4)
+        pil.new("L", (5, 3)).save(root / "dog" / "c.png")
+        refused(r"c.png has 5 x 3 pixels and .*a.png 4 x 3; bring all images to one size")
+        pil.new("I;16", (4, 3)).save(root / "dog" / "c.png")
+        refused("c.png has pixels of more than 8 bits")
+        (root / "dog" / "c.png").write_bytes(b"no image")
+        refused("c.png is no readable image")
+        with pytest.raises(ValueError, match=f"did you mean 'folder:{root}'"):
+            build_dataset(DataConfig(name=str(root)))
+        with pytest.raises(ConfigError, match="data.label: y names a column of a table"):
+            build_dataset(DataConfig(name=f"npz:{_saved(tmp_path)}", label=("y",)))
+
     def test_tabs_separate_the_columns_of_a_tsv(self, tmp_path: Path) -> None:
         FRAME.to_csv(tmp_path / "a.tsv", sep="\t", index=False)
         data = load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.tsv", "label": "species"}}), None)
         assert data.columns == ("length", "count", "wild")
+
+    @pytest.mark.parametrize(
+        ("name", "separator", "encoding"),
+        [
+            ("a.csv", ";", "utf-8-sig"),
+            ("a.csv", "|", "utf-8"),
+            ("a.csv", "\t", "utf-16"),
+            ("a.csv.gz", ",", "utf-8"),
+            ("a.csv", ";", "gzip"),
+        ],
+    )
+    def test_separator_encoding_and_compression_are_found(
+        self, tmp_path: Path, name: str, separator: str, encoding: str
+    ) -> None:
+        frame = FRAME.rename(columns={"length": "length, in cm|m"})
+        text = frame.to_csv(sep=separator, index=False)
+        packed = name.endswith(".gz") or encoding == "gzip"
+        content = gzip.compress(text.encode()) if packed else text.encode(encoding)
+        (tmp_path / name).write_bytes(content)
+        data = load_data(load_config({"data": {"name": f"csv:{tmp_path / name}", "label": "species"}}), None)
+        assert data.columns == ("length, in cm|m", "count", "wild")
+        assert fingerprint(data.train) == fingerprint(_load(FRAME).train)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("a,a,y\n1,2,0\n3,4,1\n", "has several columns of the name 'a'; rename or drop them"),
+            ("a,b,y\n1,2,0\n?,4,1\n", "column 'a' of {} lacks 1 of 2 values, the first in row 1"),
+            (
+                "a,b,y\n1,2,0\n3,4,1\nx,6,1\n",
+                "'a' of {} holds 'x' in row 2 counted from 0, and features are numbers; "
+                "correct this cell, or drop its row",
+            ),
+            (
+                'a,b,y\n1,2,0\n"1,234.5",4,1\n',
+                "holds '1,234.5' in row 1 counted from 0, and features are numbers; "
+                "write numbers without separators of thousands",
+            ),
+            (
+                "a;b;y\n1,5;2;0\n2,25;4;1\n",
+                "holds '1,5' in row 0 counted from 0, and features are numbers; write "
+                "decimal points instead of commas",
+            ),
+            ("a,b,y\n1,2,0\n3,4,1,9\n", "{} has 4 cells in line 3 and 3 in the lines before; give every row"),
+            (
+                "a,b,y\n1,2,0,9\n3,4,1,9\n",
+                "{} has more cells in each row than names in its header (a, b, y, ...)",
+            ),
+            ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
+            ("PK\x03\x04", "{} is a zip archive, as a spreadsheet is; save the table as CSV"),
+            ("\x1f\x8b broken", "{} is a damaged gzip file"),
+        ],
+    )
+    def test_a_wrong_cell_or_row_is_named_with_its_place(
+        self, tmp_path: Path, text: str, message: str
+    ) -> None:
+        path = tmp_path / "a.csv"
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises((DataError, ValueError), match=re.escape(message.format(path))):
+            load_data(load_config({"data": {"name": f"csv:{path}", "label": "y"}}), None)
+
+    def test_a_file_that_unpacks_to_too_much_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b,y\n" + b"1,2,0\n" * 10_000))
+        monkeypatch.setattr(formats_module, "_TEXT_BYTES_ALLOWED", 1000)
+        with pytest.raises(
+            DataError, match=r"a.csv.gz unpacks to more than [\d,]+ bytes; give the file uncompressed"
+        ):
+            load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv.gz", "label": "y"}}), None)
 
     def test_a_missing_library_is_named_with_its_extra(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,30 @@ def test_numpy_in_numpy_out_torch_in_torch_out(tmp_path: Path) -> None:
     assert torch.equal(run.predict(torch.from_numpy(x)), torch.from_numpy(classes))
 
 
+def test_a_run_shows_its_figures_in_a_notebook(tmp_path: Path) -> None:
+    protected = {**CONFIG, "epochs": 2, "protection": {"kind": "record", "noise_multiplier": 1.0}}
+    protected["data"] = {"n_classes": 3}
+    run = training.train(protected, data=data(), folder=tmp_path / "run")
+    assert len(repr(run.guarantees[0])) < 400
+    assert repr(run.guarantees[0]).startswith(
+        f"Guarantee(epsilon={run.guarantees[0].epsilon:.4g}, delta=1e-05"
+    )
+    assert f'<td style="text-align:left">{run.step} (finished)</td>' in run._repr_html_()
+    chart = run.plot()
+    assert [line.x for line in chart.lines] == [(1, 2)]
+    assert chart._repr_html_() == chart.svg().decode()
+    assert len(repr(chart)) < 100
+    assert run.metrics._repr_html_().count("<tr>") == 3
+    assert run.metrics[-1]["epoch"] == 2
+    pytest.importorskip("pandas")
+    frame = run.metrics.frame()
+    assert list(frame.index) == [1, 2]
+    assert frame["train_loss"].tolist() == [record["train_loss"] for record in run.metrics]
+    released = training.train({**protected, "mode": "release"}, data=data(), folder=tmp_path / "released")
+    with pytest.raises(ValueError, match="has no metrics to draw; release mode keeps none"):
+        released.plot()
+
+
 def test_it_learns_and_generalises(tmp_path: Path) -> None:
     config = {**CONFIG, "epochs": 30, "optimizer": {"lr": 0.05}}
     run = training.train(config, data=data(300), folder=tmp_path)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from benchmarks.bare import feedback_trainer
 from opusim import open_device, training
@@ -301,6 +302,26 @@ def test_keys_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path
             )
 
 
+@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+def test_pruned_weights_stay_pruned(kind: str, tmp_path: Path) -> None:
+    """Their hooks compute the weight that is used: an update of that one would be gone in the next forward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+    for layer in (model[0], model[2]):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    x, y = images()
+    model(torch.from_numpy(x).float().reshape(60, -1))
+    before, mask = model[0].weight_orig.detach().clone(), model[0].weight_mask.clone()
+    config = {**CONFIG, "trainer": {"kind": kind}}
+    run = training.train(config, data=(x.reshape(60, -1), y), model=model, folder=tmp_path / "run")
+    run.predict(x.reshape(60, -1))
+    moved = run.model[0].weight_orig.detach() != before
+    assert bool(moved[mask.bool()].any())
+    assert not bool(run.model[0].weight[~mask.bool()].any())
+    with pytest.raises(TypeError, match="no plain layer, because its weight is computed from other tensors"):
+        FullyConnected(model)
+
+
 @pytest.mark.parametrize("kind", ["pdfa", "tdfa"])
 def test_encodings_of_modules_are_refused_for_fully_connected_networks(kind: str, tmp_path: Path) -> None:
     config = {**CONFIG, "trainer": {"kind": kind, "encoding": "stochastic"}}
@@ -339,6 +360,10 @@ def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
             r"gives \(2, 4\) for two records of shape \(1, 4, 4\)",
         ),
         (Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return only"),
+        (
+            module().double(),
+            r"the module holds torch.float64 and records are torch.float32; give model.float\(\)",
+        ),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -528,7 +553,7 @@ def test_a_run_says_what_it_is_and_that_it_predicts_worse_than_the_mean(
     ]
     shown = repr(found[0])
     assert shown.startswith(
-        f"Run('{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
+        f"Run(folder='{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
     )
     assert f"validation_rmse={found[0].summary['validation_rmse']:.4g}" in shown
     assert found[1].advice is None

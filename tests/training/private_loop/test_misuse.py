@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -257,7 +259,10 @@ REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (outputs_mixed_before_the_criterion, "learns through the criterion of make_private only"),
     (outputs_changed_in_place, "learns through the criterion of make_private only"),
     (a_term_next_to_the_criterion, "learns through the criterion of make_private only"),
-    (backward_twice, "whose gradients were released once"),
+    (
+        backward_twice,
+        "whose gradients were released once; .* for a GAN, give the real and the generated record to one",
+    ),
     (a_second_loss_of_the_batch, "the module ran again on a batch whose gradients were written"),
     (a_loss_of_an_earlier_batch, "belongs to a batch that is over"),
     (evaluation_mode, "evaluation mode"),
@@ -473,6 +478,150 @@ def test_a_module_of_several_arguments_names_the_remedy(tmp_path: Path) -> None:
         x, y = batch_of(loop)
         loop.criterion(loop.module(x, torch.ones(len(x))), y).backward()
         assert not no_gradient(loop.module)
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+Record = dataclasses.make_dataclass("Record", ["x", "y"])
+
+
+def collated(kind: Any) -> Callable[[list[Any]], Any]:
+    """Return a collate function that puts the tensors of a batch into something."""
+    return lambda found: kind(torch.stack([x for x, _ in found]), torch.stack([y for _, y in found]))
+
+
+def test_batches_of_a_class_of_ones_own_are_named_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"returns a Record, whose rows .* or a typing.NamedTuple, whose fields are"
+    ):
+        private_loop(tmp_path, parts(collate_fn=collated(Record)))
+    with private_loop(tmp_path, parts(collate_fn=collated(Point))) as loop:
+        for batch in loop.data_loader:
+            loop.criterion(loop.module(batch.x), batch.y).backward()
+            loop.optimizer.step()
+            assert isinstance(batch, Point)
+
+
+class Last(nn.Module):
+    """A recurrent network whose last output of each record is taken by its length, or whose records are packed."""
+
+    def __init__(self, *, packs: bool = False) -> None:
+        super().__init__()
+        self.cells, self.last, self.packs = nn.GRU(8, 4, batch_first=True), nn.Linear(4, 3), packs
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if self.packs:
+            found = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.last(self.cells(found)[1][-1])
+        return self.last(self.cells(x)[0][torch.arange(len(x)), lengths - 1])
+
+
+def test_packed_sequences_name_what_takes_their_place(tmp_path: Path) -> None:
+    remedy = (
+        "packed sequence, whose rows have no fixed owner; give padded sequences .* last output by its length"
+    )
+    packed = DataLoader(
+        records(),
+        batch_size=12,
+        collate_fn=lambda found: (pack_sequence([x[None] for x, _ in found]), found[0][1]),
+    )
+    with pytest.raises(ValueError, match=f"module: an argument is a {remedy}"):
+        private_loop(tmp_path, (*parts()[:3], packed))
+    example = (torch.randn(3, 2, 8), torch.tensor([2, 1, 2]))
+    with pytest.raises(ValueError, match=f"a recurrent layer takes a {remedy}"):
+        private_loop(tmp_path, parts(Last(packs=True)), example_inputs=example)
+    with private_loop(tmp_path, parts(Last()), example_inputs=example) as loop:
+        x, y = batch_of(loop)
+        loop.criterion(loop.module(torch.stack([x, x], dim=1), 1 + y % 2), y).backward()
+        assert not no_gradient(loop.module)
+
+
+class Critic(nn.Module):
+    """A discriminator that sees a real and a generated record in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+
+    def forward(self, real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(real), self.net(generated)
+
+
+def test_a_gan_gives_real_and_generated_records_to_one_call(tmp_path: Path) -> None:
+    """The release is the clipped sum of d/dw of both terms, and the generator learns through a frozen critic."""
+    softplus = nn.functional.softplus
+    module, generator = Critic(), nn.Linear(2, 8)
+
+    def loss(real: Tensor, generated: Tensor) -> Tensor:
+        return softplus(-real).mean() + softplus(generated).mean()
+
+    given = (module, torch.optim.SGD(module.parameters(), lr=0.1), loss, parts()[3])
+    example = (torch.randn(3, 8), torch.randn(3, 8))
+    options = {"noise_multiplier": 1e-6, "max_grad_norm": 1e3, "example_inputs": example}
+    with private_loop(tmp_path, given, **options) as loop:
+        x, _ = batch_of(loop)
+        made = generator(torch.randn(len(x), 2))
+        loop.criterion(*loop.module(x, made.detach())).backward()
+        found = module.net.weight.grad.clone()
+        real, fake = module.net(x).detach(), module.net(made).detach()
+        wanted = (fake.sigmoid() * made - (-real).sigmoid() * x).sum(dim=0) / 12
+        torch.testing.assert_close(found[0], wanted.detach(), atol=1e-3, rtol=1e-3)
+        loop.optimizer.step()
+        module.requires_grad_(False)
+        softplus(-module.net(made)).mean().backward()
+        module.requires_grad_(True)
+        assert generator.weight.grad is not None
+        assert torch.equal(module.net.weight.grad, found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_opacus_prepared_is_refused_by_name(tmp_path: Path) -> None:
+    opacus = pytest.importorskip("opacus")
+    engine = opacus.PrivacyEngine()
+    module, optimizer, criterion, loader = parts()
+    prepared = engine.make_private(
+        module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    for place, message in enumerate(
+        (
+            r"module is a GradSampleModule of Opacus, .* module.to_standard_module\(\)",
+            "optimizer is a DPOptimizer of Opacus, .*optimizer.original_optimizer",
+            "data_loader is a DPDataLoader of Opacus, .* from before PrivacyEngine",
+        )
+    ):
+        given: list[Any] = [network(), optimizer, loader]
+        given[place] = prepared[place]
+        with pytest.raises(ValueError, match=message):
+            private_loop(tmp_path, (given[0], given[1], criterion, given[2]))
+    with pytest.raises(ValueError, match="module has hooks of Opacus; take them off by to_standard_module"):
+        private_loop(tmp_path, (module, optimizer, criterion, loader))
+    plain = prepared[0].to_standard_module()
+    private_loop(tmp_path, (plain, prepared[1].original_optimizer, criterion, loader)).close()
+
+
+def test_a_batch_memory_manager_names_its_argument(private: Loop) -> None:
+    manager = pytest.importorskip("opacus.utils.batch_memory_manager").BatchMemoryManager
+    with (
+        pytest.raises(
+            AttributeError, match="give max_physical_batch_size to make_private and iterate over the loader"
+        ),
+        manager(data_loader=private.data_loader, max_physical_batch_size=4, optimizer=private.optimizer),
+    ):
+        pass
+    assert not hasattr(private.data_loader, "batch_sampler")
+
+
+def test_several_optimizers_become_groups_of_one(tmp_path: Path) -> None:
+    module, _, criterion, loader = parts()
+    both: Any = [
+        torch.optim.SGD(module[0].parameters(), lr=1.0),
+        torch.optim.SGD(module[2].parameters(), lr=2.0),
+    ]
+    with pytest.raises(TypeError, match=r"got a list of 2; give one optimizer with a group for each of them"):
+        private_loop(tmp_path, (module, both, criterion, loader))
 
 
 class Unfit(nn.Module):

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.container import ErrorbarContainer
 
 from opusim import training
 from opusim.accounting.explanation import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
 from opusim.training.reports import run_report, sweep_report
-from opusim.training.reports.drawing import Line, LineChart
 from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from opusim.training.reports.sweep_report import setting_rows, write_sweep
+from opusim.training.runs.drawing import Line, LineChart
 from opusim.training.runs.run import Run
-from opusim.training.sweeps.sweep import SweepFolder, SweepResult, parse_spec, points_of, row_of
+from opusim.training.sweeps import sweep as curves
+from opusim.training.sweeps.sweep import Curve, Level, SweepFolder, SweepResult, parse_spec, points_of, row_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 RELEASED = {
@@ -200,6 +205,56 @@ def test_paragraphs_are_as_wide_as_the_output(monkeypatch: pytest.MonkeyPatch) -
     assert max(map(len, wrapped("word " * 100).splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "nonsense")
     assert output_width() == 140
+
+
+@pytest.mark.parametrize(
+    ("epsilons", "seeds", "accuracy", "ticks", "label"),
+    [
+        ((2.0, 3.0, 4.5), 1, 80.0, ["2", "3", "4.5", "∞"], "test accuracy [%]; chance is 10"),
+        (tuple(1.2 + 0.2 * k for k in range(12)), 3, 20.0, ["1.5", "2", "3", "∞"], "test accuracy [%]"),
+        ((0.5,), 1, 80.0, ["0.5", "∞"], "test accuracy [%]; chance is 10"),
+    ],
+)
+def test_epsilon_has_numbers_infinity_and_chance_marks(
+    monkeypatch: pytest.MonkeyPatch,
+    epsilons: tuple[float, ...],
+    seeds: int,
+    accuracy: float,
+    ticks: list[str],
+    label: str,
+) -> None:
+    """Less than a decade of epsilon had no number, and the legend an error bar of one seed."""
+    levels = [Level(x=x, mean=accuracy + x, error=seeds - 1.0, n=seeds) for x in (*epsilons, math.inf)]
+    levels[-1] = Level(x=math.inf, mean=97.0, error=0.0, n=seeds)
+    drawn = [Curve(name="a", kind="proven", levels=tuple(levels))]
+    for name, found in (
+        ("accuracy_against_epsilon", drawn),
+        ("references", []),
+        ("published", []),
+        ("chance", 10.0),
+    ):
+        monkeypatch.setattr(curves, name, lambda _, found=found: found)
+    figure = sweep_report.accuracy_epsilon(SimpleNamespace(series=["a"], references=[]))  # type: ignore[arg-type]
+    assert figure is not None
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ticks
+    assert axes.get_ylabel() == label
+    handles, labels = axes.get_legend_handles_labels()
+    assert ("chance, 10 %" in labels) == (accuracy < 30)
+    (bars,) = (handle for handle in handles if isinstance(handle, ErrorbarContainer))
+    assert bars.has_yerr == (seeds > 1)
+
+
+def test_a_report_says_whether_features_were_changed(tmp_path: Path) -> None:
+    config = {**SMALL, "trainer": {"kind": "bp"}, "sampler": {"batch_size": 8}}
+    data = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    plain = training.train({**config, "data": {}}, data=data, folder=tmp_path / "plain")
+    scaled = training.train(
+        {**config, "data": {"mean": 0.0, "std": 2.0}}, data=data, folder=tmp_path / "scaled"
+    )
+    pages = [write_report(run).read_text() for run in (plain, scaled)]
+    assert ["Features are used as they are given." in page for page in pages] == [True, False]
+    assert ["standardised with public constants" in page for page in pages] == [False, True]
 
 
 def test_a_chart_places_values_by_their_ticks() -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from opusim.description.schema import load_description
+from opusim.files import to_toml
 from opusim.training.errors import SweepStopped
-from opusim.training.sweeps.execution import run_sweep
+from opusim.training.sweeps.execution import run_in, run_sweep
 from opusim.training.sweeps.sweep import Point, SweepFolder, points_of, read_spec
 from tests.support.ports import free_port
 
@@ -98,6 +100,38 @@ def test_a_worker_killed_mid_sweep_loses_nothing(tmp_path: Path) -> None:
     assert {row.status for row in rows.values()} == {"done"}
     unbroken = run_sweep(points, SweepFolder(tmp_path / "unbroken"), jobs=1)
     assert {i: row.figures for i, row in rows.items()} == {i: row.figures for i, row in unbroken.items()}
+
+
+@pytest.mark.slow
+def test_workers_of_another_folder_find_relative_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    with scheduler(port), worker(address):
+        monkeypatch.chdir(tmp_path / "here")
+        lines = [f"{n / 10},{n % 3},{int(n % 3 > 1)}" for n in range(60)]
+        Path("table.csv").write_text("\n".join(["a,b,y", *lines]))
+        Path("own_nets.py").write_text(
+            "from torch import nn\ndef build(): return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))\n"
+        )
+        Path("own.toml").write_text(to_toml(load_description("gaussian", {"name": "own"}).dump()))
+        Path("spec.toml").write_text(
+            'title = "relative"\n[config]\nepochs = 1\nsampler.batch_size = 9\ndevice.name = "own.toml"\n'
+            'model.name = "own_nets:build"\ndata.name = "csv:table.csv"\ndata.label = "y"\n[axes]\nseed = [0]\n'
+        )
+        points = points_of(*read_spec(Path("spec.toml")))
+        rows = run_sweep(points, SweepFolder(Path("sweep")), jobs=1, cluster=address)
+    assert [(row.status, row.reason) for row in rows.values()] == [("done", None)]
+
+
+def test_a_worker_without_the_folder_is_named(tmp_path: Path) -> None:
+    _, (point, *_) = swept_points(tmp_path)
+    with pytest.raises(
+        SweepStopped, match="cannot enter .*nowhere .*start it in a folder that every worker sees"
+    ):
+        run_in(tmp_path / "nowhere", point.config, tmp_path / "run", tmp_path / "row.json")
 
 
 @pytest.mark.slow

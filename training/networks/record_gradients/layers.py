@@ -397,6 +397,13 @@ CELLS: dict[Callable[..., Any], Callable[[], _Cell]] = {
 """The functions that `unrolled_cell` takes."""
 
 
+PACKED = (
+    "whose rows have no fixed owner; give padded sequences (torch.nn.utils.rnn.pad_sequence) and their lengths, and "
+    "take each record's last output by its length"
+)
+"""What a packed sequence lacks, and what to give instead."""
+
+
 def require_no_packing(args: Sequence[Any]) -> None:
     """Refuse the arguments of a packed sequence, (data, batch_sizes, ...).
 
@@ -404,9 +411,7 @@ def require_no_packing(args: Sequence[Any]) -> None:
         ValueError: The second argument holds whole numbers.
     """
     if len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point():
-        raise ValueError(
-            "model: a recurrent layer takes a packed sequence, whose rows have no fixed owner; give padded sequences"
-        )
+        raise ValueError(f"model: a recurrent layer takes a packed sequence, {PACKED}")
 
 
 def unrolled(

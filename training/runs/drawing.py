@@ -1,4 +1,4 @@
-"""Figures of reports: line charts as SVG, and what matplotlib's figures share.
+"""Figures of runs and reports: line charts as SVG, learning curves, and what matplotlib's figures share.
 
 Importing and starting matplotlib takes longer than a short run's steps, so that reports of runs have line charts of
 their own. Figures with error bars, shared axes or annotations are matplotlib's.
@@ -7,8 +7,8 @@ their own. Figures with error bars, shared axes or annotations are matplotlib's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +17,13 @@ from xml.sax.saxutils import escape, quoteattr
 
 from opusim.files import write_file
 from opusim.plugins import Deferred
-from opusim.tables import png_bytes
+from opusim.tables import Shown, png_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from opusim.training.runs.folder import StoredRun
 
 matplotlib = Deferred("matplotlib.figure")
 
@@ -72,8 +74,8 @@ class Line:
     hollow: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class LineChart:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LineChart(Shown):
     """Lines over whole numbers, such as epochs.
 
     Attributes:
@@ -138,6 +140,13 @@ class LineChart:
             return ticks
         ticks = [tick for k in decades for share in (1, 2, 5) if low <= (tick := share * 10.0**k) <= high]
         return ticks if len(ticks) > 1 else _multiples(low, high, _nice_step(high - low))
+
+    def _shown(self) -> dict[str, object]:
+        return {"y": repr(self.y_label), "x": repr(self.x_label), "lines": len(self.lines)}
+
+    def _repr_html_(self) -> str:
+        """Return the chart for a notebook."""
+        return self.svg().decode()
 
     def svg(self) -> bytes:
         """Return the chart as an SVG file."""
@@ -287,3 +296,83 @@ def save_figure(figure: Figure, path: Path) -> bytes:
     content = png_bytes(figure)
     write_file(path, content)
     return content
+
+
+_MIN_ACCURACY_RANGE = 2.0
+"""Smallest range of an accuracy axis, in percentage points."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainFigure:
+    """The figure that a table shows of a target.
+
+    Attributes:
+        key: Its name in metrics, behind "train_", "validation_" or "test_".
+        label: Its name in tables.
+        share: Whether it is a share, shown in percent.
+    """
+
+    key: str
+    label: str
+    share: bool = False
+
+    def shown(self, value: float | None, *, digits: int = 2) -> str:
+        """Return a value as text, or a dash if there is none."""
+        if value is None:
+            return "–"
+        return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
+
+
+MAIN_FIGURES: Mapping[str, MainFigure] = {
+    "class": MainFigure(key="accuracy", label="accuracy", share=True),
+    "tokens": MainFigure(key="bits_per_token", label="bits per token"),
+    "real": MainFigure(key="rmse", label="RMSE"),
+    "labels": MainFigure(key="accuracy", label="accuracy", share=True),
+}
+BITS_PER_BYTE = MainFigure(key="bits_per_byte", label="bits per byte")
+"""The figure of tokens that stand for a text."""
+LOSS_FIGURE = MainFigure(key="loss", label="loss")
+"""A figure that every target has."""
+
+
+def main_figure(run: StoredRun) -> MainFigure:
+    """Return the figure that a table shows of a run: that of its target, for a text bits per byte."""
+    is_text = "bytes_per_token" in run.facts["data"].get("origin", {})
+    return BITS_PER_BYTE if is_text and run.config.loss == "cross-entropy" else MAIN_FIGURES[run.target]
+
+
+def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChart | None:
+    """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
+
+    Runs without class numbers show the figure of their target; runs of different targets show their losses.
+
+    Returns:
+        The figure, or None if no run wrote figures (release mode).
+    """
+    shown = {main_figure(run) for run in runs}
+    main = shown.pop() if len(shown) == 1 else LOSS_FIGURE
+    held_out = all(f"validation_{main.key}" in record for run in runs for record in run.metrics)
+    part = "validation" if held_out else "train"
+    if not any(f"{part}_{main.key}" in record for run in runs for record in run.metrics):
+        main = LOSS_FIGURE
+    key, scale = f"{part}_{main.key}", 100 if main.share else 1
+    lines = []
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        drawn = [(record["epoch"], scale * record[key]) for record in run.metrics if key in record]
+        if drawn:
+            epochs, values = zip(*drawn, strict=True)
+            lines.append(Line(x=epochs, y=values, label=name, number=number))
+    if not lines:
+        return None
+    unit = " [%]" if main.share else ""
+    chart = LineChart(
+        lines=lines,
+        x_label="epoch",
+        y_label=f"{'validation' if held_out else 'training'} {main.label}{unit}",
+    )
+    low, high = chart.limits
+    if not main.share or high - low >= _MIN_ACCURACY_RANGE:
+        return chart
+    half = _MIN_ACCURACY_RANGE / 2
+    middle = min(max((low + high) / 2, half), 100 - half)
+    return replace(chart, y_limits=(middle - half, middle + half))

@@ -37,16 +37,16 @@ class StepRecord:
     Attributes:
         loss_sum: Sum of the records' losses, float64 scalar tensor.
         n_correct: Correct decisions, such as correctly classified records, int64 scalar tensor.
-        n_records: Records in the batch.
+        n_records: Records in the batch, or int64 scalar tensor.
         n_judged: Decisions that `n_correct` counts, if a record is not one decision: tokens, labels, or 0 for real
-            numbers; None for one each record.
+            numbers; None for one each record. It may be an int64 scalar tensor.
         diagnostics: Named figures, one value per layer; empty unless the step was observed.
     """
 
     loss_sum: Tensor
     n_correct: Tensor
-    n_records: int
-    n_judged: int | None = None
+    n_records: int | Tensor
+    n_judged: int | Tensor | None = None
     diagnostics: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -126,22 +126,24 @@ class EpochSums:
         """Start a new epoch."""
         self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
         self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
-        self._records = self._judged = 0
+        self._records: int | Tensor = 0
+        self._judged: int | Tensor = 0
         self._observed: list[dict[str, list[float]]] = []
 
     def add(self, record: StepRecord) -> None:
         """Add a step, without waiting for the torch device."""
         self._loss = self._loss + record.loss_sum
         self._correct = self._correct + record.n_correct
-        self._records += record.n_records
-        self._judged += record.n_records if record.n_judged is None else record.n_judged
+        self._records = self._records + record.n_records
+        self._judged = self._judged + (record.n_records if record.n_judged is None else record.n_judged)
         if record.diagnostics:
             self._observed.append(record.diagnostics)
 
     def means(self) -> dict[str, float]:
         """Return mean loss and accuracy; each record is measured just before its batch's update."""
-        means = {"loss": float(self._loss) / self._records} if self._records else {}
-        return means | ({"accuracy": int(self._correct) / self._judged} if self._judged else {})
+        records, judged = int(self._records), int(self._judged)
+        means = {"loss": float(self._loss) / records} if records else {}
+        return means | ({"accuracy": int(self._correct) / judged} if judged else {})
 
     def diagnostics(self) -> dict[str, list[float]]:
         """Return each diagnostic's mean over the observed steps, by layer."""
@@ -161,8 +163,8 @@ class EpochSums:
         return {
             "loss": float(self._loss),
             "correct": int(self._correct),
-            "records": self._records,
-            "judged": self._judged,
+            "records": int(self._records),
+            "judged": int(self._judged),
             "observed": self._observed,
         }
 

@@ -6,11 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from opusim import checks
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
 from opusim.accounting.ledger import Alarm
 from opusim.devices.base import NoisyDevice
@@ -38,8 +39,15 @@ from opusim.training.runs.run import evaluate_split
 from opusim.training.runs.storage import Seal, read_header
 
 
+STEPS_BETWEEN_READS = 64
+"""Steps of a card after which the host reads whether they were finite, if no checkpoint comes before."""
+
+
 class Engine:
     """Trains for a number of epochs, leaving a run folder from which a killed run can resume.
+
+    A step on a card waits for nothing: sums stay there until the end of an epoch, and what must be finite is read every
+    `STEPS_BETWEEN_READS` steps and before each checkpoint, so that nothing wrong is saved.
 
     A resumed run repeats an uninterrupted one bit for bit in experiment mode at the same thread count:
     batches and noise are keyed by the step, and what else a step depends on is in the checkpoint.
@@ -86,6 +94,7 @@ class Engine:
         self.mechanisms = plan.mechanisms
         self._vouched, self._told = -1, False
         self._sums = EpochSums(self._dataset.train.x.device)
+        self._late = checks.LateChecks()
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
@@ -156,7 +165,9 @@ class Engine:
         if self.steps.content.payments and seal != read_header(newest).seal:
             reseal_checkpoint(newest, seal)
         try:
-            self._train(interrupted)
+            # Several processes wait for each other in each step, and must fail in the same one.
+            with self._late.collecting() if self._ranks.world == 1 else nullcontext():
+                self._train(interrupted)
         except Exception as error:
             self.steps.return_unused()
             self._check_after(error)
@@ -180,7 +191,7 @@ class Engine:
                 self._advance()
             except DeviceError as error:
                 kept = "all before it are kept"
-                if self._trainer.intact:
+                if self._trainer.intact and self._late.failed is None:
                     self._stop_cleanly(error)
                 else:
                     self._alarm_of(error, self.step, noted=True)
@@ -295,7 +306,7 @@ class Engine:
             RuntimeError: This process was forked from the one that trains, before the step or in it.
         """
         self.steps.require_own()
-        index = self._sampler.indices(self.step).to(self._dataset.train.x.device)
+        index = self._sampler.indices(self.step).to(self._dataset.train.x.device, non_blocking=True)
         left_in_epoch = -(self.step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
         set_learning_rate(self._trainer.optimizer, self._plan.config.optimizer, self.step / self.total_steps)
@@ -318,6 +329,8 @@ class Engine:
         self.steps.step += 1
         if self._average.covers(self.step):
             self._average.update(self.step, self._trainer.tensors)
+        if ends_epoch or self.step % STEPS_BETWEEN_READS == 0:
+            self._late.read()
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self.step % self._checkpoint_every == 0:
@@ -357,7 +370,12 @@ class Engine:
         return figures
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of the steps done so far."""
+        """Write a checkpoint of the steps done so far.
+
+        Raises:
+            TrainingDiverged, DeviceFault: One of them was not finite, which a card tells only now.
+        """
+        self._late.read()
         self._trainer.before_checkpoint()
         vouched = {}  # up to where checks confirm the noise, which an alarm after a kill needs
         if self._certified is not None:

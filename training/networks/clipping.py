@@ -90,7 +90,7 @@ class Clip:
         nothing, the host looks once whether all records do; elsewhere the others are masked in any case.
         """
         kept = (squares.sum(dim=0) < torch.inf) & (factors.sum(dim=0) > 0)
-        masks = None if _are_all(kept) else kept
+        masks = None if are_all(kept) else kept
         return [
             cls(factors=factor, rounded=rounded, squares=own, kept=masks)
             for factor, rounded, own in zip(
@@ -119,8 +119,8 @@ class Clip:
         return scaled if self.kept is None else finite_rows(scaled, self.kept)
 
 
-def _are_all(kept: Tensor) -> bool:
-    """Whether all records contribute, as far as the host may look."""
+def are_all(kept: Tensor) -> bool:
+    """Return whether all records are kept, as far as the host may look: on a card it would wait, so it says no."""
     return kept.device.type == "cpu" and bool(kept.all())
 
 
@@ -230,11 +230,14 @@ def multipliers(factors: Tensor) -> Tensor:
         factors: At least 0 or NaN, float64.
 
     Returns:
-        float32, or float64 if some factor needs it; both give the same float32 products with float32 rows.
+        float32, or float64 if some factor needs it, and on a card; both give the same float32 products with float32
+        rows.
     """
     extreme = ((factors > 0) & (factors < 2.0**-60)) | (factors > 2.0**60)
     rounded = factors.float()
-    return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
+    if extreme.device.type == "cpu" and not bool(extreme.any()):
+        return rounded
+    return torch.where(extreme, factors, rounded.double())
 
 
 def product_slack(terms: int) -> float:

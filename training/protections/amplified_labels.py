@@ -207,6 +207,7 @@ class AmplifiedLabels(PrivateGradients):
             others = [Metric.of_rows(row, floor=self._floor, scale=scale) for row in public[1:]]
             for factor, metric in zip(self._kept.values(), others, strict=False):  # all are kept, or none
                 factor.copy_(metric.factor)
+            self._is_kept = True
         return [self._first, *others]
 
 

@@ -122,7 +122,7 @@ def check_ternary(x: torch.Tensor) -> None:
     """Refuse a real tensor with an entry other than -1, 0 and 1 (x = sign x exactly there); NaN by name.
 
     Raises:
-        ValueError: names the first such entry and the encoder to use; no entry if it is raised later (`checks.require`).
+        ValueError: names the first such entry and the encoder to use; later, on a card (`checks.require`), no entry.
     """
     if x.dtype == torch.bool:
         return

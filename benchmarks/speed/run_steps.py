@@ -28,10 +28,11 @@ from opusim.randomness.streams import SeededStream
 from opusim.tables import print_table
 from opusim.training.config.run import load_config
 from opusim.training.engine.algorithm import EpochSums
+from opusim.training.engine.cards import to_device
 from opusim.training.engine.loop import lead
-from opusim.training.engine.plan import RunPlan, load_data, to_device, with_own_inputs
+from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 from opusim.training.feedback import hooks
-from opusim.training.networks import optimizers
+from opusim.training.networks import clipping, optimizers
 
 _BASE: dict[str, Any] = {
     "threads": 1,
@@ -137,7 +138,11 @@ class OnCard(Counted):
         if name == "_linalg_eigh" and args[0].is_meta:  # torch reads whether it converged
             self.waits[name] += 1
         place = kwargs.get("device")
-        if name == "_to_copy" and place is not None and args[0].is_meta != (torch.device(place).type == "meta"):
+        if (
+            name == "_to_copy"
+            and place is not None
+            and args[0].is_meta != (torch.device(place).type == "meta")
+        ):
             self.waits["copy"] += not kwargs.get("non_blocking") or args[0].is_meta
             if args[0].is_meta:
                 return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
@@ -184,13 +189,20 @@ def _meta_as_card() -> Iterator[None]:
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     with ExitStack() as replaced:
         replaced.enter_context(mock.patch.object(optimizers, "_FUSED", ()))
-        replaced.enter_context(mock.patch.object(hooks, "holds_no_numbers", lambda tensor: False))
-        replaced.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: nullcontext()))
+        replaced.enter_context(mock.patch.object(hooks, "holds_no_numbers", return_value=False))
+        replaced.enter_context(mock.patch.object(torch, "autocast", return_value=nullcontext()))
         torch.__future__.set_swap_module_params_on_conversion(True)  # views keep their parameters
         try:
             yield
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+@contextmanager
+def without_float64() -> Iterator[None]:
+    """Let the meta device have no float64, as Apple's GPU."""
+    with mock.patch.object(clipping, "WITHOUT_FLOAT64", {"mps", "meta"}):
+        yield
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from opusim import checks
@@ -21,8 +22,9 @@ from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
 from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
 from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.cards import StepMemory, exhausted, to_device
 from opusim.training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
-from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan, to_device
+from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from opusim.training.networks.optimizers import TailAverage, set_learning_rate
@@ -37,7 +39,6 @@ from opusim.training.runs.checkpoints import (
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_split
 from opusim.training.runs.storage import Seal, read_header
-
 
 STEPS_BETWEEN_READS = 64
 """Steps of a card after which the host reads whether they were finite, if no checkpoint comes before."""
@@ -93,8 +94,9 @@ class Engine:
         self.steps = PaidSteps(Ranks.one(), folder.path)  # the others learn of a step once it is paid for
         self.mechanisms = plan.mechanisms
         self._vouched, self._told = -1, False
-        self._sums = EpochSums(self._dataset.train.x.device)
+        self._sums = EpochSums(self._dataset.train.place)
         self._late = checks.LateChecks()
+        self._allocated = StepMemory.allocated(self._dataset.train.place)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
@@ -150,6 +152,7 @@ class Engine:
             LedgerCorrupt: A step that was computed is not paid for.
             NoGuarantee: A step did not use the writer of private gradients that the trainer was given.
             TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
+            CardMemoryError: A step does not fit into the card's memory; the last checkpoint is kept.
             RunInterrupted: Ctrl-C; a checkpoint was written first.
             DeviceError: The device failed; a checkpoint of the steps before was written first.
             OSError: The disk is full or not writable; the last checkpoint is kept.
@@ -306,16 +309,27 @@ class Engine:
             RuntimeError: This process was forked from the one that trains, before the step or in it.
         """
         self.steps.require_own()
-        index = self._sampler.indices(self.step).to(self._dataset.train.x.device, non_blocking=True)
+        index, place = self._sampler.indices(self.step), self._dataset.train.place
         left_in_epoch = -(self.step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
         set_learning_rate(self._trainer.optimizer, self._plan.config.optimizer, self.step / self.total_steps)
         observe = not self._private and left_in_epoch < OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
-        with system_generators(index.device, fresh=self._private):
-            record = lead(
-                self._trainer, self._dataset.train, index, step=self.step, observe=observe, ranks=self._ranks
-            )
+        try:
+            with system_generators(place, fresh=self._private):
+                record = lead(
+                    self._trainer,
+                    self._dataset.train,
+                    index,
+                    step=self.step,
+                    observe=observe,
+                    ranks=self._ranks,
+                )
+        except torch.OutOfMemoryError as error:
+            config = self._plan.config
+            found = None if self._private else StepMemory.since(self._allocated, place)
+            batch = self._sampler.expected_batch_size if config.tells_records else config.sampler.batch_size
+            raise exhausted(self.step, round(batch), place, found) from error
         self.steps.require_own()
         if self._writer is not None and self._writer.batches_written == written:
             raise NoGuarantee(
@@ -445,13 +459,14 @@ def lead(
     Args:
         trainer: Of the first process.
         split: The training records.
-        records: Numbers of the batch's records, shape (batch,).
+        records: Numbers of the batch's records on the host, shape (batch,).
         step: Number of the step; it is paid for.
         observe: See Trainer.step; with several processes nothing is observed.
         ranks: The processes.
     """
     if ranks.world == 1:
-        return trainer.step(*split.batch(records), step=step, observe=observe, records=records)
+        x, y = split.batch(records)
+        return trainer.step(x, y, step=step, observe=observe, records=records.to(y.device, non_blocking=True))
     rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
     order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
     return _do(order, trainer, split, ranks)
@@ -477,8 +492,9 @@ def _no_order() -> _Order | None:
 
 def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
     """Do this process's part of a step; the sums in the record are those of all processes."""
-    records = order.records[ranks.part(len(order.records))].to(split.x.device)
-    own = trainer.step(*split.batch(records), step=order.step, observe=False, records=records)
+    records = order.records[ranks.part(len(order.records))]
+    x, y = split.batch(records)
+    own = trainer.step(x, y, step=order.step, observe=False, records=records.to(y.device, non_blocking=True))
     judged = own.n_records if own.n_judged is None else own.n_judged
     loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
     return StepRecord(

@@ -34,6 +34,7 @@ from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, Watchers
+from opusim.training.engine.cards import to_device
 from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted
 from opusim.training.engine.loop import Engine, follow
 from opusim.training.engine.plan import (
@@ -43,7 +44,6 @@ from opusim.training.engine.plan import (
     fingerprint,
     for_this_machine,
     load_data,
-    to_device,
     with_own_inputs,
 )
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads
@@ -219,7 +219,7 @@ def _follow(
             folder = RunFolder(ranks.on_first(Path))
             plan.algorithm.prepare(trainer, folder)
             dataset = to_device(plan.dataset, plan.config.torch_device)
-            with system_generators(dataset.train.x.device, fresh=plan.config.mode == "release"):
+            with system_generators(dataset.train.place, fresh=plan.config.mode == "release"):
                 follow(trainer, dataset.train, ranks)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 

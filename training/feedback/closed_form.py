@@ -38,7 +38,7 @@ from opusim.training.feedback.projection import (
     Encoding,
     Projection,
 )
-from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
+from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors, widest
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.functions import LOSSES, Objective
 from opusim.training.networks.network import ForwardPass, FullyConnected
@@ -90,7 +90,7 @@ class Learned:
 
     Attributes:
         output: The model's outputs, detached; None if the batch has no records here and the model did not run.
-        loss_sum: Sum of the records' losses, float64.
+        loss_sum: Sum of the records' losses, float64 where there is float64.
         contributions: What its records add to the gradients, for a protection; None if the gradients are written.
         public_inputs: Layer inputs of the protection's reference records, if it has any.
         diagnose: Returns the diagnostics, once the gradients are written.
@@ -239,7 +239,7 @@ class ClosedForm:
         losses = (
             value.per_record if batch.padding is None else torch.where(batch.padding, 0.0, value.per_record)
         )
-        loss_sum = losses.sum(dtype=torch.float64)
+        loss_sum = losses.sum(dtype=widest(losses.device))
         protection = batch.protection
         if protection is not None:  # stopping at a record's NaN would reveal that record
             error = torch.where(torch.isfinite(error).all(dim=1, keepdim=True), error, 0.0)

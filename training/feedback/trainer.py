@@ -425,5 +425,10 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
 
     @property
     @override
+    def needs_float64(self) -> str | None:
+        return None if self.options.tau_b is None else "trainer.tau_b"
+
+    @property
+    @override
     def noiseless(self) -> Mapping[str, Any]:
         return {"sigma": 0.0} if self.options.digital_sigma else {}

@@ -44,6 +44,8 @@ _VANISHED = 2.0**-62
 """Largest number whose square may vanish in float32, even if subnormal numbers are flushed to zero."""
 _LEAST_FACTOR = 2.0**-100
 """Factors below it are 0: float32 would hold them with few digits."""
+WITHOUT_FLOAT64 = {"mps"}
+"""Kinds of torch devices that have no float64."""
 CANCELLED = 2.0**-14
 """Share of sum_p |s_p| |u_p| by which the norm of a contribution of several uses is raised, see `SUM_ERROR`."""
 SUM_ERROR = 0.01
@@ -252,6 +254,11 @@ def product_slack(terms: int) -> float:
 def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
     """Return the rows (batch, ...) that `keep` marks and zeros elsewhere, so that no factor of 0 meets a NaN."""
     return torch.where(keep.view(-1, *[1] * (rows.ndim - 1)), rows, 0.0)
+
+
+def widest(place: torch.device) -> torch.dtype:
+    """Return the type of sums on a torch device: float64, or float32 where there is none."""
+    return torch.float32 if place.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def by_record(values: Tensor, rows: Tensor) -> Tensor:

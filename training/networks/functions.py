@@ -18,6 +18,7 @@ from torch.nn import functional
 from opusim.errors import ConfigError
 from opusim.training.config.sections import LOSS_NAMES
 from opusim.training.data.dataset import PADDING, Target, in_single_precision
+from opusim.training.networks.clipping import widest
 from opusim.training.networks.user_code import load_object
 
 _INVERSE_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
@@ -272,18 +273,22 @@ def measure(
         for tokens under cross-entropy "bits_per_token"; for reals "rmse", over all entries, and "r2", 1 minus the
         squared error over that of each column's mean, if the targets vary.
     """
-    losses, zero = list[Tensor](), torch.zeros((), dtype=torch.float64, device=x.device)
-    correct, judged, bits, squares = zero.long(), zero.long(), zero, zero  # no batch waits for a card
-    for records, targets in zip(x.split(at_once), y.split(at_once), strict=True):
+    losses = list[Tensor]()
+    correct: int | Tensor = 0  # sums stay on a card until all batches ran
+    judged: int | Tensor = 0
+    bits: float | Tensor = 0.0
+    squares: float | Tensor = 0.0
+    for records, wanted in zip(x.split(at_once), y.split(at_once), strict=True):
         output = outputs(in_single_precision(records))
+        targets, wide = wanted.to(output.device), widest(output.device)
         losses.append(objective.per_record(output, targets))
         right, number = objective.correct(output, targets)
         correct, judged = correct + right, judged + number
         if objective.target == "tokens":
-            bits = bits + (losses[-1].double() * (targets != PADDING).sum(dim=1)).sum()
+            bits = bits + (losses[-1].to(wide) * (targets != PADDING).sum(dim=1)).sum()
         if objective.target == "real":
-            squares = squares + (output.double() - targets).square().sum()
-    figures = {"loss": float(torch.cat(losses).mean(dtype=torch.float64))}
+            squares = squares + (output.to(wide) - targets).square().sum()
+    figures = {"loss": float(torch.cat(losses).cpu().mean(dtype=torch.float64))}
     if decisions := int(judged):
         figures["accuracy"] = int(correct) / decisions
         if objective.target == "tokens" and objective.name == "cross-entropy":
@@ -295,7 +300,8 @@ def measure(
 
 def _regression(squares: float, y: Tensor) -> dict[str, float]:
     figures = {"rmse": math.sqrt(squares / y.numel())}
-    total = float((y.double() - y.double().mean(dim=0)).square().sum())
+    wide = y.cpu().double()
+    total = float((wide - wide.mean(dim=0)).square().sum())
     return {**figures, "r2": 1 - squares / total} if total > 0 else figures
 
 

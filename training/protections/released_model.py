@@ -51,7 +51,9 @@ from opusim.training.runs.folder import RunFolder
 
 _FLOOR_OF_SINGLE_PRECISION = 1e-4
 """Least lambda, over the mean of the diagonal, at which the sum may be rounded to float32: 1,600 times its rounding."""
-_NO_GEOMETRY = "the public inputs of a layer are too large for float32; lower optimizer.lr, or rescale the features"
+_NO_GEOMETRY = (
+    "the public inputs of a layer are too large for float32; lower optimizer.lr, or rescale the features"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

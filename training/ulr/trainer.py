@@ -38,6 +38,7 @@ from opusim.training.networks.clipping import (
     by_record,
     finite_rows,
     row_norms,
+    widest,
 )
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.network import FullyConnected, build_model
@@ -466,7 +467,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             for parameters in map(network.layer_parameters, range(network.depth) if observe else ())
         ]
         return StepRecord(
-            loss_sum=torch.where(used, clean, 0.0).sum(dtype=torch.float64),
+            loss_sum=torch.where(used, clean, 0.0).sum(dtype=widest(clean.device)),
             n_correct=((outputs.output.argmax(dim=1) == y) & used).sum(),
             n_records=used.sum(),
             diagnostics={"estimate_norm": norms} if observe else {},
@@ -476,6 +477,11 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     @override
     def state(self) -> dict[str, Tensor]:
         return self.update.state
+
+    @property
+    @override
+    def needs_float64(self) -> str | None:
+        return None if self.options.form == "proven" else "trainer.form = 'published'"
 
     @property
     @override

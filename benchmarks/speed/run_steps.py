@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.speed.operators import Counted, HostReads, OneKernel
+from benchmarks.speed.operators import Counted, OneKernel
 from opusim import checks
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import SeededStream
@@ -44,7 +44,11 @@ _RECORD: dict[str, Any] = {
     "sampler": {"scheme": "poisson", "batch_size": 64},
     "protection": {"kind": "record", "noise_multiplier": 0.7},
 }
-_ZO: dict[str, Any] = {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}}
+_ZO: dict[str, Any] = {
+    "trainer": {"kind": "zo"},
+    "optimizer": {"name": "sgd", "lr": 0.01},
+    "model": {"hidden": []},
+}
 _CONVEX: dict[str, Any] = {
     "trainer": {"kind": "convex", "hyperplanes": 4},
     "model": None,
@@ -88,7 +92,13 @@ WAITS = {
     "convex, record": 1,  # records near a hyperplane, for which float64 decides
 }
 """Waits of a step on a card; none if it is not named."""
-CEILINGS: dict[str, int] = {}
+CEILINGS = {
+    **{"bp": 39, "dfa": 38, "tdfa": 46, "pdfa": 51, "pdfa, published order": 88, "pdfa, bit planes": 93},
+    **{"ulr": 153, "ulr, orthogonal": 228, "ulr, published": 339, "zo": 53, "convex": 108},
+    **{"bp, module": 51, "dfa, module": 66, "pdfa, module": 84},
+    **{"bp, record": 82, "pdfa, record": 96, "ulr, record": 193, "zo, record": 65, "convex, record": 109},
+    "tdfa, amplified labels": 120,
+}
 """Operators of a step on the processor; they only fall."""
 
 
@@ -205,15 +215,20 @@ def without_float64() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def steps_of(name: str, place: str) -> Iterator[Callable[[int], None]]:
-    """Give the steps of a case, as the engine takes them, on a torch device: the processor, or "meta" for a card."""
+def plan_of(name: str, place: str) -> RunPlan:
+    """Return the plan of a case for a torch device that this machine need not have."""
     values = {**_BASE, **CASES[name]}
     module = _module() if "module" in name else None
     config = load_config({key: value for key, value in values.items() if value is not None}, ())
     config = with_own_inputs(config, _records(), None, module)
     plan = RunPlan.resolve(config, load_data(config, _records()), model=module)
-    plan = plan.configured(plan.config.model_copy(update={"torch_device": place}))
+    return plan.configured(plan.config.model_copy(update={"torch_device": place}))
+
+
+@contextmanager
+def steps_of(name: str, place: str) -> Iterator[Callable[[int], None]]:
+    """Give the steps of a case, as the engine takes them, on a torch device: the processor, or "meta" for a card."""
+    plan = plan_of(name, place)
     with ExitStack() as opened:
         opened.enter_context(_noise_of_one_operator())
         if place == "meta":
@@ -248,10 +263,9 @@ def on_card(name: str) -> tuple[Mapping[str, int], Mapping[str, int]]:
     with steps_of(name, "meta") as step:
         with OnCard():
             step(0)
-        with HostNumbers() as numbers, HostReads() as reads, OnCard() as found:
+        with HostNumbers() as numbers, OnCard() as found:
             step(1)
     found.waits["numbers of the host"] += numbers.count
-    del reads  # numpy and tolist of a tensor that a counted copy brought to the host
     return +found.waits, found.doubles
 
 

@@ -199,7 +199,8 @@ class Engine:
                 else:
                     self._alarm_of(error, self.step, noted=True)
                     newest = list_checkpoints(self._folder.checkpoints)[-1]
-                    kept = f"the step failed while updating parameters; those of {newest.stem} are kept"
+                    when = "the step" if self._late.failed is None else "this step or one before it"
+                    kept = f"{when} failed while updating parameters; those of {newest.stem} are kept"
                 undone = f"Step {self.step} of {self.total_steps} was not done, {kept}. "
                 told = self._text_of(self._alarm_of(error, self.step))
                 raise type(error)(
@@ -337,7 +338,9 @@ class Engine:
                 "writer of private gradients that it was given; its step must call set_gradients of what "
                 "Algorithm.gradients returns"
             )
-        _require_finite(record.diagnostics)
+        if record.diagnostics:
+            self._late.read()  # first, as it tells which step diverged
+            _require_finite(record.diagnostics)
         if not self._private:
             self._sums.add(record)
         self.steps.step += 1

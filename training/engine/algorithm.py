@@ -131,7 +131,9 @@ class EpochSums:
     def clear(self) -> None:
         """Start a new epoch."""
         self._loss: Tensor = torch.zeros((), dtype=widest(self._place), device=self._place)
-        self._rest: Tensor | None = None if self._loss.dtype == torch.float64 else torch.zeros_like(self._loss)
+        self._rest: Tensor | None = (
+            None if self._loss.dtype == torch.float64 else torch.zeros_like(self._loss)
+        )
         self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
         self._records: int | Tensor = 0
         self._judged: int | Tensor = 0

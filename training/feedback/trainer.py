@@ -346,7 +346,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             ranks.broadcast_tensors(source.network.buffers.values())
         diagnostics = learned.diagnose() if batch.observe else {}
         self.optimizer.step()
-        correct, judged = torch.zeros((), dtype=torch.int64, device=y.device), 0
+        correct: Tensor = torch.zeros((), dtype=torch.int64, device=y.device)
+        judged: int | Tensor = 0
         if learned.output is not None:
             correct, judged = source.objective.correct(learned.output[:drawn], shown)
         return StepRecord(

@@ -269,7 +269,8 @@ class InPlacePerturbation:
             entry: The step.
             numbers: Of the tensors that it moves; None for all.
         """
-        *others, last = zip(entry.seeds, entry.moves, strict=True)
+        moves: tuple[float | Tensor, ...] = entry.moves
+        *others, last = zip(entry.seeds, moves, strict=True)
         keep, direction = entry.keep(self._decay), Direction(last[0])
         numbers = range(len(self._tensors)) if numbers is None else numbers
         for number in numbers:
@@ -286,9 +287,9 @@ class InPlacePerturbation:
         """Apply the pending entries to the float32 copies."""
         for number, copy in self.copies.items():
             for entry in self._pending:
-                keep = entry.keep(self._decay)
-                for seed, move in zip(entry.seeds, entry.moves, strict=True):
-                    Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=float(move))
+                keep, moves = entry.keep(self._decay), map(float, entry.moves)
+                for seed, move in zip(entry.seeds, moves, strict=True):
+                    Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=move)
                     keep = 1.0
             self._copies.release_memory()
         self._pending.clear()

@@ -2,8 +2,8 @@
 
 Partial sums are added in the order of ranks on the first process, which sends the sum to all. Every process therefore
 holds the same bits, whatever the backend. Exchanges use a group of their own, so that they cannot be mixed up with
-what DistributedDataParallel exchanges in the meantime. Tensors on the host go by gloo. Those on cards go by NCCL if
-each process has a card of its own (never tried), else by gloo through the host.
+what DistributedDataParallel exchanges in the meantime. Tensors on the host go by gloo. Those on cards go by NCCL if the
+default process group does (never tried), else by gloo through the host.
 
 Every exchange begins with `Ranks.meet`, at which a process that failed hands its error to the others. If a process dies
 or hangs, the others raise `ProcessLost`: at once, or after the time-out.
@@ -31,6 +31,7 @@ from opusim.processes import environment_number, launched_processes
 Result = TypeVar("Result")
 TIMEOUT_VARIABLE = "OPUSIM_PROCESS_TIMEOUT_S"
 _TIMEOUT_S, _LONGEST_S = 1800.0, 31_557_600.0
+_WITH_NCCL = "cpu:gloo,cuda:nccl"
 _PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
 _groups: dict[float, tuple[Any, Any]] = {}
 """Time-out to (the default process group, the group made next to it)."""
@@ -373,12 +374,13 @@ def init_process_group() -> None:
     """Join the processes that torchrun started, unless this was done already or there is only one."""
     if launched_processes() < 2 or not dist.is_available() or dist.is_initialized():
         return
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_default_timeout_s()))
-    if torch.cuda.is_available():  # "cuda" is then another card for each process of a machine
+    backend = launch_backend()
+    if "nccl" in backend:  # "cuda" is then another card in each process of a machine
         local = environment_number(
             "LOCAL_RANK", 0, least=0, most=2**20, whole=True, what="processes before this one"
         )
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+        torch.cuda.set_device(int(local))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_default_timeout_s()))
     atexit.register(_leave_process_group)  # its threads would abort a process that ends with them
 
 
@@ -406,8 +408,8 @@ def _portable(error: BaseException | None, rank: int) -> BaseException:
     return found
 
 
-def exchange_backend() -> str:
-    """Return the backend of exchanges: gloo, with NCCL for tensors on cards if each process has one of its own.
+def launch_backend() -> str:
+    """Return the backend for the processes that torchrun started: gloo, with NCCL if each has a card of its own.
 
     All machines of a run must be alike in this.
     """
@@ -415,12 +417,17 @@ def exchange_backend() -> str:
         "LOCAL_WORLD_SIZE", launched_processes(), least=1, most=2**20, whole=True, what="processes"
     )
     cards = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
-    return "cpu:gloo,cuda:nccl" if cards >= local else "gloo"
+    return _WITH_NCCL if cards >= local else "gloo"
+
+
+def exchange_backend() -> str:
+    """Return the backend of exchanges: gloo, with NCCL for tensors on cards if the default process group has it."""
+    return _WITH_NCCL if "nccl" in dist.get_backend_config() else "gloo"
 
 
 def _place_of(tensor: Tensor) -> torch.device:
     """Return where a tensor is exchanged: on its card, or on the host."""
-    on_card = tensor.device.type == "cuda" and "nccl" in exchange_backend()
+    on_card = tensor.device.type == "cuda" and exchange_backend() == _WITH_NCCL
     return tensor.device if on_card else torch.device("cpu")
 
 

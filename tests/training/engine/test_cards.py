@@ -252,15 +252,25 @@ def test_auto_takes_a_card_and_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     ("cards_here", "processes", "backend"),
     [(0, 1, "gloo"), (1, 2, "gloo"), (2, 2, "cpu:gloo,cuda:nccl"), (4, 2, "cpu:gloo,cuda:nccl")],
 )
-def test_the_backend_of_exchanges_follows_from_the_cards(
+def test_the_backend_of_processes_follows_from_the_cards(
     monkeypatch: pytest.MonkeyPatch, cards_here: int, processes: int, backend: str
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cards_here > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards_here)
     monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: True)
-    assert ranks.exchange_backend() == backend
-    assert ranks._place_of(torch.zeros(2)).type == "cpu"
+    assert ranks.launch_backend() == backend
+
+
+def test_exchanges_follow_the_default_process_group() -> None:
+    """A real group of one process, which has gloo only."""
+    dist = ranks.dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert ranks.exchange_backend() == "gloo"
+        assert ranks._place_of(torch.empty(2, device="meta")).type == "cpu"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_scalars_of_zeroth_order_steps_that_are_read_late_give_the_same_run_and_log(

@@ -8,6 +8,7 @@ import torch
 from benchmarks.speed import run_steps
 from opusim import checks
 from opusim.errors import ConfigError
+from opusim.training.data.public_maps import Augmentation
 from opusim.training.engine.algorithm import require_float64
 from opusim.training.feedback import closed_form
 
@@ -35,6 +36,14 @@ def test_a_step_waits_for_no_card(name: str) -> None:
 )
 def test_a_step_stays_below_its_ceiling_of_operators(name: str) -> None:
     assert run_steps.operators(name) <= run_steps.CEILINGS[name]
+
+
+def test_random_copies_of_images_are_made_on_the_card() -> None:
+    augmentation = Augmentation(copies=2, mirror=True, shift=2)
+    with run_steps.HostNumbers() as numbers, run_steps.OnCard() as found:
+        images = augmentation.copy_of(torch.empty(4, 3, 8, 8, device="meta"))
+    assert images.is_meta
+    assert (+found.waits, numbers.count) == ({}, 0)
 
 
 def test_planted_fault_reads_copies_and_numbers_of_the_host_are_waits(

@@ -17,7 +17,7 @@ from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
 from opusim.accounting.ledger import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
-from opusim.errors import DeviceError
+from opusim.errors import DeviceError, OpusimError
 from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
 from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
@@ -173,9 +173,22 @@ class Engine:
                 self._train(interrupted)
         except Exception as error:
             self.steps.return_unused()
-            self._check_after(error)
+            earlier = self._earlier(error)
+            self._check_after(earlier or error)
+            if earlier is not None:
+                raise earlier from error
             raise
         self._folder.finish(self._summary(), self.steps.position)
+
+    def _earlier(self, error: Exception) -> Exception | None:
+        """Return the refusal of an earlier step on a card that made an input of this one unusable, or None."""
+        if not isinstance(error, ValueError):
+            return None
+        try:
+            self._late.read()
+        except (OpusimError, ValueError) as found:
+            return None if found is error else found
+        return None
 
     def _train(self, interrupted: threading.Event) -> None:
         """Do the remaining steps, or those until Ctrl-C."""

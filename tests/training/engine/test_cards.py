@@ -36,11 +36,7 @@ CONFIG: dict[str, Any] = {
     "sampler": {"batch_size": 16},
     "checkpoint": {"every_steps": 3},
 }
-DIVERGES = {
-    "trainer": {"kind": "bp"},
-    "optimizer": {"lr": 9e3},
-    "model": {"hidden": [8, 8, 8], "activation": "relu"},
-}
+DIVERGES = {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}}
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -69,18 +65,21 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "require", require)
 
 
-def diverged(folder: Path) -> str:
+def diverged(folder: Path, kind: str) -> str:
+    config = {**CONFIG, **DIVERGES, "trainer": {"kind": kind}}
     with pytest.raises(TrainingDiverged) as caught:
-        training.train({**CONFIG, **DIVERGES}, data=data(320), folder=folder)
+        training.train(config, data=data(320), folder=folder)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["bp", "pdfa"])
 def test_a_divergence_that_is_read_late_is_told_alike_and_nothing_of_it_is_saved(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    expected = diverged(tmp_path / "at once")
+    """With pdfa the encoder refuses the next step's error first, which is not the cause."""
+    expected = diverged(tmp_path / "at once", kind)
     request.getfixturevalue("late")
-    assert diverged(tmp_path / "late") == expected
+    assert diverged(tmp_path / "late", kind) == expected
     assert expected.startswith("step ")
     for name in ("at once", "late"):
         step, tensors = newest(tmp_path / name)
@@ -92,10 +91,9 @@ def test_planted_fault_a_checkpoint_that_reads_nothing_saves_a_divergence(
     tmp_path: Path, late: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks.LateChecks, "read", lambda self: None)
+    config = {**CONFIG, **DIVERGES, "trainer": {"kind": "bp"}, "checkpoint": {"every_steps": 1}}
     with pytest.raises(TrainingDiverged):  # figures of the end
-        training.train(
-            {**CONFIG, **DIVERGES, "checkpoint": {"every_steps": 1}}, data=data(320), folder=tmp_path
-        )
+        training.train(config, data=data(320), folder=tmp_path)
     _, tensors = newest(tmp_path)
     assert not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 

@@ -12,7 +12,10 @@ from opusim.training.data.public_maps import Augmentation
 from opusim.training.engine.algorithm import require_float64
 from opusim.training.feedback import closed_form
 
-SLOW = ("pdfa, published order", "pdfa, bit planes", "ulr, published", "dfa, module", "tdfa")
+SLOW = (
+    *("tdfa", "pdfa, published order", "pdfa, bit planes", "ulr, orthogonal", "ulr, published"),
+    *("bp, module", "dfa, module", "tdfa, amplified labels"),
+)
 SINGLE = ("bp", "dfa", "tdfa", "pdfa", "pdfa, bit planes", "ulr", "ulr, orthogonal")
 SINGLE_MODULES = ("bp, module", "dfa, module", "pdfa, module")
 

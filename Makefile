@@ -54,6 +54,7 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.rounded_noise
 	$(BIN)/python -m benchmarks.speed.served
 	$(BIN)/python -m benchmarks.speed.operators
+	$(BIN)/python -m benchmarks.speed.run_steps
 	$(BIN)/python -m benchmarks.speed.walk
 
 bench-gpu: $(DEV)  ## What a graphics card gains, against other code on the same card; needs one.

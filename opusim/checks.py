@@ -9,15 +9,27 @@
 Each checker takes any number of parameters and returns nothing. A message reads ``name = value: rule;
 remedy``; give the remedy with `remedy` if the rule does not say what to do. Numbers, numpy arrays
 and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
+
+`require` checks what a tensor holds. A value on a card can be read only once the card has computed it, so a loop that
+must not wait in each step collects such checks (`LateChecks`) and reads them together now and then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+from opusim.plugins import Deferred
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Deferred("torch")
 
 _PLAIN = (float, int)
 """Types of the usual values, which are checked without an array."""
@@ -186,6 +198,81 @@ def complete(**arrays: Any) -> None:
                     f"{name} is a {found} tensor: must hold a number at each place; make it dense, as by "
                     f"{name}.to_dense()"
                 )
+
+
+Refusal = Callable[[], Exception | None]
+"""Returns what to raise for a value that is refused, or warns and returns None."""
+
+
+class LateChecks:
+    """Checks of values on a card that the host reads together, later.
+
+    Attributes:
+        failed: The error that `read` raised, or None; no result since the last read may be kept then.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, Refusal]] = []
+        self.failed: Exception | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep what this thread requires of values on a card within the block."""
+        token = _late.set(self)
+        try:
+            yield
+        finally:
+            _late.reset(token)
+
+    def keep(self, value: torch.Tensor, refusal: Refusal) -> None:
+        """Keep a check, see `require`."""
+        self._kept.append((value, refusal))
+
+    def read(self) -> None:
+        """Read all values that were kept since the last call, in one copy.
+
+        Raises:
+            Exception: The error of the first value that is refused, in the order of the checks; at each later call too.
+        """
+        if self.failed is not None:
+            raise self.failed
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        held = torch.stack(
+            [torch.isfinite(value) if value.is_floating_point() else value for value, _ in kept]
+        )
+        for holds, (_, refusal) in zip(held.tolist(), kept, strict=True):
+            if not holds and (error := refusal()) is not None:
+                self.failed = error
+                raise error
+
+
+_late: ContextVar[LateChecks | None] = ContextVar("opusim_late_checks", default=None)
+
+
+def are_late() -> bool:
+    """Return whether `LateChecks` collect, so that what is required of a tensor on a card is read later."""
+    return _late.get() is not None
+
+
+def require(value: torch.Tensor, refusal: Refusal) -> None:
+    """Refuse a value that a tensor holds: at once, or later on a card where `LateChecks` collect.
+
+    Args:
+        value: Scalar tensor: a truth value, or a real number that must be finite.
+        refusal: Returns the error; it is called at most once, and should hold no large tensors until then.
+
+    Raises:
+        Exception: What `refusal` returns.
+    """
+    late = _late.get()
+    if late is not None and value.device.type != "cpu":
+        late.keep(value, refusal)
+        return
+    holds = math.isfinite(float(value)) if value.is_floating_point() else bool(value)
+    if not holds and (error := refusal()) is not None:
+        raise error
 
 
 def _real_array(name: str, value: Any) -> np.ndarray:

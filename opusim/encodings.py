@@ -77,19 +77,21 @@ def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor
     _check_real(e)
     checks.integer(planes=planes, minimum=1, maximum=24)
     rest = e.detach().float().clamp(-1.0, 1.0)
-    weights = 0.5 ** torch.arange(1, planes + 1, dtype=torch.float32, device=e.device)
     digits = []
-    for weight in weights.tolist():
-        digits.append(ternarize(rest, weight / 2))
-        rest = rest - weight * digits[-1]
-    return torch.stack(digits), weights
+    for plane in range(1, planes + 1):
+        digits.append(ternarize(rest, 0.5 ** (plane + 1)))
+        rest = rest - 0.5**plane * digits[-1]
+    return torch.stack(digits), 0.5 ** torch.arange(1, planes + 1, dtype=torch.float32, device=e.device)
 
 
 def _refuse_nan(values: torch.Tensor, code: str) -> None:
-    if values.is_floating_point() and bool(torch.isnan(values).any()):
-        raise ValueError(
-            f"e holds NaN: a NaN has no {code} code; did the training diverge? Lower the learning rate"
-        )
+    if not values.is_floating_point():
+        return
+    text = f"e holds NaN: a NaN has no {code} code; did the training diverge? Lower the learning rate"
+    if values.device.type != "cpu":
+        checks.require((values == values).all(), lambda: ValueError(text))
+    elif bool(torch.isnan(values).any()):
+        raise ValueError(text)
 
 
 def _check_real(e: torch.Tensor) -> None:
@@ -120,9 +122,15 @@ def check_ternary(x: torch.Tensor) -> None:
     """Refuse a real tensor with an entry other than -1, 0 and 1 (x = sign x exactly there); NaN by name.
 
     Raises:
-        ValueError: names the first such entry and the encoder to use.
+        ValueError: names the first such entry and the encoder to use; later, on a card (`checks.require`), no entry.
     """
-    if x.dtype == torch.bool or torch.equal(x, torch.sign(x)):
+    if x.dtype == torch.bool:
+        return
+    if x.device.type != "cpu" and checks.are_late():
+        text = "x holds other numbers than -1, 0 and 1, or NaN: a device shows -1, 0 or 1; did the training diverge?"
+        checks.require((x == torch.sign(x)).all(), lambda: ValueError(text))
+        return
+    if torch.equal(x, torch.sign(x)):
         return
     wrong = x[x != torch.sign(x)].flatten()[0].item()
     if math.isnan(wrong):

@@ -9,6 +9,10 @@ class TrainingDiverged(OpusimError, ArithmeticError):
     """The loss of a batch is not finite; the last checkpoint is kept."""
 
 
+class CardMemoryError(OpusimError, RuntimeError):
+    """A step does not fit into the memory of the card; the message says which batch would, and how that was found."""
+
+
 class RunFolderError(OpusimError, ValueError):
     """A run folder cannot be used: it is taken, finished, damaged or holds another network."""
 

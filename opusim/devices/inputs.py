@@ -242,6 +242,9 @@ def check_reading(y: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
         raise DeviceFault(
             f"device {name!r} returned shape {tuple(y.shape)} instead of {shape}; reset the device"
         )
+    text = f"device {name!r} returned NaN or infinity; reset the device"
+    if y.device.type != "cpu" and checks.are_late():
+        checks.require(torch.isfinite(y).all(), lambda: DeviceFault(text))
     # one bad entry spoils the sum, which is cheap to compute; if it overflows, entries are checked one by one
-    if y.numel() and not math.isfinite(float(y.sum())) and not bool(torch.isfinite(y).all()):
-        raise DeviceFault(f"device {name!r} returned NaN or infinity; reset the device")
+    elif y.numel() and not math.isfinite(float(y.sum())) and not bool(torch.isfinite(y).all()):
+        raise DeviceFault(text)

@@ -331,18 +331,18 @@ class Direction:
         self.seed = int(seed)
         self._key = split_key(self.seed)
 
-    def add_to(self, tensor: Tensor, number: int, scale: float, *, start: int = 0) -> None:
+    def add_to(self, tensor: Tensor, number: int, scale: float | Tensor, *, start: int = 0) -> None:
         """Add scale z to a tensor, in place; each operation rounds to float32, the last to the tensor's type.
 
         Args:
             tensor: Any floating type and shape, contiguous, on any torch device.
             number: Which tensor of the direction it is, in [0, 2^32).
-            scale: Rounded to float32.
+            scale: Rounded to float32; or a float32 scalar on the tensor's torch device.
             start: Entry of the direction that belongs to the first element, a multiple of `STRIDE`.
         """
         flat = _flat(tensor, number, start)
-        factor = np.float32(scale)
         if flat.device.type == "cpu":
+            factor = np.float32(scale)
 
             def move(part: np.ndarray, place: int) -> None:
                 kernels.add_direction(part, factor, gaussian_table(), place, number, self._key)
@@ -350,10 +350,10 @@ class Direction:
             _moved_by_kernel(flat, start, move)
             return
         for part, z in self._parts(flat, number, start):
-            part.copy_(part.float().add_(z.mul_(float(factor))))
+            part.copy_(part.float().add_(z.mul_(_factor(scale))))
 
     def return_and_move(
-        self, tensor: Tensor, number: int, *, back: float, keep: float, move: float, start: int = 0
+        self, tensor: Tensor, number: int, *, back: float, keep: float, move: float | Tensor, start: int = 0
     ) -> None:
         """The tensor becomes keep (tensor + back z) + move z, in place, in one pass over the memory.
 
@@ -362,12 +362,12 @@ class Direction:
             number: Which tensor of the direction it is.
             back: Factor that undoes an earlier perturbation.
             keep: 1, or 1 minus the decay of the weights.
-            move: Factor of the update.
+            move: Factor of the update; or a float32 scalar on the tensor's torch device.
             start: As for `add_to`.
         """
         flat = _flat(tensor, number, start)
-        first, second, third = np.float32(back), np.float32(keep), np.float32(move)
         if flat.device.type == "cpu":
+            first, second, third = np.float32(back), np.float32(keep), np.float32(move)
 
             def shift(part: np.ndarray, place: int) -> None:
                 kernels.return_and_move(
@@ -377,7 +377,8 @@ class Direction:
             _moved_by_kernel(flat, start, shift)
             return
         for part, z in self._parts(flat, number, start):
-            part.copy_(part.float().add_(z * float(first)).mul_(float(second)).add_(z.mul_(float(third))))
+            moved = part.float().add_(z * _factor(back)).mul_(_factor(keep))
+            part.copy_(moved.add_(z.mul_(_factor(move))))
 
     def _parts(self, flat: Tensor, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return pieces of a tensor's memory with their entries."""
@@ -404,6 +405,11 @@ class Direction:
         words = torch.stack(philox_torch(counters, number, 0, 0, self.seed), dim=1)  # (blocks, 4)
         halves = torch.stack([words & 0xFFFF, words >> 16], dim=2).reshape(-1)[:count]
         return _table_on(torch.device(device))[halves]
+
+
+def _factor(value: float | Tensor) -> float | Tensor:
+    """Return a number rounded to float32, and a scalar tensor as it is, which the host need not know."""
+    return value if isinstance(value, Tensor) else float(np.float32(value))
 
 
 def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int], None]) -> None:

@@ -1,8 +1,9 @@
 """Let the processes of a run exchange numbers, tensors, results and errors.
 
 Partial sums are added in the order of ranks on the first process, which sends the sum to all. Every process therefore
-holds the same bits, whatever the backend. Exchanges use a gloo group of their own, so that they cannot be mixed up with
-what DistributedDataParallel exchanges in the meantime.
+holds the same bits, whatever the backend. Exchanges use a group of their own, so that they cannot be mixed up with
+what DistributedDataParallel exchanges in the meantime. Tensors on the host go by gloo. Those on cards go by NCCL if the
+default process group does (never tried), else by gloo through the host.
 
 Every exchange begins with `Ranks.meet`, at which a process that failed hands its error to the others. If a process dies
 or hangs, the others raise `ProcessLost`: at once, or after the time-out.
@@ -30,9 +31,10 @@ from opusim.processes import environment_number, launched_processes
 Result = TypeVar("Result")
 TIMEOUT_VARIABLE = "OPUSIM_PROCESS_TIMEOUT_S"
 _TIMEOUT_S, _LONGEST_S = 1800.0, 31_557_600.0
+_WITH_NCCL = "cpu:gloo,cuda:nccl"
 _PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
 _groups: dict[float, tuple[Any, Any]] = {}
-"""Time-out to (the default process group, the gloo group made next to it)."""
+"""Time-out to (the default process group, the group made next to it)."""
 
 
 class Ranks:
@@ -238,12 +240,13 @@ class Ranks:
         if self.world == 1 or not wanted:
             return
         self.meet()
-        flat = torch.cat([_bytes_of(tensor) for tensor in wanted])
-        with self._exchanging() as group:
-            dist.broadcast(flat, src=0, group=group)
-        if not self.is_first:
-            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in wanted])
-            _copy(wanted, [part.clone().view(t.dtype) for t, part in zip(wanted, parts, strict=True)])
+        for alike in _by(_place_of, wanted):
+            flat = torch.cat([_bytes_of(tensor) for tensor in alike])
+            with self._exchanging() as group:
+                dist.broadcast(flat, src=0, group=group)
+            if not self.is_first:
+                parts = flat.split([tensor.numel() * tensor.element_size() for tensor in alike])
+                _copy(alike, [part.clone().view(t.dtype) for t, part in zip(alike, parts, strict=True)])
 
     def sum_on_first(self, tensors: Iterable[Tensor]) -> None:
         """Add the tensors of all processes, in the order of ranks, in those of the first; the others' stay."""
@@ -358,11 +361,11 @@ class Ranks:
             raise self._handed from error
 
     def _group(self) -> Any:
-        """Return the gloo group of these processes; made at the first exchange, which all of them take part in."""
+        """Return the group of these processes; made at the first exchange, which all of them take part in."""
         made = _groups.get(self._timeout_s)
         if made is None or made[0] is not dist.group.WORLD:
             timeout = timedelta(seconds=self._timeout_s)
-            made = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
+            made = dist.group.WORLD, dist.new_group(backend=exchange_backend(), timeout=timeout)
             _groups[self._timeout_s] = made
         return made[1]
 
@@ -371,7 +374,13 @@ def init_process_group() -> None:
     """Join the processes that torchrun started, unless this was done already or there is only one."""
     if launched_processes() < 2 or not dist.is_available() or dist.is_initialized():
         return
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_default_timeout_s()))  # as all exchanges here
+    backend = launch_backend()
+    if "nccl" in backend:  # "cuda" is then another card in each process of a machine
+        local = environment_number(
+            "LOCAL_RANK", 0, least=0, most=2**20, whole=True, what="processes before this one"
+        )
+        torch.cuda.set_device(int(local))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_default_timeout_s()))
     atexit.register(_leave_process_group)  # its threads would abort a process that ends with them
 
 
@@ -399,15 +408,44 @@ def _portable(error: BaseException | None, rank: int) -> BaseException:
     return found
 
 
+def launch_backend() -> str:
+    """Return the backend for the processes that torchrun started: gloo, with NCCL if each has a card of its own.
+
+    All machines of a run must be alike in this.
+    """
+    local = environment_number(
+        "LOCAL_WORLD_SIZE", launched_processes(), least=1, most=2**20, whole=True, what="processes"
+    )
+    cards = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    return _WITH_NCCL if cards >= local else "gloo"
+
+
+def exchange_backend() -> str:
+    """Return the backend of exchanges: gloo, with NCCL for tensors on cards if the default process group has it."""
+    return _WITH_NCCL if "nccl" in dist.get_backend_config() else "gloo"
+
+
+def _place_of(tensor: Tensor) -> torch.device:
+    """Return where a tensor is exchanged: on its card, or on the host."""
+    on_card = tensor.device.type == "cuda" and exchange_backend() == _WITH_NCCL
+    return tensor.device if on_card else torch.device("cpu")
+
+
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().to(_place_of(tensor)).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _by(key: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of one key at a time, in the order of their first ones."""
+    keys = [key(tensor) for tensor in tensors]
+    for wanted in dict.fromkeys(keys):
+        yield [tensor for tensor, own in zip(tensors, keys, strict=True) if own == wanted]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield the tensors of one type at a time, and their numbers in a row, on the CPU."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        yield alike, torch.cat([tensor.reshape(-1).cpu() for tensor in alike])
+    """Yield the tensors of one type and place at a time, and their numbers in a row, where they are exchanged."""
+    for alike in _by(lambda tensor: (tensor.dtype, _place_of(tensor)), tensors):
+        yield alike, torch.cat([tensor.reshape(-1).to(_place_of(tensor)) for tensor in alike])
 
 
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -65,7 +65,9 @@ def philox_torch(
     Returns:
         The four output words, int64, of the broadcast shape.
     """
-    words = [torch.as_tensor(word, dtype=torch.int64, device=c0.device) for word in (c0, c1, c2, c3)]
+    words = [  # a number is filled in: copied to a card, it would make the host wait
+        word if isinstance(word, torch.Tensor) else c0.new_full((), word) for word in (c0, c1, c2, c3)
+    ]
     w0, w1, w2, w3 = torch.broadcast_tensors(*words)
     k0, k1 = split_key(key)
     for _ in range(_ROUNDS):

@@ -47,7 +47,7 @@ def test_no_operator_of_a_step_hides_a_wait(name: str, monkeypatch: pytest.Monke
     model, x, y = operators.models()[name]
     step = operators.private_step(model, x, y)
     step()
-    monkeypatch.setattr(clipping, "_are_all", lambda kept: False)
+    monkeypatch.setattr(clipping, "are_all", lambda kept: False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step()
     monkeypatch.undo()

@@ -196,12 +196,14 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Callback | None], Ru
 
     The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
     """
+    from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
 
     if _follows(config):
         work(None)
         return
-    lines = [line for line in (caution(config), None if quiet else small_batch(config)) if line is not None]
+    hints = () if quiet else (place_text(config.torch_device), small_batch(config))
+    lines = [line for line in (caution(config), *hints) if line is not None]
     watchers: list[Callback] = [Announced(line) for line in lines]
     if quiet:
         run = work(Watchers(watchers))

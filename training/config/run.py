@@ -93,7 +93,8 @@ class RunConfig(Section):
     """CPU threads of torch, at most 1024; None takes torch's default. A resumed run repeats bit for bit at the same
     number."""
     torch_device: str = "cpu"
-    """Where the network is trained: cpu, cuda, cuda:0."""
+    """Where the network is trained: cpu, cuda, cuda:0, mps (never tried), or auto, which takes a card of CUDA if there
+    is one."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -44,6 +44,7 @@ from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.networks.base import BYTES_PER_PARAMETER, Network, seeded_generator
 from opusim.training.networks.clipping import (
+    are_all,
     bounded_factors,
     finite_rows,
     full_precision,
@@ -84,9 +85,14 @@ class GatedRelu(nn.Module):
         n_classes: k.
         hyperplanes: u_p as rows, shape (P, d); stored as a buffer.
         centre: Whether to subtract each record's mean feature from it first.
+
+    Attributes:
+        exact_gates: Whether a card, too, decides in float64 which side of a near hyperplane a record is on. Guarantees
+            need it; it waits for the card once a batch.
     """
 
     hyperplanes: Tensor
+    exact_gates = True
 
     def __init__(self, n_inputs: int, n_classes: int, hyperplanes: Tensor, *, centre: bool = True) -> None:
         super().__init__()
@@ -105,7 +111,8 @@ class GatedRelu(nn.Module):
     def gated(self, x: Tensor) -> GatedRecords:
         """Return the features, gates and scales of records of shape (batch, d)."""
         x, kept = unit_rows(x, centre=self.centre)
-        gates = open_gates(x, self.hyperplanes).to(x.dtype)
+        exact = self.exact_gates or x.device.type == "cpu"
+        gates = open_gates(x, self.hyperplanes, exact=exact).to(x.dtype)
         count = gates.sum(dim=1)
         return GatedRecords(x=x, gates=gates, scale=torch.where(kept & (count > 0), count.rsqrt(), 0.0))
 
@@ -158,11 +165,11 @@ def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
     norms = torch.linalg.vector_norm(exact, dim=1)
     kept = (norms > least) & torch.isfinite(norms)
     exact.mul_(norms.reciprocal()[:, None])
-    return (exact if bool(kept.all()) else finite_rows(exact, kept)).to(x.dtype), kept
+    return (exact if are_all(kept) else finite_rows(exact, kept)).to(x.dtype), kept
 
 
-def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
-    """Return 1[u_p . x >= 0], bool, shape (batch, P), for each record independently of the others.
+def open_gates(x: Tensor, hyperplanes: Tensor, *, exact: bool = True) -> Tensor:
+    """Return 1[u_p . x >= 0], bool, shape (batch, P), for each record independently of the others if `exact`.
 
     A float32 product rounds differently in a batch of another size, so adding a record could switch gates of records
     near a hyperplane. If |u_p . x| is within the rounding of any order of summation, (d + 4) 2^-24 |u_p| |x|, that
@@ -171,9 +178,12 @@ def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
     Args:
         x: Records of norm 0 or 1, float32, shape (batch, d).
         hyperplanes: u_p as rows, float32, shape (P, d).
+        exact: Whether float64 decides near a hyperplane.
     """
     with full_precision():
         values = x @ hyperplanes.t()
+    if not exact:
+        return values >= 0
     rounding = ((x.shape[1] + 4) * 2.0**-23 * row_norms(hyperplanes)).to(
         values.dtype
     )  # twice, for |x| = 1 + 2^-23
@@ -378,6 +388,7 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         self.objective = Objective(name=options.objective, clip=options.residual_clip)
         bound = self.objective.bound(self.dataset.n_classes)
         multiplier = 0.0 if config.protection.protects == "nothing" else self.protection.noise_multiplier
+        self.network.model.exact_gates = config.protection.protects != "nothing"
         self.noise = self.protection.central_noise(device) if multiplier else None
         self.noise_std = noise_std(clip_norm=bound, noise_multiplier=multiplier, divisor=self.divisor)
         self.final_std = self._final_noise * config.optimizer.lr * multiplier * bound / self.divisor

@@ -231,13 +231,46 @@ class Split:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def place(self) -> torch.device:
+        """The torch device of batches."""
+        return self.x.device
+
     def batch(self, records: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return x, float32 or int64, and y of some records.
 
         Args:
-            records: Their numbers, on the torch device of x.
+            records: Their numbers, on the host or on the torch device of batches.
         """
+        if isinstance(records, Tensor) and records.device != self.x.device:
+            records = records.to(self.x.device, non_blocking=True)
         return in_single_precision(self.x[records]), self.y[records]
+
+
+@dataclass(frozen=True)
+class HostSplit(Split):
+    """Records that stay on the host, since a card has no room for them; batches are copied without waiting for it.
+
+    Attributes:
+        torch_device: The card.
+    """
+
+    torch_device: str = "cpu"
+
+    @property
+    def place(self) -> torch.device:
+        """See Split.place."""
+        return torch.device(self.torch_device)
+
+    def batch(self, records: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """See Split.batch; the records' numbers are best on the host."""
+        numbers = records.cpu() if isinstance(records, Tensor) else records
+        return in_single_precision(self._moved(self.x[numbers])), self._moved(self.y[numbers])
+
+    def _moved(self, part: Tensor) -> Tensor:
+        """Return a part on the card; by pinned memory, from which CUDA copies while it computes."""
+        pinned = part.pin_memory() if self.place.type == "cuda" else part
+        return pinned.to(self.place, non_blocking=True)
 
 
 def in_single_precision(x: Tensor) -> Tensor:

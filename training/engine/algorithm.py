@@ -18,6 +18,7 @@ from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
+from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from opusim.training.config.kinds import TrainerSection
 from opusim.training.config.run import RunConfig
@@ -25,6 +26,7 @@ from opusim.training.data import Dataset
 from opusim.training.data.dataset import Target
 from opusim.training.data.tables import Arrays
 from opusim.training.networks.base import Network
+from opusim.training.networks.clipping import WITHOUT_FLOAT64, widest
 from opusim.training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from opusim.training.protections.planning import Plan, ProtectedAlgorithm
 from opusim.training.runs.folder import RunFolder
@@ -35,18 +37,18 @@ class StepRecord:
     """What one step measured before its update.
 
     Attributes:
-        loss_sum: Sum of the records' losses, float64 scalar tensor.
+        loss_sum: Sum of the records' losses, float64 scalar tensor; float32 on a torch device without float64.
         n_correct: Correct decisions, such as correctly classified records, int64 scalar tensor.
-        n_records: Records in the batch.
+        n_records: Records in the batch, or int64 scalar tensor.
         n_judged: Decisions that `n_correct` counts, if a record is not one decision: tokens, labels, or 0 for real
-            numbers; None for one each record.
+            numbers; None for one each record. It may be an int64 scalar tensor.
         diagnostics: Named figures, one value per layer; empty unless the step was observed.
     """
 
     loss_sum: Tensor
     n_correct: Tensor
-    n_records: int
-    n_judged: int | None = None
+    n_records: int | Tensor
+    n_judged: int | Tensor | None = None
     diagnostics: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -114,6 +116,10 @@ class Trainer(ABC):
 class EpochSums:
     """Running sums of step records over an epoch, on the torch device that computes them.
 
+    Losses are added in float64. Without float64 the sum is a pair of float32 numbers, the second of which holds what
+    rounding took from the first: over n steps it is off by at most n^2 2^-48 of the sum of the magnitudes (Ogita, Rump
+    and Oishi 2005, proposition 4.5), besides the float32 rounding of each batch's own sum.
+
     Args:
         place: The torch device.
     """
@@ -124,24 +130,37 @@ class EpochSums:
 
     def clear(self) -> None:
         """Start a new epoch."""
-        self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
+        self._loss: Tensor = torch.zeros((), dtype=widest(self._place), device=self._place)
+        self._rest: Tensor | None = (
+            None if self._loss.dtype == torch.float64 else torch.zeros_like(self._loss)
+        )
         self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
-        self._records = self._judged = 0
+        self._records: int | Tensor = 0
+        self._judged: int | Tensor = 0
         self._observed: list[dict[str, list[float]]] = []
 
     def add(self, record: StepRecord) -> None:
         """Add a step, without waiting for the torch device."""
-        self._loss = self._loss + record.loss_sum
+        total = self._loss + record.loss_sum
+        if self._rest is not None:
+            part = total - self._loss
+            self._rest = self._rest + ((self._loss - (total - part)) + (record.loss_sum - part))
+        self._loss = total
         self._correct = self._correct + record.n_correct
-        self._records += record.n_records
-        self._judged += record.n_records if record.n_judged is None else record.n_judged
+        self._records = self._records + record.n_records
+        self._judged = self._judged + (record.n_records if record.n_judged is None else record.n_judged)
         if record.diagnostics:
             self._observed.append(record.diagnostics)
 
     def means(self) -> dict[str, float]:
         """Return mean loss and accuracy; each record is measured just before its batch's update."""
-        means = {"loss": float(self._loss) / self._records} if self._records else {}
-        return means | ({"accuracy": int(self._correct) / self._judged} if self._judged else {})
+        records, judged = int(self._records), int(self._judged)
+        means = {"loss": self._loss_sum / records} if records else {}
+        return means | ({"accuracy": int(self._correct) / judged} if judged else {})
+
+    @property
+    def _loss_sum(self) -> float:
+        return float(self._loss) + (0.0 if self._rest is None else float(self._rest))
 
     def diagnostics(self) -> dict[str, list[float]]:
         """Return each diagnostic's mean over the observed steps, by layer."""
@@ -159,16 +178,18 @@ class EpochSums:
     def dump(self) -> dict[str, Any]:
         """Return the sums as a checkpoint holds them."""
         return {
-            "loss": float(self._loss),
+            "loss": self._loss_sum,
             "correct": int(self._correct),
-            "records": self._records,
-            "judged": self._judged,
+            "records": int(self._records),
+            "judged": int(self._judged),
             "observed": self._observed,
         }
 
     def load(self, sums: dict[str, Any]) -> None:
         """Take over the sums that `dump` returned."""
-        self._loss = torch.tensor(sums["loss"], dtype=torch.float64, device=self._place)
+        self._loss = torch.tensor(sums["loss"], dtype=widest(self._place), device=self._place)
+        if self._rest is not None:
+            self._rest = torch.full_like(self._loss, sums["loss"] - float(self._loss))
         self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
         self._records = sums["records"]
         self._judged = sums.get("judged", self._records)  # an older checkpoint counts records
@@ -276,6 +297,11 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """
 
     # What a run is made of
+
+    @property
+    def needs_float64(self) -> str | None:
+        """Why a step without protection needs float64 on the torch device, as Apple's GPU has none; None if not."""
+        return f"trainer.kind = {self.options.kind!r}"
 
     def chosen(self) -> Mapping[str, Any]:
         """Return keys of the section `trainer` that the algorithm chooses for a new run, with their values.
@@ -440,6 +466,25 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     def equivalent_noise(self, noise_multiplier: float) -> float:
         """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
         return noise_multiplier
+
+
+def require_float64(algorithm: Algorithm[Any, Any, Any]) -> None:
+    """Refuse a run on a torch device without float64 whose steps need it.
+
+    Raises:
+        ConfigError: Records or labels are protected, as bounds on rounding are proven in float64; or the trainer needs
+            float64.
+    """
+    config = algorithm.config
+    place = torch.device(config.torch_device)
+    if place.type not in WITHOUT_FLOAT64:
+        return
+    found = algorithm.needs_float64
+    if config.protection.protects != "nothing":
+        found = f"protection.kind = {config.protection.kind!r}"
+    if found is not None:
+        reason = f"{place.type!r} has no float64, in which a step under {found} computes; use 'cpu'"
+        raise ConfigError("configuration", "torch_device", reason)
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:

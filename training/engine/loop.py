@@ -6,22 +6,25 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from opusim import checks
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
 from opusim.accounting.ledger import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
-from opusim.errors import DeviceError
+from opusim.errors import DeviceError, OpusimError
 from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
 from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
 from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.cards import StepMemory, exhausted, to_device
 from opusim.training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
-from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan, to_device
+from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from opusim.training.networks.optimizers import TailAverage, set_learning_rate
@@ -37,9 +40,15 @@ from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_split
 from opusim.training.runs.storage import Seal, read_header
 
+STEPS_BETWEEN_READS = 64
+"""Steps of a card after which the host reads whether they were finite, if no checkpoint comes before."""
+
 
 class Engine:
     """Trains for a number of epochs, leaving a run folder from which a killed run can resume.
+
+    A step on a card waits for nothing: sums stay there until the end of an epoch, and what must be finite is read every
+    `STEPS_BETWEEN_READS` steps and before each checkpoint, so that nothing wrong is saved.
 
     A resumed run repeats an uninterrupted one bit for bit in experiment mode at the same thread count:
     batches and noise are keyed by the step, and what else a step depends on is in the checkpoint.
@@ -85,7 +94,9 @@ class Engine:
         self.steps = PaidSteps(Ranks.one(), folder.path)  # the others learn of a step once it is paid for
         self.mechanisms = plan.mechanisms
         self._vouched, self._told = -1, False
-        self._sums = EpochSums(self._dataset.train.x.device)
+        self._sums = EpochSums(self._dataset.train.place)
+        self._late = checks.LateChecks()
+        self._allocated = StepMemory.allocated(self._dataset.train.place)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
@@ -141,6 +152,7 @@ class Engine:
             LedgerCorrupt: A step that was computed is not paid for.
             NoGuarantee: A step did not use the writer of private gradients that the trainer was given.
             TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
+            CardMemoryError: A step does not fit into the card's memory; the last checkpoint is kept.
             RunInterrupted: Ctrl-C; a checkpoint was written first.
             DeviceError: The device failed; a checkpoint of the steps before was written first.
             OSError: The disk is full or not writable; the last checkpoint is kept.
@@ -156,12 +168,27 @@ class Engine:
         if self.steps.content.payments and seal != read_header(newest).seal:
             reseal_checkpoint(newest, seal)
         try:
-            self._train(interrupted)
+            # Several processes wait for each other in each step, and must fail in the same one.
+            with self._late.collecting() if self._ranks.world == 1 else nullcontext():
+                self._train(interrupted)
         except Exception as error:
             self.steps.return_unused()
-            self._check_after(error)
+            earlier = self._earlier(error)
+            self._check_after(earlier or error)
+            if earlier is not None:
+                raise earlier from error
             raise
         self._folder.finish(self._summary(), self.steps.position)
+
+    def _earlier(self, error: Exception) -> Exception | None:
+        """Return the refusal of an earlier step on a card that made an input of this one unusable, or None."""
+        if not isinstance(error, ValueError):
+            return None
+        try:
+            self._late.read()
+        except (OpusimError, ValueError) as found:
+            return None if found is error else found
+        return None
 
     def _train(self, interrupted: threading.Event) -> None:
         """Do the remaining steps, or those until Ctrl-C."""
@@ -180,12 +207,13 @@ class Engine:
                 self._advance()
             except DeviceError as error:
                 kept = "all before it are kept"
-                if self._trainer.intact:
+                if self._trainer.intact and self._late.failed is None:
                     self._stop_cleanly(error)
                 else:
                     self._alarm_of(error, self.step, noted=True)
                     newest = list_checkpoints(self._folder.checkpoints)[-1]
-                    kept = f"the step failed while updating parameters; those of {newest.stem} are kept"
+                    when = "the step" if self._late.failed is None else "this step or one before it"
+                    kept = f"{when} failed while updating parameters; those of {newest.stem} are kept"
                 undone = f"Step {self.step} of {self.total_steps} was not done, {kept}. "
                 told = self._text_of(self._alarm_of(error, self.step))
                 raise type(error)(
@@ -295,16 +323,27 @@ class Engine:
             RuntimeError: This process was forked from the one that trains, before the step or in it.
         """
         self.steps.require_own()
-        index = self._sampler.indices(self.step).to(self._dataset.train.x.device)
+        index, place = self._sampler.indices(self.step), self._dataset.train.place
         left_in_epoch = -(self.step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
         set_learning_rate(self._trainer.optimizer, self._plan.config.optimizer, self.step / self.total_steps)
         observe = not self._private and left_in_epoch < OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
-        with system_generators(index.device, fresh=self._private):
-            record = lead(
-                self._trainer, self._dataset.train, index, step=self.step, observe=observe, ranks=self._ranks
-            )
+        try:
+            with system_generators(place, fresh=self._private):
+                record = lead(
+                    self._trainer,
+                    self._dataset.train,
+                    index,
+                    step=self.step,
+                    observe=observe,
+                    ranks=self._ranks,
+                )
+        except torch.OutOfMemoryError as error:
+            config = self._plan.config
+            found = None if self._private else StepMemory.since(self._allocated, place)
+            batch = self._sampler.expected_batch_size if config.tells_records else config.sampler.batch_size
+            raise exhausted(self.step, round(batch), place, found) from error
         self.steps.require_own()
         if self._writer is not None and self._writer.batches_written == written:
             raise NoGuarantee(
@@ -312,12 +351,16 @@ class Engine:
                 "writer of private gradients that it was given; its step must call set_gradients of what "
                 "Algorithm.gradients returns"
             )
-        _require_finite(record.diagnostics)
+        if record.diagnostics:
+            self._late.read()  # first, as it tells which step diverged
+            _require_finite(record.diagnostics)
         if not self._private:
             self._sums.add(record)
         self.steps.step += 1
         if self._average.covers(self.step):
             self._average.update(self.step, self._trainer.tensors)
+        if ends_epoch or self.step % STEPS_BETWEEN_READS == 0:
+            self._late.read()
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self.step % self._checkpoint_every == 0:
@@ -357,7 +400,12 @@ class Engine:
         return figures
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of the steps done so far."""
+        """Write a checkpoint of the steps done so far.
+
+        Raises:
+            TrainingDiverged, DeviceFault: One of them was not finite, which a card tells only now.
+        """
+        self._late.read()
         self._trainer.before_checkpoint()
         vouched = {}  # up to where checks confirm the noise, which an alarm after a kill needs
         if self._certified is not None:
@@ -427,13 +475,14 @@ def lead(
     Args:
         trainer: Of the first process.
         split: The training records.
-        records: Numbers of the batch's records, shape (batch,).
+        records: Numbers of the batch's records on the host, shape (batch,).
         step: Number of the step; it is paid for.
         observe: See Trainer.step; with several processes nothing is observed.
         ranks: The processes.
     """
     if ranks.world == 1:
-        return trainer.step(*split.batch(records), step=step, observe=observe, records=records)
+        x, y = split.batch(records)
+        return trainer.step(x, y, step=step, observe=observe, records=records.to(y.device, non_blocking=True))
     rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
     order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
     return _do(order, trainer, split, ranks)
@@ -459,8 +508,9 @@ def _no_order() -> _Order | None:
 
 def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
     """Do this process's part of a step; the sums in the record are those of all processes."""
-    records = order.records[ranks.part(len(order.records))].to(split.x.device)
-    own = trainer.step(*split.batch(records), step=order.step, observe=False, records=records)
+    records = order.records[ranks.part(len(order.records))]
+    x, y = split.batch(records)
+    own = trainer.step(x, y, step=order.step, observe=False, records=records.to(y.device, non_blocking=True))
     judged = own.n_records if own.n_judged is None else own.n_judged
     loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
     return StepRecord(

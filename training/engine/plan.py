@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import nn
 
 from opusim.accounting.mechanism import Mechanism
@@ -39,7 +38,8 @@ from opusim.training.data.public_maps import (
 )
 from opusim.training.data.samplers import PoissonSampler, Sampler, make_sampler
 from opusim.training.data.tables import OwnData, OwnTest, own_dataset
-from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied
+from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied, require_float64
+from opusim.training.engine.cards import named_here, to_device
 from opusim.training.engine.certified import certificate_of
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.any_module import own_model_name
@@ -162,6 +162,7 @@ class RunPlan(Plan):
         if self.config.mode == "release":
             require_fresh_noise(self.network.model)
         require_applied(self.algorithm)
+        require_float64(self.algorithm)
         self.algorithm.require_covered()
         return self
 
@@ -217,7 +218,7 @@ class RunPlan(Plan):
                 )
         return cls(
             config=config,
-            dataset=to_device(dataset, config.torch_device),
+            dataset=to_device(dataset, config.torch_device, resident=True),
             network=config.trainer.implementing_class().rebuild_network(facts["network"], model),
             description=_description(config, folder),
             sampler=build_sampler(config, dataset),
@@ -299,29 +300,14 @@ class RunPlan(Plan):
 
 
 def for_this_machine(config: RunConfig) -> RunConfig:
-    """Return a configuration for this machine, without the seed that a release run neither uses nor keeps.
+    """Return a configuration for this machine: with its torch device, and no seed, which a release run does not use.
 
     Raises:
         ConfigError: Its torch device is not available.
     """
-    name = config.torch_device
-    try:
-        place = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            "configuration", "torch_device", f"{name!r} is no torch device; use 'cpu' or 'cuda'"
-        ) from error
-    if place.type == "mps":
-        reason = "'mps' is not supported: Apple's GPU has no float64, and no test runs there; use 'cpu'"
-        raise ConfigError("configuration", "torch_device", reason)
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    available = {"cpu": 1, "cuda": cuda}
-    if (place.index or 0) >= available.get(place.type, 0):
-        usable = ", ".join(repr(kind) for kind, count in available.items() if count)
-        raise ConfigError(
-            "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
-        )
-    return config.unchecked(seed=0) if config.mode == "release" else config
+    place = named_here(config.torch_device)
+    found = config if place == config.torch_device else config.unchecked(torch_device=place)
+    return found.unchecked(seed=0) if found.mode == "release" else found
 
 
 def default_inputs(
@@ -489,22 +475,6 @@ def fingerprint(split: Split, *, labels: bool = True) -> str:
     for tensor in (split.x, split.y) if labels else (split.x,):
         digest.update(tensor.cpu().contiguous().numpy().view(np.uint8).data)
     return digest.hexdigest()
-
-
-def to_device(dataset: Dataset, place: str) -> Dataset:
-    """Return the data set on the torch device that trains."""
-    if place == "cpu":
-        return dataset
-
-    def move(split: Split) -> Split:
-        return Split(split.x.to(place), split.y.to(place))
-
-    return replace(
-        dataset,
-        train=move(dataset.train),
-        validation=move(dataset.validation),
-        test=None if dataset.test is None else move(dataset.test),
-    )
 
 
 def _description(config: RunConfig, folder: RunFolder | None) -> DeviceDescription | None:

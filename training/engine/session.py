@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -25,7 +26,7 @@ from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes import launched_rank
-from opusim.processes.ranks import Ranks, init_process_group
+from opusim.processes.ranks import Ranks, exchange_backend, init_process_group
 from opusim.training.config.kinds import KINDS
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset
@@ -34,6 +35,7 @@ from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, Watchers
+from opusim.training.engine.cards import to_device
 from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted
 from opusim.training.engine.loop import Engine, follow
 from opusim.training.engine.plan import (
@@ -43,7 +45,6 @@ from opusim.training.engine.plan import (
     fingerprint,
     for_this_machine,
     load_data,
-    to_device,
     with_own_inputs,
 )
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads
@@ -219,7 +220,7 @@ def _follow(
             folder = RunFolder(ranks.on_first(Path))
             plan.algorithm.prepare(trainer, folder)
             dataset = to_device(plan.dataset, plan.config.torch_device)
-            with system_generators(dataset.train.x.device, fresh=plan.config.mode == "release"):
+            with system_generators(dataset.train.place, fresh=plan.config.mode == "release"):
                 follow(trainer, dataset.train, ranks)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
@@ -438,6 +439,9 @@ def require_shareable(config: RunConfig, ranks: Ranks) -> None:
     if ranks.world == 1:
         return
     kind, protection = config.trainer.kind, config.protection
+    if torch.device(config.torch_device).index is not None and exchange_backend() != "gloo":
+        reason = f"{config.torch_device!r} is one card for {ranks.world} processes; take 'cuda', one for each"
+        raise ConfigError("configuration", "torch_device", reason)
     remedy = f"start it without torchrun (there are {ranks.world} processes)"
     if config.trainer.implementing_class().processes == "none":
         reason = f"{kind!r} trains in one process; take 'bp', 'dfa', 'tdfa', 'pdfa' or 'zo', or {remedy}"

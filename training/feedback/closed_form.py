@@ -9,7 +9,6 @@ W_l weights (n_l, n_(l-1)); B feedback matrix (sum of hidden widths, n_L); g noi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
@@ -38,7 +38,7 @@ from opusim.training.feedback.projection import (
     Encoding,
     Projection,
 )
-from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
+from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors, widest
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.functions import LOSSES, Objective
 from opusim.training.networks.network import ForwardPass, FullyConnected
@@ -90,7 +90,7 @@ class Learned:
 
     Attributes:
         output: The model's outputs, detached; None if the batch has no records here and the model did not run.
-        loss_sum: Sum of the records' losses, float64.
+        loss_sum: Sum of the records' losses, float64 where there is float64.
         contributions: What its records add to the gradients, for a protection; None if the gradients are written.
         public_inputs: Layer inputs of the protection's reference records, if it has any.
         diagnose: Returns the diagnostics, once the gradients are written.
@@ -104,16 +104,19 @@ class Learned:
 
 
 def require_finite(value: Tensor, step: int) -> None:
-    """Stop before an update that is not finite.
+    """Stop before an update that is not finite; on a card before anything is saved of it (`checks.require`).
 
     Raises:
         TrainingDiverged: The value is NaN or infinite.
     """
-    if not math.isfinite(float(value)):
-        raise TrainingDiverged(
+
+    def diverged() -> TrainingDiverged:
+        return TrainingDiverged(
             f"step {step}: training diverged, because the loss or a gradient is NaN or infinite; "
             "start a new run with a lower optimizer.lr or less noise, or check the inputs"
         )
+
+    checks.require(value, diverged)
 
 
 Draw = Callable[[tuple[int, int]], Tensor]
@@ -236,7 +239,7 @@ class ClosedForm:
         losses = (
             value.per_record if batch.padding is None else torch.where(batch.padding, 0.0, value.per_record)
         )
-        loss_sum = losses.sum(dtype=torch.float64)
+        loss_sum = losses.sum(dtype=widest(losses.device))
         protection = batch.protection
         if protection is not None:  # stopping at a record's NaN would reveal that record
             error = torch.where(torch.isfinite(error).all(dim=1, keepdim=True), error, 0.0)
@@ -402,15 +405,12 @@ def backpropagated(network: FullyConnected, forward: ForwardPass, delta: Tensor)
 
 
 def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:
-    """Add factors * reading to the noise, in place; a factor that float32 cannot hold changes only its own row."""
+    """Return factors * reading + noise, which is overwritten; what float32 cannot hold changes only its own row."""
     if factors.dtype == noise.dtype:
         return noise.addcmul_(reading, factors)
     single = factors.float()
-    apart = (single != factors).squeeze(1)
-    own = noise[apart].double() + reading[apart] * factors[apart]
-    noise.addcmul_(reading, single)
-    noise[apart] = own.to(noise.dtype)
-    return noise
+    apart = (noise.double() + reading * factors).to(noise.dtype)
+    return torch.where(single == factors, noise.addcmul_(reading, single), apart)
 
 
 def _mean_norm(v: Tensor) -> float:

@@ -160,7 +160,8 @@ def chosen_rows(error: Tensor, rows: Rows, *, seed: int) -> tuple[Tensor, Tensor
     if rows >= positions:
         return error, None
     generator = torch.Generator().manual_seed(derive_seed(seed, "positions") % 2**63)
-    drawn = torch.randperm(positions, generator=generator)[:rows].sort().values.to(error.device)
+    drawn = torch.randperm(positions, generator=generator)[:rows].sort().values
+    drawn = drawn.to(error.device, non_blocking=True)
     return error[:, drawn], drawn
 
 

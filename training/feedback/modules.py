@@ -32,6 +32,7 @@ from opusim.training.feedback.diagnosis import Control
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import seeded_torch
+from opusim.training.networks.clipping import widest
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import preserved_state, restore_buffers
@@ -96,7 +97,7 @@ class ModuleGradients:
             for parameter in self.network.parameters:
                 parameter.grad = None if batch.size else torch.zeros_like(parameter)
             with nullcontext() if tape is None else tape.recording(0):
-                zero = torch.zeros((), dtype=torch.float64, device=batch.y.device)
+                zero = torch.zeros((), dtype=widest(batch.y.device), device=batch.y.device)
             return Learned(
                 output=None, loss_sum=zero, contributions=None if tape is None else tape.contributions
             )
@@ -118,7 +119,7 @@ class ModuleGradients:
         finally:
             model.eval()
         shown = losses.detach() if batch.padding is None else torch.where(batch.padding, 0.0, losses.detach())
-        loss_sum = shown.sum(dtype=torch.float64)
+        loss_sum = shown.sum(dtype=widest(shown.device))
         # 2. Train the control on the batch, with the same draws.
         if self._control is not None and not self._control.running:
             self._control = None
@@ -184,7 +185,7 @@ class ModuleGradients:
         model.zero_grad(set_to_none=True)
         loss.backward()
         gradients = [parameter.grad for parameter in self.network.parameters]
-        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
+        sums = [gradient.sum(dtype=widest(gradient.device)) for gradient in gradients if gradient is not None]
         if sums:
             require_finite(torch.stack(sums).sum(), batch.step)
         return output, losses

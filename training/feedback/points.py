@@ -56,6 +56,7 @@ from opusim.training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
+from opusim.training.networks.clipping import finite_rows
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -587,25 +588,30 @@ class FeedbackAlignment(PointHooks):
     def _read(self, rows: Tensor, projection: Projection, step: int) -> Tensor:
         """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN.
 
+        A card that simulates the device is shown all rows, as the host would wait for which are zeros; these read 0.
         Processes that share the device make equally many calls of it.
         """
-        largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+        device, largest = self._noisy_device, torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
         finite = torch.isfinite(largest)
-        shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
-        n_outputs = self._shape.n_outputs if self._noisy_device is None else self._noisy_device.n_outputs
+        n_outputs = self._shape.n_outputs if device is None else device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
-        before, most = 0, len(shown)
-        if self._noisy_device is not None:
-            before, most = self._noisy_device.agree(len(shown))
+        shown: Tensor | None = None
+        if rows.device.type != "cpu" and (device is None or device.description.medium is not None):
+            rows = finite_rows(rows, finite)
+        else:
+            shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
+        count = len(rows if shown is None else shown)
+        before, most = 0, count
+        if device is not None:
+            before, most = device.agree(count)
         elif self._draws_together():
-            before = self._rows_before(len(shown)) if self._rows_before else 0
+            before = self._rows_before(count) if self._rows_before else 0
         projection.seek(step, before=before)
         at_once = self._rows_at_once(n_outputs)
         for start in range(0, max(most, 1), at_once):
-            part = shown[start : start + at_once]
+            part = slice(start, start + at_once) if shown is None else shown[start : start + at_once]
             reading[part] = projection.read(rows[part])
-        reading[~finite] = torch.nan
-        return reading
+        return reading.masked_fill_(~finite[:, None], torch.nan)
 
     def _rows_at_once(self, n_outputs: int) -> int:
         """Return how many rows one call of the device shows."""

@@ -181,7 +181,7 @@ class StochasticTernary(Encoding):
         self._batches += 1
         generator = torch.Generator().manual_seed(seed % 2**63)
         torch.rand(self._before, error.shape[1], generator=generator)  # those of other processes' rows
-        drawn = torch.rand(error.shape, generator=generator).to(error.device)
+        drawn = torch.rand(error.shape, generator=generator).to(error.device, non_blocking=True)
         median = error.median(dim=1, keepdim=True).values
         offset = (
             median if error.shape[1] > 1 else torch.zeros_like(median)
@@ -376,7 +376,9 @@ class DeviceProjection(Projection):
         encoded = self._encoding(error)
         frames = encoded.frames.flatten(0, 1)
         readings = self._device.project(self._padded(frames) if self._unused else frames)
-        return encoded.decoded(readings, None if self.ones is None else self.ones.to(error.device))
+        if self.ones is not None and self.ones.device != error.device:
+            self.ones = self.ones.to(error.device)  # once
+        return encoded.decoded(readings, self.ones)
 
     def columns(self, n_inputs: int) -> Tensor:
         """See Projection.columns: the mean of several readings of each column, which hardware can measure too."""

@@ -346,7 +346,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             ranks.broadcast_tensors(source.network.buffers.values())
         diagnostics = learned.diagnose() if batch.observe else {}
         self.optimizer.step()
-        correct, judged = torch.zeros((), dtype=torch.int64, device=y.device), 0
+        correct: Tensor = torch.zeros((), dtype=torch.int64, device=y.device)
+        judged: int | Tensor = 0
         if learned.output is not None:
             correct, judged = source.objective.correct(learned.output[:drawn], shown)
         return StepRecord(
@@ -422,6 +423,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             tau_h_max=tau_h_max,
         )
         return (published,)
+
+    @property
+    @override
+    def needs_float64(self) -> str | None:
+        return None if self.options.tau_b is None else "trainer.tau_b"
 
     @property
     @override

@@ -44,6 +44,8 @@ _VANISHED = 2.0**-62
 """Largest number whose square may vanish in float32, even if subnormal numbers are flushed to zero."""
 _LEAST_FACTOR = 2.0**-100
 """Factors below it are 0: float32 would hold them with few digits."""
+WITHOUT_FLOAT64 = {"mps"}
+"""Kinds of torch devices that have no float64."""
 CANCELLED = 2.0**-14
 """Share of sum_p |s_p| |u_p| by which the norm of a contribution of several uses is raised, see `SUM_ERROR`."""
 SUM_ERROR = 0.01
@@ -90,7 +92,7 @@ class Clip:
         nothing, the host looks once whether all records do; elsewhere the others are masked in any case.
         """
         kept = (squares.sum(dim=0) < torch.inf) & (factors.sum(dim=0) > 0)
-        masks = None if _are_all(kept) else kept
+        masks = None if are_all(kept) else kept
         return [
             cls(factors=factor, rounded=rounded, squares=own, kept=masks)
             for factor, rounded, own in zip(
@@ -119,8 +121,8 @@ class Clip:
         return scaled if self.kept is None else finite_rows(scaled, self.kept)
 
 
-def _are_all(kept: Tensor) -> bool:
-    """Whether all records contribute, as far as the host may look."""
+def are_all(kept: Tensor) -> bool:
+    """Return whether all records are kept, as far as the host may look: on a card it would wait, so it says no."""
     return kept.device.type == "cpu" and bool(kept.all())
 
 
@@ -230,11 +232,14 @@ def multipliers(factors: Tensor) -> Tensor:
         factors: At least 0 or NaN, float64.
 
     Returns:
-        float32, or float64 if some factor needs it; both give the same float32 products with float32 rows.
+        float32, or float64 if some factor needs it, and on a card; both give the same float32 products with float32
+        rows.
     """
     extreme = ((factors > 0) & (factors < 2.0**-60)) | (factors > 2.0**60)
     rounded = factors.float()
-    return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
+    if extreme.device.type == "cpu" and not bool(extreme.any()):
+        return rounded
+    return torch.where(extreme, factors, rounded.double())
 
 
 def product_slack(terms: int) -> float:
@@ -249,6 +254,11 @@ def product_slack(terms: int) -> float:
 def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
     """Return the rows (batch, ...) that `keep` marks and zeros elsewhere, so that no factor of 0 meets a NaN."""
     return torch.where(keep.view(-1, *[1] * (rows.ndim - 1)), rows, 0.0)
+
+
+def widest(place: torch.device) -> torch.dtype:
+    """Return the type of sums on a torch device: float64, or float32 where there is none."""
+    return torch.float32 if place.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def by_record(values: Tensor, rows: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from opusim.errors import ConfigError
 from opusim.training.config.sections import LOSS_NAMES
 from opusim.training.data.dataset import PADDING, Target, in_single_precision
+from opusim.training.networks.clipping import widest
 from opusim.training.networks.user_code import load_object
 
 _INVERSE_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
@@ -242,14 +243,17 @@ class Objective:
             )
         return losses
 
-    def correct(self, output: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        """Return how many classes, tokens or labels are correct, int64, and of how many; 0 of 0 for real numbers."""
+    def correct(self, output: Tensor, y: Tensor) -> tuple[Tensor, int | Tensor]:
+        """Return how many classes, tokens or labels are correct, and of how many; 0 of 0 for real numbers.
+
+        Both are int64 scalar tensors, the second only if it depends on what `y` holds.
+        """
         if self.target == "real":
             return torch.zeros((), dtype=torch.int64, device=y.device), 0
         if self.target == "labels":
             return ((output > 0) == (y > 0.5)).sum(), y.numel()
         right = (output.argmax(dim=-1) == y).sum()  # never at the padding, which is below 0
-        return right, int((y != PADDING).sum()) if self.target == "tokens" else y.numel()
+        return right, (y != PADDING).sum() if self.target == "tokens" else y.numel()
 
 
 def measure(
@@ -269,30 +273,35 @@ def measure(
         for tokens under cross-entropy "bits_per_token"; for reals "rmse", over all entries, and "r2", 1 minus the
         squared error over that of each column's mean, if the targets vary.
     """
-    losses, correct, judged, tokens, bits, squares = [], 0, 0, 0, 0.0, 0.0
-    for records, targets in zip(x.split(at_once), y.split(at_once), strict=True):
+    losses = list[Tensor]()
+    correct: int | Tensor = 0  # sums stay on a card until all batches ran
+    judged: int | Tensor = 0
+    bits: float | Tensor = 0.0
+    squares: float | Tensor = 0.0
+    for records, wanted in zip(x.split(at_once), y.split(at_once), strict=True):
         output = outputs(in_single_precision(records))
+        targets, wide = wanted.to(output.device), widest(output.device)
         losses.append(objective.per_record(output, targets))
         right, number = objective.correct(output, targets)
-        correct, judged = correct + int(right), judged + number
+        correct, judged = correct + right, judged + number
         if objective.target == "tokens":
-            counts = (targets != PADDING).sum(dim=1)
-            tokens, bits = tokens + int(counts.sum()), bits + float((losses[-1].double() * counts).sum())
+            bits = bits + (losses[-1].to(wide) * (targets != PADDING).sum(dim=1)).sum()
         if objective.target == "real":
-            squares += float((output.double() - targets).square().sum())
-    figures = {"loss": float(torch.cat(losses).mean(dtype=torch.float64))}
-    if judged:
-        figures["accuracy"] = correct / judged
-    if tokens and objective.name == "cross-entropy":
-        figures["bits_per_token"] = bits / tokens / math.log(2)
+            squares = squares + (output.to(wide) - targets).square().sum()
+    figures = {"loss": float(torch.cat(losses).cpu().mean(dtype=torch.float64))}
+    if decisions := int(judged):
+        figures["accuracy"] = int(correct) / decisions
+        if objective.target == "tokens" and objective.name == "cross-entropy":
+            figures["bits_per_token"] = float(bits) / decisions / math.log(2)
     if objective.target == "real":
-        figures |= _regression(squares, y)
+        figures |= _regression(float(squares), y)
     return figures
 
 
 def _regression(squares: float, y: Tensor) -> dict[str, float]:
     figures = {"rmse": math.sqrt(squares / y.numel())}
-    total = float((y.double() - y.double().mean(dim=0)).square().sum())
+    wide = y.cpu().double()
+    total = float((wide - wide.mean(dim=0)).square().sum())
     return {**figures, "r2": 1 - squares / total} if total > 0 else figures
 
 

@@ -138,6 +138,7 @@ class AmplifiedLabels(PrivateGradients):
             for layer, size in enumerate(sizes)
             if layer and reference_every > 1
         }
+        self._is_kept = False
 
     @property
     def reference(self) -> Tensor | None:
@@ -159,7 +160,9 @@ class AmplifiedLabels(PrivateGradients):
         """Whether this step computes the geometry of hidden layers."""
         if self._every == 1 or self._step % self._every == 0:
             return True
-        return any(not factor[0, 0] > 0 for factor in self._kept.values())  # none was computed yet
+        if not self._is_kept:  # read until one was computed, or restored from a checkpoint
+            self._is_kept = all(float(factor[0, 0]) > 0 for factor in self._kept.values())
+        return not self._is_kept
 
     @override
     def _write(
@@ -204,6 +207,7 @@ class AmplifiedLabels(PrivateGradients):
             others = [Metric.of_rows(row, floor=self._floor, scale=scale) for row in public[1:]]
             for factor, metric in zip(self._kept.values(), others, strict=False):  # all are kept, or none
                 factor.copy_(metric.factor)
+            self._is_kept = True
         return [self._first, *others]
 
 

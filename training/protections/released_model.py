@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opusim import checks
 from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
@@ -50,6 +51,9 @@ from opusim.training.runs.folder import RunFolder
 
 _FLOOR_OF_SINGLE_PRECISION = 1e-4
 """Least lambda, over the mean of the diagonal, at which the sum may be rounded to float32: 1,600 times its rounding."""
+_NO_GEOMETRY = (
+    "the public inputs of a layer are too large for float32; lower optimizer.lr, or rescale the features"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,10 @@ class Metric:
         """
         if weights is None and floor >= _FLOOR_OF_SINGLE_PRECISION:
             p = (rows.t() @ rows).double().div_(len(rows))
+            if p.device.type != "cpu" and checks.are_late():
+                factor, failed = torch.linalg.cholesky_ex(_with_ridge(p, floor).mul_(scale))
+                checks.require(failed == 0, lambda: ValueError(_NO_GEOMETRY))
+                return cls(factor=factor)
             if torch.isfinite(p.diagonal()).all():
                 factor, failed = torch.linalg.cholesky_ex(_with_ridge(p, floor).mul_(scale))
                 if not failed:

@@ -87,7 +87,14 @@ def evaluate_split(
         in [0, 1]; see `opusim.training.networks.functions.measure`.
     """
     with _evaluated(model) as (compute, at_once):
-        return measure(Objective.named(loss, target), compute, split.x, split.y, at_once=at_once)
+        place = split.place
+        return measure(
+            Objective.named(loss, target),
+            lambda x: compute(x.to(place, non_blocking=True)),
+            split.x,
+            split.y,
+            at_once=at_once,
+        )
 
 
 @contextmanager

@@ -200,7 +200,7 @@ class Draws:
         group, place = min(self._left, size), self._like.device
         self._left -= group
         columns = haar_columns(self._noise.normal((size, group)))
-        self._group = list((self._sigma * size**0.5 * columns).float().to(place).T)
+        self._group = list((self._sigma * size**0.5 * columns).float().to(place, non_blocking=True).T)
         self._signs = torch.where(self._noise.normal((records, size), device=place) < 0, -1.0, 1.0)
         uniform = torch.special.ndtr(self._noise.normal((records, 1), device=place))
         self._shifts = (uniform * size).long().flatten()

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import scipy.linalg
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from opusim import checks
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.ulr import PublishedUlr
@@ -31,10 +33,12 @@ from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord,
 from opusim.training.errors import RunFolderError, TrainingDiverged
 from opusim.training.networks.base import require_class_scores
 from opusim.training.networks.clipping import (
+    are_all,
     bounded_factors,
     by_record,
     finite_rows,
     row_norms,
+    widest,
 )
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.network import FullyConnected, build_model
@@ -110,7 +114,7 @@ class PlainUpdate:
         network, inputs = self._network, outputs.inputs
         signals = self._estimator.signals(network, outputs, losses, clean, self._noise, self._sigmas)
         used = used_records(signals, clean)
-        if not bool(used.all()):  # 0 times NaN is NaN
+        if not are_all(used):  # 0 times NaN is NaN
             signals = [finite_rows(delta, used) for delta in signals]
             inputs = [finite_rows(h, used) for h in inputs]
         if self._protection is not None:
@@ -246,7 +250,7 @@ class PublishedUpdate:
         options = self._options
         parameters = self._network.layer_parameters(layer)
         outputs = parameters[0].shape[0]
-        normals = self._extra.normal((outputs, root.shape[1])).to(root.device)
+        normals = self._extra.normal((outputs, root.shape[1]), device=root.device)
         noise = completing_noise(normals, root, options.target_std * options.clip_norm) / self._divisor
         weight, *bias = parameters
         columns = weight[0].numel()
@@ -456,16 +460,16 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             clean = loss(outputs.output, y)
             used = self.update.set_gradients(outputs, losses, clean, records)
             if self.config.mode == "experiment" or protects == "nothing":  # else it would tell of the records
-                self._report(used, records, step)
+                checks.require(used.all(), partial(_ignored, used, records, step))
             self.optimizer.step()
         norms = [
             float(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).norm())
             for parameters in map(network.layer_parameters, range(network.depth) if observe else ())
         ]
         return StepRecord(
-            loss_sum=torch.where(used, clean, 0.0).sum(dtype=torch.float64),
+            loss_sum=torch.where(used, clean, 0.0).sum(dtype=widest(clean.device)),
             n_correct=((outputs.output.argmax(dim=1) == y) & used).sum(),
-            n_records=int(used.sum()),
+            n_records=used.sum(),
             diagnostics={"estimate_norm": norms} if observe else {},
         )
 
@@ -474,27 +478,10 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     def state(self) -> dict[str, Tensor]:
         return self.update.state
 
-    def _report(self, used: Tensor, records: Tensor | None, step: int) -> None:
-        """Warn of ignored records.
-
-        Raises:
-            TrainingDiverged: The step ignored all records.
-        """
-        if bool(used.all()):
-            return
-        if not bool(used.any()):
-            raise TrainingDiverged(
-                f"step {step}: training diverged, because no record of the batch has a finite loss; start a new run "
-                "with a lower optimizer.lr or trainer.sigma, or check the inputs"
-            )
-        places = torch.nonzero(~used).flatten()
-        numbers = (places if records is None else records.to(places.device)[places]).tolist()
-        named = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-        warnings.warn(
-            f"step {step}: ignored {len(numbers)} of {len(used)} records, whose loss is NaN or infinite "
-            f"(training records {named})",
-            stacklevel=3,
-        )
+    @property
+    @override
+    def needs_float64(self) -> str | None:
+        return None if self.options.form == "proven" else "trainer.form = 'published'"
 
     @property
     @override
@@ -523,6 +510,24 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     def noiseless(self) -> Mapping[str, Any] | None:
         """See Algorithm.noiseless; the published form's noise is that of its probes, and a device's is unknown."""
         return None if self.options.form == "published" or self.options.noise == "device" else {}
+
+
+def _ignored(used: Tensor, records: Tensor | None, step: int) -> TrainingDiverged | None:
+    """Warn of the records that a step ignored, or return an error if it ignored all."""
+    if not bool(used.any()):
+        return TrainingDiverged(
+            f"step {step}: training diverged, because no record of the batch has a finite loss; start a new run "
+            "with a lower optimizer.lr or trainer.sigma, or check the inputs"
+        )
+    places = torch.nonzero(~used).flatten()
+    numbers = (places if records is None else records.to(places.device)[places]).tolist()
+    named = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    warnings.warn(
+        f"step {step}: ignored {len(numbers)} of {len(used)} records, whose loss is NaN or infinite "
+        f"(training records {named})",
+        stacklevel=4,
+    )
+    return None
 
 
 def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:

@@ -93,6 +93,43 @@ class StepEntry:
         return 1.0 - self.rate * weight_decay
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnreadEntry:
+    """One step whose scalars are on a card; it moves the parameters as the entry does that `read` returns.
+
+    Attributes:
+        rate: See StepEntry.
+        seeds: See StepEntry.
+        scalars: s of each direction, float32, shape (directions,).
+    """
+
+    rate: float
+    seeds: tuple[int, ...]
+    scalars: Tensor
+
+    @classmethod
+    def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: Tensor) -> UnreadEntry:
+        """See StepEntry.rounded."""
+        return cls(rate=float(np.float32(rate)), seeds=seeds, scalars=scalars.float())
+
+    @property
+    def moves(self) -> tuple[Tensor, ...]:
+        """See StepEntry.moves; float32 scalars."""
+        return (self.scalars.double() * -self.rate / len(self.seeds)).float().unbind()
+
+    def keep(self, weight_decay: float) -> float:
+        """See StepEntry.keep."""
+        return 1.0 - self.rate * weight_decay
+
+    def read(self, scalars: Sequence[float]) -> StepEntry:
+        """Return the entry for the log.
+
+        Args:
+            scalars: The numbers of `scalars`.
+        """
+        return StepEntry(rate=self.rate, seeds=self.seeds, scalars=tuple(scalars))
+
+
 class MemoryMappedTensors:
     """Copies of tensors in one unnamed file that is mapped into memory; they take memory only while in use.
 
@@ -155,7 +192,7 @@ class InPlacePerturbation:
     ) -> None:
         self._tensors = list(tensors)
         self._phi, self._decay = perturbation, weight_decay
-        self._pending: list[StepEntry] = []
+        self._pending: list[StepEntry | UnreadEntry] = []
         self._seed = 0  # of the current direction
         self._offsets = [0] * len(self._tensors)  # of each tensor along it, in phi z: 1, -1 or 0
         half = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
@@ -225,14 +262,15 @@ class InPlacePerturbation:
             copy.copy_(self._tensors[number].detach())
             self.drifted[number].copy_(self._tensors[number].detach())
 
-    def update(self, entry: StepEntry, numbers: Sequence[int] | None = None) -> None:
+    def update(self, entry: StepEntry | UnreadEntry, numbers: Sequence[int] | None = None) -> None:
         """Take the step, from the minus side of its last direction.
 
         Args:
             entry: The step.
             numbers: Of the tensors that it moves; None for all.
         """
-        *others, last = zip(entry.seeds, entry.moves, strict=True)
+        moves: tuple[float | Tensor, ...] = entry.moves
+        *others, last = zip(entry.seeds, moves, strict=True)
         keep, direction = entry.keep(self._decay), Direction(last[0])
         numbers = range(len(self._tensors)) if numbers is None else numbers
         for number in numbers:
@@ -249,14 +287,14 @@ class InPlacePerturbation:
         """Apply the pending entries to the float32 copies."""
         for number, copy in self.copies.items():
             for entry in self._pending:
-                keep = entry.keep(self._decay)
-                for seed, move in zip(entry.seeds, entry.moves, strict=True):
+                keep, moves = entry.keep(self._decay), map(float, entry.moves)
+                for seed, move in zip(entry.seeds, moves, strict=True):
                     Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=move)
                     keep = 1.0
             self._copies.release_memory()
         self._pending.clear()
 
-    def _add(self, seed: int, scale: float, numbers: Iterable[int]) -> None:
+    def _add(self, seed: int, scale: float | Tensor, numbers: Iterable[int]) -> None:
         direction = Direction(seed)
         for number in numbers:
             direction.add_to(self._tensors[number], number, scale)

@@ -56,6 +56,7 @@ from opusim.training.zeroth_order.step_log import (
     LogHeader,
     StepEntry,
     StepLog,
+    UnreadEntry,
     read_header,
 )
 
@@ -66,6 +67,8 @@ CLIP = 0.05
 """C if the configuration gives none: the DP-ZO paper's, found best of four in its Table 15."""
 _MOST_RECORDS = 2**22
 """Records of a batch up to which sums of clipped differences are exact."""
+_MOST_UNREAD = 64
+"""Steps whose scalars may stay on a card before they are read for the log."""
 _BELOW = 1 - 2.0**-40
 """Factor of the bound of a joint clip: more than float64 errs in a norm and a scaling of 1,024 numbers."""
 
@@ -76,13 +79,13 @@ class Differences:
 
     Attributes:
         values: l_i^+ - l_i^-, clipped to [-C, C] if there is a C, float64, shape (batch,).
-        non_finite: Number of records with a loss that is NaN or infinite on either side.
-        clipped: Number of records whose difference was outside [-C, C].
+        non_finite: Number of records with a loss that is NaN or infinite on either side, scalar.
+        clipped: Number of records whose difference was outside [-C, C], scalar.
     """
 
     values: Tensor
-    non_finite: int
-    clipped: int
+    non_finite: Tensor
+    clipped: Tensor
 
 
 def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differences:
@@ -99,12 +102,12 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
     bad_plus, bad_minus = ~torch.isfinite(plus), ~torch.isfinite(minus)
     bad = bad_plus | bad_minus
     values = torch.where(bad, 0.0, plus.double() - minus.double())
-    outside = 0
+    outside = torch.zeros((), dtype=torch.int64, device=values.device)
     if clip is not None:
-        outside = int((values.abs() > clip).sum())
+        outside = (values.abs() > clip).sum()
         values = values.clamp(-clip, clip)
         values = values + clip * (bad_plus.double() - bad_minus.double())
-    return Differences(values=values, non_finite=int(bad.sum()), clipped=outside)
+    return Differences(values=values, non_finite=bad.sum(), clipped=outside)
 
 
 def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differences]:
@@ -117,7 +120,7 @@ def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differenc
     values = torch.stack([differences.values for differences in found])
     norms = torch.linalg.vector_norm(values, dim=0)
     scaled = values * (clip * _BELOW / norms.clamp_min(clip))
-    outside = int((norms > clip).sum())
+    outside = (norms > clip).sum()
     return [replace(each, values=row, clipped=outside) for each, row in zip(found, scaled, strict=True)]
 
 
@@ -260,6 +263,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         )
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
+        self._unread: list[tuple[UnreadEntry, Tensor]] = []  # with the number of losses that were not finite
 
     @override
     def initialise(self, trainer: ZoTrainer) -> None:
@@ -318,45 +322,68 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         self.intact = False
         self.perturbation.undo_settling()
         try:
-            totals = ranks.totals(self._measured(seeds, x, y))
-            entry = self._entry(seeds, totals[:n], noise)
-            if self.log is not None:
-                self.log.append(entry)
+            found, entry = self._measured(seeds, x, y), None
+            if self._reads_late(found):
+                self._unread.append((self._unread_entry(seeds, found[:n]), found[2 * n : 3 * n].sum()))
+            else:
+                found = torch.tensor(ranks.totals(found.tolist()), dtype=torch.float64)
+                entry = self._entry(seeds, found[:n], noise)
+                if self.log is not None:
+                    self.log.append(entry)
         except BaseException:
             self.perturbation.restore()
             raise
-        self.perturbation.update(entry)
+        self.perturbation.update(self._unread[-1][0] if entry is None else entry)
         # 3. The counts.
-        clipped, bad, (loss, correct) = totals[n : 2 * n], totals[2 * n : 3 * n], totals[3 * n :]
+        clipped, bad, (loss, correct) = found[n : 2 * n], found[2 * n : 3 * n], found[3 * n :]
         self._counts[0] += 1
         if self.steps % self.options.settle_every == 0:
             self.perturbation.settle()
-        if self.config.mode != "release":  # which counts nothing that depends on the data
-            self._counts[1] += int(sum(bad))
+        if entry is None:
+            if len(self._unread) >= _MOST_UNREAD:
+                self._log_unread()
+        elif self.config.mode != "release":  # which counts nothing that depends on the data
+            self._counts[1] += int(bad.sum())
         self.intact = True
         shares = {"clipped": clipped, "non_finite": bad} if observe else {}
         return StepRecord(
-            loss_sum=torch.tensor(loss, dtype=torch.float64, device=y.device),
-            n_correct=torch.tensor(int(correct), device=y.device),
+            loss_sum=loss,
+            n_correct=correct.long(),
             n_records=n_records,
-            diagnostics={name: [count / max(n_records, 1) for count in own] for name, own in shares.items()},
+            diagnostics={name: (own / max(n_records, 1)).tolist() for name, own in shares.items()},
         )
 
-    def _measured(self, seeds: Sequence[int], x: Tensor, y: Tensor) -> list[float]:
+    def _reads_late(self, found: Tensor) -> bool:
+        """Return whether a step's scalars stay on the card that computed them: no other process or noise needs them."""
+        return found.device.type != "cpu" and self.ranks.world == 1 and self.release.noise is None
+
+    def _log_unread(self) -> None:
+        """Log the steps whose scalars stayed on a card, which is read once for all of them."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        scalars = torch.stack([entry.scalars for entry, _ in unread]).tolist()
+        for (entry, _), own in zip(unread, scalars, strict=True):
+            if self.log is not None:
+                self.log.append(entry.read(own))
+        if self.config.mode != "release":
+            self._counts[1] += int(torch.stack([bad for _, bad in unread]).sum())
+
+    def _measured(self, seeds: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
         """Evaluate the losses on both sides of each direction; end on the minus side of the last.
 
         Returns:
-            This process's sums: of the differences along each direction, of clipped ones, of losses that are not
-            finite, and the loss and the number of correct records on the plus side of the first direction.
+            This process's sums, float64: of the differences along each direction, of clipped ones, of losses that are
+            not finite, and the loss and the number of correct records on the plus side of the first direction.
         """
-        release, found, figures = self.release, list[Differences](), list[float]()
+        release, found, figures = self.release, list[Differences](), list[Tensor]()
         clip = release.clip
         for seed in seeds:
             self.perturbation.shift(seed, 1)
             plus, right = self._losses(x, y)
             if not found:
                 loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
-                figures = [float(loss), float(right.sum())]
+                figures = [loss, right.sum()]
             self.perturbation.shift(seed, -2)
             minus, _ = self._losses(x, y)
             found.append(loss_differences(plus, minus, LARGEST_DIFFERENCE if release.joint else clip))
@@ -367,8 +394,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         values = [each.values for each in found]
         if clip is not None:  # the bounds hold for the sums as computed
             values = [toward_zero(value, bound=clip, count=_MOST_RECORDS) for value in values]
-        sums = [float(value.sum()) for value in values]
-        return [*sums, *(each.clipped for each in found), *(each.non_finite for each in found), *figures]
+        counts = [*(each.clipped for each in found), *(each.non_finite for each in found)]
+        return torch.stack([one.double() for one in (*(value.sum() for value in values), *counts, *figures)])
 
     def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
@@ -379,14 +406,21 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             output = self.model(x).float()
             return LOSS_VALUES[self.config.loss](output, y), output.argmax(dim=1) == y
 
-    def _entry(self, seeds: tuple[int, ...], sums: list[float], noise: RoundedNoise | None) -> StepEntry:
+    def _entry(self, seeds: tuple[int, ...], sums: Tensor, noise: RoundedNoise | None) -> StepEntry:
         """Return the step for the log: the noised sums over batch size and 2 phi."""
-        divisor = 2 * self.options.perturbation * self.release.divisor
-        exact = torch.tensor(sums, dtype=torch.float64)
-        released = exact if noise is None else noise.added_to(exact)
-        scalars = [scalar / divisor for scalar in released.tolist()]
+        released = sums if noise is None else noise.added_to(sums)
+        scalars = [scalar / self._divisor for scalar in released.tolist()]
         rate = float(self.optimizer.param_groups[0]["lr"])
         return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
+
+    def _unread_entry(self, seeds: tuple[int, ...], sums: Tensor) -> UnreadEntry:
+        """Return the step as `_entry` does, with scalars on the card."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return UnreadEntry.rounded(rate=rate, seeds=seeds, scalars=sums / self._divisor)
+
+    @property
+    def _divisor(self) -> float:
+        return 2 * self.options.perturbation * self.release.divisor
 
     @property
     def steps(self) -> int:
@@ -396,6 +430,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
     @property
     def non_finite(self) -> int:
         """Number of records so far with a loss that was not finite on either side, counted each time."""
+        self._log_unread()
         return int(self._counts[1])
 
     @property
@@ -411,6 +446,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
 
     def before_checkpoint(self) -> None:
         """Settle half-precision parameters until the next step, and sync the log."""
+        self._log_unread()
         self.perturbation.settle_temporarily()
         if self.log is not None:
             self.log.mark(self._tensors)

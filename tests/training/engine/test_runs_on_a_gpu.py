@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import opusim
+from benchmarks.speed import run_steps
 from opusim import training
 from opusim.randomness.streams import noise_stream
-from opusim.training.errors import RunInterrupted
+from opusim.training.engine import cards
+from opusim.training.errors import CardMemoryError, RunInterrupted
 from opusim.training.networks.network import FullyConnected
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
@@ -141,6 +143,35 @@ def test_it_learns_as_on_the_cpu(tmp_path: Path, name: str, gpu: torch.device) -
     changes: dict[str, Any] = {"epochs": 10, "optimizer": {"lr": 0.1}, "torch_device": str(gpu)}
     run = training.train(config_of(name, **changes), data=data(4000), folder=tmp_path)
     assert run.evaluate(*data(900))["accuracy"] > 0.75
+
+
+@pytest.mark.parametrize("name", [name for name in run_steps.CASES if name not in run_steps.WAITS])
+def test_a_step_waits_for_nothing(name: str, gpu: torch.device) -> None:
+    with run_steps.steps_of(name, str(gpu)) as step:
+        step(0)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_records_that_stay_on_the_host_give_the_same_run(
+    tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("bp", torch_device=str(gpu))
+    training.train(config, data=data(), folder=tmp_path / "resident")
+    monkeypatch.setattr(cards, "_free_memory", lambda place: 0)
+    training.train(config, data=data(), folder=tmp_path / "host")
+    expected, found = tensors(tmp_path / "resident"), tensors(tmp_path / "host")
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_batch_beyond_the_memory_of_the_card_is_one_line(tmp_path: Path, gpu: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(5, 2**20), nn.ReLU(), nn.Linear(2**20, 3))  # 4 MiB a record and layer
+    config = config_of("bp", torch_device=str(gpu), sampler={"batch_size": 30_000}, model=None)
+    with pytest.raises(CardMemoryError, match=r"step 0: .*sampler.batch_size=\d+ \(estimated from"):
+        training.train(config, data=data(40_000), model=model, folder=tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])

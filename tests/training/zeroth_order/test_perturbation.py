@@ -72,7 +72,7 @@ def test_one_record_moves_a_steps_sums_together_by_at_most_the_joint_clip(seed: 
     moves = torch.stack([each.values for each in found])
     assert torch.isfinite(moves).all()
     assert float(moves.norm(dim=0).max()) <= 0.05 * (1 + 1e-12)
-    assert {each.clipped for each in found} == {int((moves.norm(dim=0) > 0.05 * (1 - 1e-12)).sum())}
+    assert {int(each.clipped) for each in found} == {int((moves.norm(dim=0) > 0.05 * (1 - 1e-12)).sum())}
     alone = torch.stack([loss_differences(p, m, 0.05).values for p, m in pairs])
     assert float(alone.norm(dim=0).max()) > 0.05 * 2
 
@@ -85,7 +85,8 @@ def test_a_joint_clip_bounds_the_exact_norm(seed: int, clip: float) -> None:
     raw[:, :10] = generator.choice([1e100, -1e100, 2.0**-149, 0.0, 3e38], size=(9, 10))
     raw[:, 10] = clip / 3  # a norm of C
     raw[:, 11] = np.nextafter(clip / 3, math.inf)
-    rows = [Differences(values=torch.from_numpy(row), non_finite=0, clipped=0) for row in raw]
+    zero = torch.tensor(0)
+    rows = [Differences(values=torch.from_numpy(row), non_finite=zero, clipped=zero) for row in raw]
     found = jointly_clipped(rows, clip)
 
     def most(records: np.ndarray) -> Fraction:

@@ -18,6 +18,8 @@ class PowerSettings(StrictSection):
         law: the law of the power W of a frame relative to its mean, log_normal or gaussian. A guarantee rests on it.
         rms: relative standard deviation from frame to frame, at most 1 (log_normal) or 0.2 (gaussian), drift included.
         correlation_us: correlation time of successive frames' powers, microseconds, or None if they are independent.
+        averages: whether rms and correlation_us are those of the power at an instant, of which a frame sees the mean
+            over its exposure; None: rms is that of frames. Only of a gaussian power, whose means are gaussian.
         drift_rms: relative standard deviation of a slow drift of the power, or None if there is none.
         drift_s: correlation time of the drift, seconds; given with drift_rms.
         seconds_per_step: time that passes from training step to training step, seconds; given with drift_rms.
@@ -26,6 +28,7 @@ class PowerSettings(StrictSection):
     law: Literal["log_normal", "gaussian"]
     rms: float = Field(ge=0, le=1)
     correlation_us: float | None = Field(default=None, gt=0)
+    averages: bool | None = None
     drift_rms: float | None = Field(default=None, gt=0, le=1)
     drift_s: float | None = Field(default=None, gt=0)
     seconds_per_step: float | None = Field(default=None, gt=0)
@@ -35,6 +38,11 @@ class PowerSettings(StrictSection):
         given = [part is not None for part in (self.drift_rms, self.drift_s, self.seconds_per_step)]
         if any(given) and not all(given):
             raise ValueError("drift_rms, drift_s and seconds_per_step belong together; give all or none")
+        if self.averages and (self.law != "gaussian" or self.correlation_us is None):
+            raise ValueError(
+                "averages = true: an exposure averages a power with law = 'gaussian' and a correlation_us only; give "
+                "both, or leave averages out"
+            )
         if self.law == "gaussian" and self.rms**2 + (self.drift_rms or 0.0) ** 2 > 0.04:
             raise ValueError(
                 "rms and drift_rms: exceed 0.2 together, where a Gaussian power is cut; take log_normal"

@@ -340,6 +340,7 @@ class CameraDevice(NoisyDevice):
             sensor=exposure.sensor,
             recovery=self.ideal_recovery(),
             power=None if self._laser is None else self._laser.power,
+            averages=settings.light.power is not None and bool(settings.light.power.averages),
         )
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)

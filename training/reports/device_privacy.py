@@ -551,7 +551,11 @@ def target_rows(counts: LabelCounts, targets: Sequence[float]) -> list[dict[str,
 def _by_share(
     counts: LabelCounts, target: float, knob: Literal["light", "exposure"], way: str
 ) -> dict[str, str]:
-    found, law = counts.share_for(target, knob), counts.law
+    law = counts.law
+    if knob == "exposure" and law.averages:
+        text = "not searched: frames average the laser's power, whose law is that of the described exposure"
+        return _row(counts, target, way, text)
+    found = counts.share_for(target, knob)
     if found is None:
         left = number(counts.epsilon(with_share(knob, MIN_SHARE)))
         return _row(

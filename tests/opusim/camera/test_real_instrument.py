@@ -32,6 +32,9 @@ NOISY = {
     "power": {"light": {"power": POWER | {"rms": 0.1}}},
     "gaussian power": {"light": {"power": {"law": "gaussian", "rms": 0.1}}},
     "correlated power": {"light": {"power": POWER | {"rms": 0.1, "correlation_us": 500_000.0}}},
+    "averaged power": {
+        "light": {"power": {"law": "gaussian", "rms": 0.15, "correlation_us": 60_000.0, "averages": True}}
+    },
     "nonlinearity": {"pixels": {"nonlinearity": 0.1}},
     "read noises": {"pixels": {"read_noise_spread": 0.8}, "sensor": {"read_noise_e": 12.0}},
     "rows and columns": {
@@ -356,3 +359,42 @@ def test_uneven_read_outs_that_contradict_themselves_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         device({"pixels": pixels})
+
+
+@pytest.mark.parametrize("tau_us", [20.0, 300.0, 4e4])
+def test_an_exposure_averages_the_power_of_the_laser(tau_us: float, seed: int) -> None:
+    """Against steps of 1/100 of an exposure of an Ornstein-Uhlenbeck process; frames of 400 us, 500 us apart."""
+    power = {"law": "gaussian", "rms": 0.1, "correlation_us": tau_us, "averages": True}
+    with open_device("camera", n_inputs=20, n_outputs=20, camera={"light": {"power": power}}) as twin:
+        laser = twin._laser
+        assert laser is not None
+        got = (np.stack([laser.powers(4, twin._stream) for _ in range(3000)]) - 1) / 0.1
+        stated, half = laser.covariance(4) / 0.01, laser.exposed(0.5).power.rms / 0.1
+    random, rho = np.random.default_rng(seed), np.exp(-4.0 / tau_us)
+    x = random.standard_normal(3000)
+    means = np.zeros((3000, 4))
+    for step in range(4 * 125):  # of 4 us
+        after = rho * x + np.sqrt(1 - rho**2) * random.standard_normal(x.size)
+        if step % 125 < 100:
+            means[:, step // 125] += (x + after) / 200
+        x = after
+    found, oracle = np.cov(got.T), np.cov(means.T)
+    spread = np.sqrt(np.outer(np.diag(oracle), np.diag(oracle)) + oracle**2)
+    assert np.all(np.abs(found - stated) < 5 * spread / np.sqrt(len(got)))
+    assert np.all(np.abs(found - oracle) < 5 * spread * np.hypot(len(got) ** -0.5, len(means) ** -0.5))
+    assert not np.all(
+        np.abs(found - 1.4 * oracle) < 5 * spread * np.hypot(len(got) ** -0.5, len(means) ** -0.5)
+    )
+    a = 200.0 / tau_us  # half the exposure sees more of the power's noise
+    assert half == pytest.approx(np.sqrt(2 * (a - 1 + np.exp(-a)) / a**2), rel=1e-6)
+
+
+def test_only_gaussian_power_with_a_correlation_time_averages() -> None:
+    for power in (
+        POWER | {"averages": True, "correlation_us": 5.0},
+        {"law": "gaussian", "rms": 0.1, "averages": True},
+    ):
+        with pytest.raises(
+            ConfigError, match="averages = true: an exposure averages a power with law = 'gaussian'"
+        ):
+            device({"light": {"power": power}})

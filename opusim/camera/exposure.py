@@ -397,6 +397,7 @@ class CountLaw:
         power: law of the laser's power in a frame, relative to that of `light_e`, or None if it is constant. Rates and
             the noise of a reading are then those at mean power.
         averages: whether that law holds at the described exposure only, because frames average the power.
+        shortest_us: shortest exposure that the camera takes, microseconds; 0: any.
     """
 
     light_e: np.ndarray
@@ -413,6 +414,7 @@ class CountLaw:
     nonlinearity: float = 0.0
     power: LightPower | None = None
     averages: bool = False
+    shortest_us: float = 0.0
 
     def dark_e(self, point: OperatingPoint) -> float:
         """Return the dark charge of a frame, electrons.

@@ -573,6 +573,7 @@ def exposure_of(
     light = camera.light
     if exposure_us is not None:
         checks.positive(exposure_us=exposure_us)
+        light.check_exposure(exposure_us)
         laser = None if laser is None else laser.exposed(exposure_us / light.exposure_us)
         light = light.model_copy(update={"exposure_us": exposure_us})
     seed = derive_seed(medium.seed, "fixed pattern")

@@ -59,6 +59,7 @@ class LightSettings(StrictSection):
             noise does not depend on the data.
         quantum_efficiency: electrons per photon, in (0, 1].
         exposure_us: exposure of a frame, microseconds.
+        shortest_exposure_us: least exposure that the camera takes, microseconds, or None if any.
         ambient_flux_per_s: photons per second on every pixel of light that no key switches on or off (a lamp, leaks);
             None is off. It adds noise, and no law credits it: it may be gone tomorrow.
         power: how the laser's power fluctuates, or None if it is constant.
@@ -68,8 +69,27 @@ class LightSettings(StrictSection):
     bias_flux_per_s: float = Field(default=0.0, ge=0)
     quantum_efficiency: float = Field(gt=0, le=1)
     exposure_us: float = Field(gt=0)
+    shortest_exposure_us: float | None = Field(default=None, gt=0)
     ambient_flux_per_s: float | None = Field(default=None, ge=0)
     power: PowerSettings | None = None
+
+    @model_validator(mode="after")
+    def _exposure_is_possible(self) -> Self:
+        if self.shortest_exposure_us is not None:
+            self.check_exposure(self.exposure_us)
+        return self
+
+    def check_exposure(self, exposure_us: float) -> None:
+        """Refuse an exposure that the camera cannot take.
+
+        Raises:
+            ValueError: it is shorter than the shortest one.
+        """
+        if exposure_us < (self.shortest_exposure_us or 0.0):
+            raise ValueError(
+                f"exposure_us = {exposure_us:g}: is shorter than shortest_exposure_us = {self.shortest_exposure_us:g}; "
+                "expose longer, or dim the light"
+            )
 
     @property
     def anchor_e(self) -> float:

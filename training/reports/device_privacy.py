@@ -566,6 +566,9 @@ def _by_share(
         text = f"{share:.3g} of the described light: an anchor frame of {share * anchor_e:.3g} e⁻"
     else:
         wanted_us = _rounded(found * law.exposure_us, _DOWN)
+        if wanted_us < law.shortest_us:
+            short = f"none: it takes {wanted_us:.3g} µs, and the camera exposes {law.shortest_us:g} at least"
+            return _row(counts, target, way, short)
         share, text = wanted_us / law.exposure_us, f"{wanted_us:.3g} µs instead of {law.exposure_us:g}"
     return _row(counts, target, way, text, with_share(knob, share))
 

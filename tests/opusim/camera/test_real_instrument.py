@@ -398,3 +398,16 @@ def test_only_gaussian_power_with_a_correlation_time_averages() -> None:
             ConfigError, match="averages = true: an exposure averages a power with law = 'gaussian'"
         ):
             device({"light": {"power": power}})
+
+
+def test_exposures_shorter_than_the_cameras_are_refused() -> None:
+    with device({"light": {"shortest_exposure_us": 1000.0}}) as twin:
+        assert twin.flat_frames(2, exposure_us=1000.0).shape == (2, 400)
+        with pytest.raises(
+            ValueError, match="exposure_us = 900: is shorter than shortest_exposure_us = 1000"
+        ):
+            twin.flat_frames(2, exposure_us=900.0)
+    with pytest.raises(
+        ConfigError, match="camera.light: exposure_us = 200000: is shorter than shortest_exposure_us = 300000"
+    ):
+        device({"light": {"shortest_exposure_us": 300_000.0}})

@@ -221,11 +221,20 @@ class MirrorSettings(StrictSection):
         stuck_on: share of the mirrors that are always on.
         stuck_off: share of the mirrors that are always off.
         contrast: intensity of a mirror that is on over one that is off, above 1; None: infinite.
+        leak_speckle: whether the light of a mirror that is off has a speckle of its own; None: it has that of the
+            mirror. Needs contrast.
     """
 
     stuck_on: float = Field(default=0.0, ge=0, le=0.5)
     stuck_off: float = Field(default=0.0, ge=0, le=0.5)
     contrast: float | None = Field(default=None, ge=2)
+    leak_speckle: bool | None = None
+
+    @model_validator(mode="after")
+    def _leaks_are_light(self) -> Self:
+        if self.leak_speckle and self.contrast is None:
+            raise ValueError("leak_speckle = true: mirrors of infinite contrast leak no light; give contrast")
+        return self
 
 
 class PixelSettings(StrictSection):

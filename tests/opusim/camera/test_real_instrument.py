@@ -22,6 +22,8 @@ LINEAR: dict[str, dict[str, Any]] = {
     "stuck off": {"mirrors": {"stuck_off": 0.1}},
     "contrast": {"mirrors": {"contrast": 50.0}},
     "all mirrors": {"mirrors": {"stuck_on": 0.05, "stuck_off": 0.05, "contrast": 50.0}},
+    "leaks": {"mirrors": {"contrast": 20.0, "leak_speckle": True}},
+    "all leaks": {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1, "contrast": 20.0, "leak_speckle": True}},
     "hot": {"pixels": {"hot_share": 0.05, "hot_factor": 100.0}},
     "dead": {"pixels": {"dead_share": 0.05}},
     "dark currents": {"pixels": {"dcnu": 0.3}},
@@ -83,7 +85,7 @@ def moments_agree(twin: CameraDevice, x: torch.Tensor, mean: torch.Tensor, varia
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("effect", ["all mirrors", "hot", "cross-talk", "ambient", *NOISY])
+@pytest.mark.parametrize("effect", ["all mirrors", "all leaks", "hot", "cross-talk", "ambient", *NOISY])
 def test_moments_of_readings_are_those_that_the_twin_states(effect: str, seed: int) -> None:
     x = ternary(2, 20, seed)
     with device((LINEAR | NOISY)[effect], n_outputs=60) as twin:
@@ -411,3 +413,19 @@ def test_exposures_shorter_than_the_cameras_are_refused() -> None:
         ConfigError, match="camera.light: exposure_us = 200000: is shorter than shortest_exposure_us = 300000"
     ):
         device({"light": {"shortest_exposure_us": 300_000.0}})
+
+
+def test_leaked_light_has_a_speckle_of_its_own(seed: int) -> None:
+    """The blank frame of leaks is as bright as that of weak reflections, and unlike the anchor."""
+    like, bright = {}, {}
+    for own in (True, None):
+        mirrors = {"contrast": 50.0, "leak_speckle": own}
+        with device({"mirrors": mirrors}, n_outputs=4000, n_inputs=40) as twin:
+            blank, anchor = twin.speckle.blank, twin.speckle.anchor
+        like[own] = np.sum(blank * anchor) / np.sqrt(np.sum(blank**2) * np.sum(anchor**2))
+        bright[own] = np.mean(np.sum(blank**2, axis=0)) / (2 * 80)
+    assert abs(like[True]) < 5 / np.sqrt(8000)
+    assert like[None] == pytest.approx(1)
+    assert abs(50 * bright[True] - 1) < 5 / np.sqrt(4000)
+    with pytest.raises(ConfigError, match="leak_speckle = true: mirrors of infinite contrast leak no light"):
+        device({"mirrors": {"leak_speckle": True}})

@@ -396,6 +396,8 @@ class CountLaw:
         nonlinearity: q of the read-out, as for `Exposure`.
         power: law of the laser's power in a frame, relative to that of `light_e`, or None if it is constant. Rates and
             the noise of a reading are then those at mean power.
+        averages: whether that law holds at the described exposure only, because frames average the power.
+        shortest_us: shortest exposure that the camera takes, microseconds; 0: any.
     """
 
     light_e: np.ndarray
@@ -411,6 +413,8 @@ class CountLaw:
     ambient_e: np.ndarray | float = 0.0
     nonlinearity: float = 0.0
     power: LightPower | None = None
+    averages: bool = False
+    shortest_us: float = 0.0
 
     def dark_e(self, point: OperatingPoint) -> float:
         """Return the dark charge of a frame, electrons.
@@ -443,7 +447,16 @@ class CountLaw:
         return self.rates_with(point, self.credited_dark_e(point))
 
     def rates_with(self, point: OperatingPoint, dark_e: float) -> np.ndarray:
-        """Return the expected electrons without ambient light, at a dark charge of a frame in electrons."""
+        """Return the expected electrons without ambient light, at a dark charge of a frame in electrons.
+
+        Raises:
+            ValueError: the exposure is another one, and frames average the laser's power.
+        """
+        if self.averages and point.exposure != 1:
+            raise ValueError(
+                f"exposure = {point.exposure:g}: frames average the laser's power (camera.light.power.averages), whose "
+                "law is that of the described exposure; change camera.light.exposure_us instead"
+            )
         light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
         return np.asarray(point.exposure * light + dark_e * self.dark_scale)
 

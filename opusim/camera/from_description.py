@@ -25,7 +25,12 @@ slowly:
     gaussian     W = max(0, 1 + rms g + drift_rms h)
 
 g is a standard normal number of the frame. Frames that one call takes are exposed in turn, and the numbers g of frames
-k apart correlate by rho^k, rho = exp(-frame period / correlation time); frames of different calls are independent. h is
+k apart correlate by rho^k, rho = exp(-frame period / correlation time); frames of different calls are independent. With
+`averages` the stated rms and correlation time tau are those of the power at an instant, 1 + rms x with an
+Ornstein-Uhlenbeck process x of the spectrum 4 tau / (1 + (2 pi f tau)^2), and W is its mean over an exposure t = a tau:
+    Var W = rms^2 2 (a - 1 + e^-a) / a^2,      Cov[W_k, W_(k+n)] = rms^2 ((1 - e^-a) / a)^2 e^a rho^n,      n >= 1,
+so that a long exposure sees rms sqrt(2 / a) (Papoulis, Probability, Random Variables and Stochastic Processes: time
+averages of a stationary process). h is
 a stationary Ornstein-Uhlenbeck process of the training step, computed at any time without its past by the media
 weights of `opusim.camera.speckle`, so that a resumed run finds the same drift. In every frame W has the stated law, of
 the relative variance (1 + rms^2)(1 + drift_rms^2) - 1 or rms^2 + drift_rms^2, which is all that a guarantee uses.
@@ -33,6 +38,7 @@ the relative variance (1 + rms^2)(1 + drift_rms^2) - 1 or rms^2 + drift_rms^2, w
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -65,8 +71,11 @@ from opusim.description.camera import (
 from opusim.description.schema import DeviceDescription, FrameSettings, MediumSettings
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import FluctuatingCountNoise, LightPower, PhotonCountNoise
+from opusim.plugins import Deferred
 from opusim.randomness.streams import NoiseStream, SeededStream, derive_seed
 from opusim.tables import unit_of
+
+signal = Deferred("scipy.signal")
 
 _DCNU_PLANE, _FAULT_PLANE, _READ_PLANE, _TELEGRAPH_PLANE = 18, 19, 21, 22  # counter words that no medium uses
 
@@ -83,6 +92,8 @@ class Laser:
         correlation: rho of successive frames, in [0, 1).
         drift_rms: relative standard deviation of the slow part, at least 0; 0 is off.
         drift_per_step: time that passes in a step, in units of the slow part's correlation time.
+        exposure: a, the exposure in units of the correlation time, over which a frame averages, and the time from its
+            end to the next; None: it does not average.
         seed: of the drift, or None to draw one from the operating system's entropy.
     """
 
@@ -94,12 +105,14 @@ class Laser:
         correlation: float,
         drift_rms: float,
         drift_per_step: float,
+        exposure: tuple[float, float] | None = None,
         seed: int | None,
     ) -> None:
-        self._law, self._rms, self._correlation = law, rms, correlation
+        self._law, self._at_once, self._correlation, self._exposure = law, rms, correlation, exposure
+        self._rms = rms if exposure is None else rms * math.sqrt(_averaged(exposure[0]))
         self._drift_rms, self._drift_per_step = drift_rms, drift_per_step
         self._slow = SeededStream(int.from_bytes(os.urandom(8)) if seed is None else seed, "laser drift")
-        self._fast = LightPower(law=law, rms=rms)
+        self._fast = LightPower(law=law, rms=self._rms)
         self.mean = 1.0
         self.seek(0)
 
@@ -132,18 +145,65 @@ class Laser:
             frames: at least 1.
             stream: source of the noise; takes one reading of it.
         """
+        if self._exposure is not None:
+            return np.maximum(
+                0.0, self.mean + self._at_once * _averaged_normals(frames, *self._exposure, stream)
+            )
         g = frame_normals(frames, self._correlation, stream)
         if self._law == "gaussian":
             return np.maximum(0.0, self.mean + self._rms * g)
         return self.mean * self._fast.of_normal(g)
 
+    def exposed(self, factor: float) -> Laser:
+        """Return the laser as frames of another exposure see it, a multiple of the described one."""
+        if self._exposure is None:
+            return self
+        other, (a, pause) = copy.copy(self), self._exposure
+        other._exposure = a * factor, max(a + pause - a * factor, 0.0)
+        other._rms = self._at_once * math.sqrt(_averaged(a * factor))
+        return other
+
     def covariance(self, frames: int) -> np.ndarray:
         """Return the covariance of the powers of successive frames around the drift, shape (frames, frames)."""
         apart = np.abs(np.subtract.outer(np.arange(frames), np.arange(frames)))
         shared = np.where(apart == 0, 1.0, self._correlation**apart)
+        if self._exposure is not None:
+            a, pause = self._exposure
+            between = (
+                (math.expm1(-a) / a) ** 2 * math.exp(-pause) * self._correlation ** np.maximum(apart - 1, 0)
+            )
+            return np.asarray(self._at_once**2 * np.where(apart == 0, _averaged(a), between))
         if self._law == "gaussian":
             return np.asarray(self._rms**2 * shared)
         return np.asarray(self.mean**2 * np.expm1(self._fast.log_std**2 * shared))
+
+
+def _averaged(a: float) -> float:
+    """Return the variance of means of x over exposures of a correlation times: 2 (a - 1 + e^-a) / a^2."""
+    if a < 1e-3:  # the formula loses digits
+        return 1 - a / 3 + a * a / 12
+    return 2 * (a + math.expm1(-a)) / a**2
+
+
+def _averaged_normals(frames: int, a: float, pause: float, stream: NoiseStream) -> np.ndarray:
+    """Return means of x over exposures that are taken in turn, exact, float64, shape (frames,).
+
+    Given x_0 at its beginning, an exposure's mean m and its end x_1 are Gaussian with the means x_0 (1 - e^-a) / a and
+    x_0 e^-a, the variances (2 a - 3 + 4 e^-a - e^-2a) / a^2 and 1 - e^-2a, and the covariance (1 - e^-a)^2 / a.
+
+    Args:
+        frames: at least 1.
+        a: exposure in units of the correlation time, above 0.
+        pause: time from an exposure's end to the next one's beginning, at least 0.
+        stream: source; takes one reading of it.
+    """
+    first, own, between, begin = stream.normal((4, frames)).double().numpy()
+    fall, end, kept = -math.expm1(-a), math.sqrt(-math.expm1(-2 * a)), math.exp(-pause)
+    variance = 2 * a / 3 if a < 1e-3 else (2 * a - 3 + 4 * math.exp(-a) - math.exp(-2 * a)) / a**2
+    slope = fall**2 / a / end
+    x = kept * end * first + math.sqrt(-math.expm1(-2 * pause)) * between  # what is new at the next beginning
+    x = signal.lfilter([1.0], [1.0, -kept * math.exp(-a)], np.concatenate([begin[:1], x[:-1]]))
+    return np.asarray(x * fall / a + slope * first + math.sqrt(max(variance - slope**2, 0.0)) * own)
 
 
 def dead_pixels(faults: PixelSettings, seed: int, pixels: np.ndarray) -> np.ndarray:
@@ -476,13 +536,17 @@ def laser_of(description: DeviceDescription, power: PowerSettings, n_outputs: in
         n_outputs: of the window, which sets the time from frame to frame.
         seed: of the slow drift; None draws one.
     """
-    drift_s = power.drift_s
+    drift_s, tau_us, exposure, camera = power.drift_s, power.correlation_us, None, description.camera
+    if power.averages and tau_us is not None and camera is not None:
+        exposed_us = camera.light.exposure_us
+        exposure = exposed_us / tau_us, (description.frames.period_us(n_outputs) - exposed_us) / tau_us
     return Laser(
         power.law,
         power.rms,
         correlation=_frame_correlation(description, n_outputs, power.correlation_us),
         drift_rms=power.drift_rms or 0.0,
         drift_per_step=0.0 if drift_s is None else (power.seconds_per_step or 0.0) / drift_s,
+        exposure=exposure,
         seed=seed,
     )
 
@@ -509,6 +573,8 @@ def exposure_of(
     light = camera.light
     if exposure_us is not None:
         checks.positive(exposure_us=exposure_us)
+        light.check_exposure(exposure_us)
+        laser = None if laser is None else laser.exposed(exposure_us / light.exposure_us)
         light = light.model_copy(update={"exposure_us": exposure_us})
     seed = derive_seed(medium.seed, "fixed pattern")
 

@@ -29,7 +29,9 @@ its state in every frame. The field of a frame x is then affine in x,
     u_x = v + (1 - e) sum over free mirrors of R_i x_i,      v = u_0, the field of the blank frame,
 and a frame and its complement add up to the same field t = u_a + v for every x. So the recovery stays linear:
     |u_x|^2 - |u_(a-x)|^2 = |v|^2 - |u_a|^2 + 2 (1 - e) sum_i Re(conj(t) R_i) x_i.
-Which mirrors are stuck is computed from the medium's seed and the mirror's number.
+Which mirrors are stuck is computed from the medium's seed and the mirror's number. With `leak_speckle` the light that a
+mirror leaks while it is off goes another way than that which it reflects, by a medium L of its own: e L_i stands for
+e R_i, R_i - e L_i for (1 - e) R_i, and the recovery is as linear as before.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import product
 from typing import ClassVar, Self
@@ -58,7 +60,7 @@ from opusim.medium.transmission import (
     blocked_product,
     exact_product,
 )
-from opusim.randomness.streams import NoiseStream
+from opusim.randomness.streams import NoiseStream, derive_seed
 
 _STUCK_PLANE = 20  # a counter word that no medium uses
 _MODE_PLANES = 24  # counter words of the second mode and of those behind it
@@ -276,11 +278,14 @@ class Speckle:
 
     @property
     def ends(self) -> np.ndarray:
-        """Amplitude of every mirror in the blank frame and in the anchor: float64, shape (2, mirrors)."""
+        """Amplitudes in the blank frame and in the anchor, the data mirrors' first: float64, shape (2, amplitudes).
+
+        Each stands at an independent entry of the medium.
+        """
         return np.stack([np.zeros(self.law.mirrors), np.ones(self.law.mirrors)])
 
     def swings(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return what frames change of the data mirrors' amplitudes in the blank frame: (frames, n_inputs), float64."""
+        """Return what frames change of the first amplitudes of the blank frame, float64, shape (frames, changed)."""
         return frames.double()
 
     def normals(self, rows: int, stream: NoiseStream) -> torch.Tensor:
@@ -542,6 +547,13 @@ class FaultyMirrors(Speckle):
         self._lit = np.where(place > 1 - faults.stuck_off, leak, 1.0)
         self._free = torch.from_numpy(self._blank != self._lit)[: law.n_inputs].float()
         self._swing = 1.0 - leak
+        self._leak, self._leaks = leak, None
+        if faults.leak_speckle:
+            # amplitudes of the reflected light alone; those of leaks are e where they are 0
+            self._blank, self._lit = (1.0 * (ends == 1.0) for ends in (self._blank, self._lit))
+            self._swing = 1.0
+            other = replace(law, seed=derive_seed(law.seed, "leaks of mirrors"))
+            self._leaks = Speckle(other, n_outputs, file, self.pixels)
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -549,12 +561,16 @@ class FaultyMirrors(Speckle):
         free = np.zeros(self.law.mirrors)
         free[: self.law.n_inputs] = self._swing * self._free.numpy()
         table = torch.from_numpy(np.stack([self._blank, self._lit, free]))  # (3, mirrors)
+        leaks = torch.from_numpy(np.stack([1 - self._blank, 1 - self._lit, -free])) * self._leak
         found = np.zeros((len(table), len(self.law.planes), self.n_outputs))
         for outputs in self._output_blocks():
             for start in range(0, self.law.mirrors, _MIRRORS_AT_ONCE):
                 rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.mirrors))
                 for part, plane in enumerate(self.law.planes):
-                    sums = table[:, rows.start : rows.stop] @ self._tile(plane, outputs, rows).double()
+                    sums = table[:, rows.start : rows.stop] @ super()._tile(plane, outputs, rows).double()
+                    if self._leaks is not None:
+                        other = self._leaks.at(self.point)._tile(plane, outputs, rows).double()
+                        sums += leaks[:, rows.start : rows.stop] @ other
                     found[:, part, outputs.start : outputs.stop] += sums.numpy()
         return found * self.law.modes**-0.5
 
@@ -571,11 +587,25 @@ class FaultyMirrors(Speckle):
     @property
     @override
     def ends(self) -> np.ndarray:
-        return np.stack([self._blank, self._lit])
+        ends, n = np.stack([self._blank, self._lit]), self.law.n_inputs
+        if self._leaks is None:
+            return ends
+        leaks = (1 - ends) * self._leak
+        return np.concatenate([ends[:, :n], leaks[:, :n], ends[:, n:], leaks[:, n:]], axis=1)
 
     @override
     def swings(self, frames: torch.Tensor) -> torch.Tensor:
-        return frames.double() * (self._swing * self._free.to(frames.device))
+        shown = frames.double() * (self._swing * self._free.to(frames.device))
+        return shown if self._leaks is None else torch.cat([shown, -self._leak * shown], dim=1)
+
+    @override
+    def _tile(self, plane: int, outputs: range, inputs: range) -> torch.Tensor:
+        """Return what mirrors change of the field, over the swing: R_i, or R_i - e L_i."""
+        tile = super()._tile(plane, outputs, inputs)
+        if self._leaks is None:
+            return tile
+        other = self._leaks.at(self.point)._tile(plane, outputs, inputs)
+        return tile.add_(other, alpha=-self._leak).div_(TABLE_STEP).round_().mul_(TABLE_STEP)
 
     @override
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
@@ -594,7 +624,34 @@ class FaultyMirrors(Speckle):
         |u_x| <= |v| + (1 - e) L and |u_(a-x)| <= |u_a - z_1| + (1 - e) L, with L the sound array's limit over data
         mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors.
         """
-        limit = self._swing * np.broadcast_to(super().largest_fields()[0], (2, self.n_outputs))
+        if self._leaks is not None:
+            return self._largest_with_leaks()
+        limit = np.broadcast_to(self._swing * super().largest_fields()[0], (2, self.n_outputs))
         blank, anchor, data = self._ends
         sizes = (reduce(np.hypot, field) for field in (blank, anchor - data))
         return np.stack([size + own for size, own in zip(sizes, limit, strict=True)])
+
+    def _largest_with_leaks(self) -> np.ndarray:
+        """Return upper limits of |v + sum_i D_i x_i| and |u_a - sum_i D_i x_i|, D_i = R_i - e L_i: (2, n_outputs).
+
+        With z the sum of all D_i they are |v + z / 2| and |u_a - z / 2|, and half of the octagon's limit in
+        `Speckle.largest_fields` over D_i.
+        """
+        planes, free = self.law.planes, self._free[:, None]
+        reach = np.zeros((self.law.modes, 4, self.n_outputs))
+        for outputs in self._output_blocks():
+            for start in range(0, self.law.n_inputs, _MIRRORS_AT_ONCE):
+                rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.n_inputs))
+                for mode in range(self.law.modes):
+                    pair = planes[2 * mode : 2 * mode + 2]
+                    p, q = (self._tile(each, outputs, rows) * free[rows.start : rows.stop] for each in pair)
+                    slanted = (p + q) * math.sqrt(0.5), (p - q) * math.sqrt(0.5)
+                    sums = [part.abs().sum(0, dtype=torch.float64).numpy() for part in (p, q, *slanted)]
+                    reach[mode, :, outputs.start : outputs.stop] += np.stack(sums)
+        half = 0.5 * np.max(reach, axis=1) * (1 + _SUM_SLACK) / math.cos(math.pi / 8) * self.law.modes**-0.5
+        blank, anchor, data = self._ends
+        limits = []
+        for middle in (blank + data / 2, anchor - data / 2):
+            own = np.hypot(middle[0::2], middle[1::2]) + half  # of each mode
+            limits.append(reduce(np.hypot, own))
+        return np.stack(limits)

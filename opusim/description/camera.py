@@ -18,6 +18,8 @@ class PowerSettings(StrictSection):
         law: the law of the power W of a frame relative to its mean, log_normal or gaussian. A guarantee rests on it.
         rms: relative standard deviation from frame to frame, at most 1 (log_normal) or 0.2 (gaussian), drift included.
         correlation_us: correlation time of successive frames' powers, microseconds, or None if they are independent.
+        averages: whether rms and correlation_us are those of the power at an instant, of which a frame sees the mean
+            over its exposure; None: rms is that of frames. Only of a gaussian power, whose means are gaussian.
         drift_rms: relative standard deviation of a slow drift of the power, or None if there is none.
         drift_s: correlation time of the drift, seconds; given with drift_rms.
         seconds_per_step: time that passes from training step to training step, seconds; given with drift_rms.
@@ -26,6 +28,7 @@ class PowerSettings(StrictSection):
     law: Literal["log_normal", "gaussian"]
     rms: float = Field(ge=0, le=1)
     correlation_us: float | None = Field(default=None, gt=0)
+    averages: bool | None = None
     drift_rms: float | None = Field(default=None, gt=0, le=1)
     drift_s: float | None = Field(default=None, gt=0)
     seconds_per_step: float | None = Field(default=None, gt=0)
@@ -35,6 +38,11 @@ class PowerSettings(StrictSection):
         given = [part is not None for part in (self.drift_rms, self.drift_s, self.seconds_per_step)]
         if any(given) and not all(given):
             raise ValueError("drift_rms, drift_s and seconds_per_step belong together; give all or none")
+        if self.averages and (self.law != "gaussian" or self.correlation_us is None):
+            raise ValueError(
+                "averages = true: an exposure averages a power with law = 'gaussian' and a correlation_us only; give "
+                "both, or leave averages out"
+            )
         if self.law == "gaussian" and self.rms**2 + (self.drift_rms or 0.0) ** 2 > 0.04:
             raise ValueError(
                 "rms and drift_rms: exceed 0.2 together, where a Gaussian power is cut; take log_normal"
@@ -51,6 +59,7 @@ class LightSettings(StrictSection):
             noise does not depend on the data.
         quantum_efficiency: electrons per photon, in (0, 1].
         exposure_us: exposure of a frame, microseconds.
+        shortest_exposure_us: least exposure that the camera takes, microseconds, or None if any.
         ambient_flux_per_s: photons per second on every pixel of light that no key switches on or off (a lamp, leaks);
             None is off. It adds noise, and no law credits it: it may be gone tomorrow.
         power: how the laser's power fluctuates, or None if it is constant.
@@ -60,8 +69,27 @@ class LightSettings(StrictSection):
     bias_flux_per_s: float = Field(default=0.0, ge=0)
     quantum_efficiency: float = Field(gt=0, le=1)
     exposure_us: float = Field(gt=0)
+    shortest_exposure_us: float | None = Field(default=None, gt=0)
     ambient_flux_per_s: float | None = Field(default=None, ge=0)
     power: PowerSettings | None = None
+
+    @model_validator(mode="after")
+    def _exposure_is_possible(self) -> Self:
+        if self.shortest_exposure_us is not None:
+            self.check_exposure(self.exposure_us)
+        return self
+
+    def check_exposure(self, exposure_us: float) -> None:
+        """Refuse an exposure that the camera cannot take.
+
+        Raises:
+            ValueError: it is shorter than the shortest one.
+        """
+        if exposure_us < (self.shortest_exposure_us or 0.0):
+            raise ValueError(
+                f"exposure_us = {exposure_us:g}: is shorter than shortest_exposure_us = {self.shortest_exposure_us:g}; "
+                "expose longer, or dim the light"
+            )
 
     @property
     def anchor_e(self) -> float:
@@ -195,11 +223,20 @@ class MirrorSettings(StrictSection):
         stuck_on: share of the mirrors that are always on.
         stuck_off: share of the mirrors that are always off.
         contrast: intensity of a mirror that is on over one that is off, above 1; None: infinite.
+        leak_speckle: whether the light of a mirror that is off has a speckle of its own; None: it has that of the
+            mirror. Needs contrast.
     """
 
     stuck_on: float = Field(default=0.0, ge=0, le=0.5)
     stuck_off: float = Field(default=0.0, ge=0, le=0.5)
     contrast: float | None = Field(default=None, ge=2)
+    leak_speckle: bool | None = None
+
+    @model_validator(mode="after")
+    def _leaks_are_light(self) -> Self:
+        if self.leak_speckle and self.contrast is None:
+            raise ValueError("leak_speckle = true: mirrors of infinite contrast leak no light; give contrast")
+        return self
 
 
 class PixelSettings(StrictSection):

@@ -340,6 +340,8 @@ class CameraDevice(NoisyDevice):
             sensor=exposure.sensor,
             recovery=self.ideal_recovery(),
             power=None if self._laser is None else self._laser.power,
+            shortest_us=settings.light.shortest_exposure_us or 0.0,
+            averages=settings.light.power is not None and bool(settings.light.power.averages),
         )
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)

@@ -551,7 +551,11 @@ def target_rows(counts: LabelCounts, targets: Sequence[float]) -> list[dict[str,
 def _by_share(
     counts: LabelCounts, target: float, knob: Literal["light", "exposure"], way: str
 ) -> dict[str, str]:
-    found, law = counts.share_for(target, knob), counts.law
+    law = counts.law
+    if knob == "exposure" and law.averages:
+        text = "not searched: frames average the laser's power, whose law is that of the described exposure"
+        return _row(counts, target, way, text)
+    found = counts.share_for(target, knob)
     if found is None:
         left = number(counts.epsilon(with_share(knob, MIN_SHARE)))
         return _row(
@@ -562,6 +566,9 @@ def _by_share(
         text = f"{share:.3g} of the described light: an anchor frame of {share * anchor_e:.3g} e⁻"
     else:
         wanted_us = _rounded(found * law.exposure_us, _DOWN)
+        if wanted_us < law.shortest_us:
+            short = f"none: it takes {wanted_us:.3g} µs, and the camera exposes {law.shortest_us:g} at least"
+            return _row(counts, target, way, short)
         share, text = wanted_us / law.exposure_us, f"{wanted_us:.3g} µs instead of {law.exposure_us:g}"
     return _row(counts, target, way, text, with_share(knob, share))
 

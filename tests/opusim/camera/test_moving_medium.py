@@ -170,6 +170,7 @@ def test_readings_move_as_an_exact_simulation_does(tau: float, seed: int) -> Non
 CASES: dict[str, dict[str, Any]] = {
     "sound": {},
     "faulty mirrors": {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1, "contrast": 30.0}},
+    "leaks": {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1, "contrast": 5.0, "leak_speckle": True}},
     "holography": {"reference_beam": {"flux_per_s": 5000.0, "steps": 4}},
     "power": {"light": {"power": {"law": "log_normal", "rms": 0.02}}},
     "noise": {"sensor": {"adc_bits": None}},

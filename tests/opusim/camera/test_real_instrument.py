@@ -22,6 +22,8 @@ LINEAR: dict[str, dict[str, Any]] = {
     "stuck off": {"mirrors": {"stuck_off": 0.1}},
     "contrast": {"mirrors": {"contrast": 50.0}},
     "all mirrors": {"mirrors": {"stuck_on": 0.05, "stuck_off": 0.05, "contrast": 50.0}},
+    "leaks": {"mirrors": {"contrast": 20.0, "leak_speckle": True}},
+    "all leaks": {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1, "contrast": 20.0, "leak_speckle": True}},
     "hot": {"pixels": {"hot_share": 0.05, "hot_factor": 100.0}},
     "dead": {"pixels": {"dead_share": 0.05}},
     "dark currents": {"pixels": {"dcnu": 0.3}},
@@ -32,6 +34,9 @@ NOISY = {
     "power": {"light": {"power": POWER | {"rms": 0.1}}},
     "gaussian power": {"light": {"power": {"law": "gaussian", "rms": 0.1}}},
     "correlated power": {"light": {"power": POWER | {"rms": 0.1, "correlation_us": 500_000.0}}},
+    "averaged power": {
+        "light": {"power": {"law": "gaussian", "rms": 0.15, "correlation_us": 60_000.0, "averages": True}}
+    },
     "nonlinearity": {"pixels": {"nonlinearity": 0.1}},
     "read noises": {"pixels": {"read_noise_spread": 0.8}, "sensor": {"read_noise_e": 12.0}},
     "rows and columns": {
@@ -80,7 +85,7 @@ def moments_agree(twin: CameraDevice, x: torch.Tensor, mean: torch.Tensor, varia
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("effect", ["all mirrors", "hot", "cross-talk", "ambient", *NOISY])
+@pytest.mark.parametrize("effect", ["all mirrors", "all leaks", "hot", "cross-talk", "ambient", *NOISY])
 def test_moments_of_readings_are_those_that_the_twin_states(effect: str, seed: int) -> None:
     x = ternary(2, 20, seed)
     with device((LINEAR | NOISY)[effect], n_outputs=60) as twin:
@@ -356,3 +361,71 @@ def test_uneven_read_outs_that_contradict_themselves_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         device({"pixels": pixels})
+
+
+@pytest.mark.parametrize("tau_us", [20.0, 300.0, 4e4])
+def test_an_exposure_averages_the_power_of_the_laser(tau_us: float, seed: int) -> None:
+    """Against steps of 1/100 of an exposure of an Ornstein-Uhlenbeck process; frames of 400 us, 500 us apart."""
+    power = {"law": "gaussian", "rms": 0.1, "correlation_us": tau_us, "averages": True}
+    with open_device("camera", n_inputs=20, n_outputs=20, camera={"light": {"power": power}}) as twin:
+        laser = twin._laser
+        assert laser is not None
+        got = (np.stack([laser.powers(4, twin._stream) for _ in range(3000)]) - 1) / 0.1
+        stated, half = laser.covariance(4) / 0.01, laser.exposed(0.5).power.rms / 0.1
+    random, rho = np.random.default_rng(seed), np.exp(-4.0 / tau_us)
+    x = random.standard_normal(3000)
+    means = np.zeros((3000, 4))
+    for step in range(4 * 125):  # of 4 us
+        after = rho * x + np.sqrt(1 - rho**2) * random.standard_normal(x.size)
+        if step % 125 < 100:
+            means[:, step // 125] += (x + after) / 200
+        x = after
+    found, oracle = np.cov(got.T), np.cov(means.T)
+    spread = np.sqrt(np.outer(np.diag(oracle), np.diag(oracle)) + oracle**2)
+    assert np.all(np.abs(found - stated) < 5 * spread / np.sqrt(len(got)))
+    assert np.all(np.abs(found - oracle) < 5 * spread * np.hypot(len(got) ** -0.5, len(means) ** -0.5))
+    assert not np.all(
+        np.abs(found - 1.4 * oracle) < 5 * spread * np.hypot(len(got) ** -0.5, len(means) ** -0.5)
+    )
+    a = 200.0 / tau_us  # half the exposure sees more of the power's noise
+    assert half == pytest.approx(np.sqrt(2 * (a - 1 + np.exp(-a)) / a**2), rel=1e-6)
+
+
+def test_only_gaussian_power_with_a_correlation_time_averages() -> None:
+    for power in (
+        POWER | {"averages": True, "correlation_us": 5.0},
+        {"law": "gaussian", "rms": 0.1, "averages": True},
+    ):
+        with pytest.raises(
+            ConfigError, match="averages = true: an exposure averages a power with law = 'gaussian'"
+        ):
+            device({"light": {"power": power}})
+
+
+def test_exposures_shorter_than_the_cameras_are_refused() -> None:
+    with device({"light": {"shortest_exposure_us": 1000.0}}) as twin:
+        assert twin.flat_frames(2, exposure_us=1000.0).shape == (2, 400)
+        with pytest.raises(
+            ValueError, match="exposure_us = 900: is shorter than shortest_exposure_us = 1000"
+        ):
+            twin.flat_frames(2, exposure_us=900.0)
+    with pytest.raises(
+        ConfigError, match="camera.light: exposure_us = 200000: is shorter than shortest_exposure_us = 300000"
+    ):
+        device({"light": {"shortest_exposure_us": 300_000.0}})
+
+
+def test_leaked_light_has_a_speckle_of_its_own(seed: int) -> None:
+    """The blank frame of leaks is as bright as that of weak reflections, and unlike the anchor."""
+    like, bright = {}, {}
+    for own in (True, None):
+        mirrors = {"contrast": 50.0, "leak_speckle": own}
+        with device({"mirrors": mirrors}, n_outputs=4000, n_inputs=40) as twin:
+            blank, anchor = twin.speckle.blank, twin.speckle.anchor
+        like[own] = np.sum(blank * anchor) / np.sqrt(np.sum(blank**2) * np.sum(anchor**2))
+        bright[own] = np.mean(np.sum(blank**2, axis=0)) / (2 * 80)
+    assert abs(like[True]) < 5 / np.sqrt(8000)
+    assert like[None] == pytest.approx(1)
+    assert abs(50 * bright[True] - 1) < 5 / np.sqrt(4000)
+    with pytest.raises(ConfigError, match="leak_speckle = true: mirrors of infinite contrast leak no light"):
+        device({"mirrors": {"leak_speckle": True}})

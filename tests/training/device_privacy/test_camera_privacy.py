@@ -150,6 +150,27 @@ def test_a_camera_without_dark_current_has_no_temperatures() -> None:
     assert {row["by"] for row in target_rows(found, [3.0])} == {"laser light", "exposure", "bias light"}
 
 
+def test_an_exposure_that_no_camera_takes_is_not_offered() -> None:
+    light = {"shortest_exposure_us": 150_000.0}
+    description = load_description("camera_low_light", {"camera": {"light": light, "dark": None}})
+    found = label_counts(description, n_classes=2, n_outputs=3, delta=DELTA)
+    rows = {row["by"]: row for row in target_rows(found, [1.0])}
+    assert rows["exposure"]["setting"].startswith("none: it takes ")
+    assert rows["exposure"]["setting"].endswith("the camera exposes 150000 at least")
+    assert not rows["exposure"]["epsilon"]
+
+
+def test_an_exposure_that_averages_the_power_is_not_searched() -> None:
+    power = {"law": "gaussian", "rms": 0.05, "correlation_us": 2000.0, "averages": True}
+    description = load_description("camera_low_light", {"camera": {"light": {"power": power}, "dark": None}})
+    found = label_counts(description, n_classes=2, n_outputs=3, delta=DELTA)
+    with pytest.raises(ValueError, match="exposure = 0.5: frames average the laser's power"):
+        found.epsilon(OperatingPoint(exposure=0.5))  # shorter frames see more of the power's noise
+    rows = {row["by"]: row["setting"] for row in target_rows(found, [3.0])}
+    assert rows["exposure"].startswith("not searched")
+    assert not rows["laser light"].startswith("not searched")
+
+
 def test_the_command_prints_both_directions_and_draws(tmp_path: Path) -> None:
     from PIL import Image
 

@@ -174,7 +174,8 @@ class PrivateLoader:
         self._module.paid_on_processor = exact = self._module.on_processor
         try:
             if self._paid.exactly_rounded != exact:
-                self._paid = replace(self._paid, exactly_rounded=exact)
+                counts = exact and self._settings.mode == "release"
+                self._paid = replace(self._paid, exactly_rounded=exact, counts_sums=counts)
             self._steps.pay(self._paid, until=until)
         except BudgetExceeded as error:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"

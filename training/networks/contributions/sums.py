@@ -35,6 +35,8 @@ from opusim.training.networks.contributions.uses import (
 
 _GRAM_SHARE = 1.0
 """Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""
+_EXACT = 64
+"""Records whose gradients are converted to float64 at once."""
 _CACHE_LIMIT = 2**24
 """Numbers of per-record gradients that a layer keeps from its norms to its sum."""
 
@@ -99,13 +101,16 @@ class Contributions:
                     self._squares.masked_fill_(self.padding, torch.inf)
         return self._squares
 
-    def totals(self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[tuple[Tensor, Tensor]]:
+    def totals(
+        self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
         Args:
             factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record. One
                 whose gradient is not finite is removed in any case.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
+            block: Of `CountedSums`, whose error the sums then have at most; None if nobody counts it.
         """
         squares = self.squared_norms()
         found: list[tuple[Tensor, Tensor]] = []
@@ -113,7 +118,7 @@ class Contributions:
             clips = Clip.of_layers(factors, squares) if self.records else []
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is not None:
-                    found += zip(layer.wrt, layer.totals(clips[number], into), strict=True)
+                    found += zip(layer.wrt, layer.totals(clips[number], into, block), strict=True)
                 if layer is None or len(layer.wrt) < len(parameters):
                     used = set() if layer is None else {id(tensor) for tensor in layer.wrt}
                     found += [(p, torch.zeros_like(p)) for p in parameters if id(p) not in used]
@@ -219,24 +224,35 @@ class _Formed:
         found = [[measured(own) for own in rows] for rows in self.rows()]
         return [Part(own[0] if len(own) == 1 else joined(own)) for own in zip(*found, strict=True)]
 
-    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return sum_i f_i g_i, a tensor for each parameter.
+    def totals(
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[Tensor]:
+        """Return sum_i f_i g_i, a tensor for each parameter; see OuterUse.totals.
 
         Gradients that were not kept are measured again, so that another rounding exceeds no norm.
         """
         start, again = 0, not self._kept
         totals: list[Tensor] = []
         for rows in self.rows():
-            own = clip
-            if len(rows[0]) < self.records:
-                own = clip.of_records(slice(start, start + len(rows[0])))
-                start += len(rows[0])
+            own, count = clip, len(rows[0])
+            if count < self.records:
+                own = clip.of_records(slice(start, start + count))
+                start += count
             if again:
                 own = _remeasured(own, rows)
             factors = {torch.float32: own.rounded, torch.float64: own.factors}
-            added = [factors[values.dtype] @ own.finite(values) for values in rows]
-            pairs = zip(totals, added, strict=True)
-            totals = [total.double() + more for total, more in pairs] if totals else added
+            kept, step = (
+                [own.finite(values) for values in rows],
+                block or (count if block is None else _EXACT),
+            )
+            for first in range(0, count, step):
+                part = slice(first, first + step)
+                if block == 0:
+                    added = [own.factors[part] @ values[part].double() for values in kept]
+                else:
+                    added = [factors[values.dtype][part] @ values[part] for values in kept]
+                pairs = zip(totals, added, strict=True)
+                totals = [total.double() + more for total, more in pairs] if totals else added
         return [total.view_as(p) for total, p in zip(totals, self.wrt, strict=True)]
 
 
@@ -281,11 +297,13 @@ class _Joint:
         own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
         return [weight, Part(measured(signals), own, None, CANCELLED + positions * 2.0**-23)]
 
-    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """See _Formed."""
+    def totals(
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[Tensor]:
+        """See _Formed; always in float64."""
         totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.wrt}
         for use in self.uses:
-            for tensor, total in zip(use.wrt, use.totals(clip, kind=torch.float64), strict=True):
+            for tensor, total in zip(use.wrt, use.totals(clip, block=0), strict=True):
                 totals[id(tensor)] += total
         return [totals[id(parameter)] for parameter in self.wrt]
 

@@ -401,7 +401,7 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         for source in (self.device, self.noise):
             if source is not None:
                 source.seek(step)
-        with torch.no_grad(), full_precision():
+        with full_precision():
             batch = model.gated(x)
             logits = model.logits(batch)
             residual = self.objective.residual(logits, y)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -301,7 +301,7 @@ class Engine:
         set_learning_rate(self._trainer.optimizer, self._plan.config.optimizer, self.step / self.total_steps)
         observe = not self._private and left_in_epoch < OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
-        with system_generators(index.device, fresh=self._private):
+        with system_generators(index.device) if self._private else nullcontext():
             record = lead(
                 self._trainer, self._dataset.train, index, step=self.step, observe=observe, ranks=self._ranks
             )

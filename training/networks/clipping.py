@@ -311,16 +311,18 @@ def by_record(values: Tensor, rows: Tensor) -> Tensor:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute products of float32 numbers in float32, even if the process allows TF32 (11 bits) or bfloat16 (8).
+def full_precision(place: str = "cpu") -> Iterator[None]:
+    """Compute products of float32 numbers in float32, without a graph, even if the process allows fewer digits.
 
-    cuDNN is switched off too: its fast convolutions round by more than `product_slack`.
+    TF32 has 11 bits, bfloat16 8, and torch.autocast on the kind of torch device `place` as few. cuDNN is switched off
+    too: its fast convolutions round by more than `product_slack`.
     """
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.enabled = False
     try:
-        yield
+        with torch.no_grad(), torch.autocast(place, enabled=False):
+            yield
     finally:
         torch.backends.cudnn.enabled = cudnn
         torch.set_float32_matmul_precision(precision)

@@ -7,8 +7,8 @@ at once, so that a step takes few operators and asks no tensor for a value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class Contributions:
     Attributes:
         layers: The layers as they were given, until their records are measured.
         several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
+        parameters: Of all layers, in the order of `totals`.
         records: Number of rows in the batch.
         padding: Marks rows that only fill the batch (`leave_out`), or None.
 
@@ -67,18 +68,14 @@ class Contributions:
         self.several_uses = several_uses or any(len(uses) > 1 for _, uses in layers)
         self.records = records
         self._parameters = [list(parameters) for parameters, _ in layers]
-        self._place = self._parameters[0][0].device
+        self.parameters = list(chain.from_iterable(self._parameters))
+        self._place = self.parameters[0].device
         self._layers = [
             _layer_of(parameters, uses, records) if records and uses else None for parameters, uses in layers
         ]
         self.layers = layers
         self._squares: Tensor | None = None
         self.padding: Tensor | None = None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all layers, in the order of `totals`."""
-        return [parameter for layer in self._parameters for parameter in layer]
 
     def leave_out(self, padding: Tensor) -> None:
         """Give rows that only fill a batch the weight zero, whatever they hold; call it before anything is measured.
@@ -95,7 +92,7 @@ class Contributions:
         """
         if self._squares is None:
             self.layers = ()  # signals and inputs that are not needed any more are freed
-            with self._arithmetic():
+            with full_precision(self._place.type):
                 self._squares = self._measured()
                 if self.padding is not None:
                     self._squares.masked_fill_(self.padding, torch.inf)
@@ -112,9 +109,9 @@ class Contributions:
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
             block: Of `CountedSums`, whose error the sums then have at most; None if nobody counts it.
         """
-        squares = self.squared_norms()
+        squares = self.squared_norms() if self._squares is None else self._squares
         found: list[tuple[Tensor, Tensor]] = []
-        with self._arithmetic():
+        with full_precision(self._place.type):
             clips = Clip.of_layers(factors, squares) if self.records else []
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is not None:
@@ -134,7 +131,7 @@ class Contributions:
                 yield [parameter.new_zeros(self.records, parameter.numel()) for parameter in parameters]
                 continue
             formed = _Formed(parameters, [layer], self.records) if isinstance(layer, OuterUse) else layer
-            with self._arithmetic():
+            with full_precision(self._place.type):
                 parts = list(formed.rows())
             yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
@@ -178,12 +175,6 @@ class Contributions:
         norms = torch.maximum(torch.addcmul(formed, products, slack), products * least)
         (owners,) = _indices((tuple(number for number, _ in parts),), self._place)
         return norms.new_zeros(depth, records).index_add_(0, owners, norms * norms)
-
-    @contextmanager
-    def _arithmetic(self) -> Iterator[None]:
-        """Compute in float32, even within torch.autocast, and without a graph."""
-        with full_precision(), torch.no_grad(), torch.autocast(self._place.type, enabled=False):
-            yield
 
 
 class _Formed:

@@ -134,7 +134,8 @@ class PrivateLoader:
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
             with handing_errors():
-                release = self._settings.mode == "release"  # the records' transforms draw too
+                release = self._settings.mode == "release"
+                # The records' transforms draw, too.
                 with system_generators(torch.device("cpu")) if release else nullcontext():
                     self._last = next(batches)
                 if not self._hand_out(until=last):

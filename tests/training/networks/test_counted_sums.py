@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
+from opusim.training.data.samplers import most_records
 from opusim.training.networks.clipping import CountedSums, bounded_factors
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import NOWHERE, ConvolutionUse, LinearUse
@@ -83,6 +84,10 @@ def test_longer_blocks_do_not(block: int | None, binade: int, monkeypatch: pytes
 def test_blocks_are_as_long_as_the_error_allows() -> None:
     """Up to 579 records are one sum; the error is the bound of the theorem, for two neighbouring batches."""
     assert CountedSums.of(409, processes=1).block == 409
+    stated = {256: 0.016, 1024: 0.038, 4096: 0.005}  # in docs/privacy-records.md
+    for expected, error in stated.items():
+        most = most_records(float(expected), records=60_000, processes=1)
+        assert CountedSums.of(most, processes=1).error == pytest.approx(error, abs=5e-4)
     for records, processes in ((256, 1), (1220, 1), (3000, 1), (300, 4)):
         counted = CountedSums.of(records, processes=processes)
         terms = counted.block + math.ceil(records / counted.block)

@@ -714,15 +714,16 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
 
 
 def _covers(paid: tuple[Mechanism, ...], wanted: tuple[Mechanism, ...]) -> bool:
-    """Whether mechanisms are those that were paid for, or exactly rounded ones that an earlier version did not round.
+    """Whether mechanisms are those that were paid for, or those of an earlier version, which rounded or counted less.
 
     The statement keeps the rounding of those on trust.
     """
-    on_trust = [
-        replace(one, exactly_rounded=False) if getattr(one, "exactly_rounded", False) else one  # type: ignore[call-arg]
-        for one in wanted
-    ]
-    return paid in (wanted, tuple(on_trust))
+    earlier = [wanted]
+    for name in ("counts_sums", "exactly_rounded"):
+        earlier.append(
+            tuple(replace(one, **{name: False}) if getattr(one, name, False) else one for one in earlier[-1])
+        )
+    return paid in earlier
 
 
 def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:

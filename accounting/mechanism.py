@@ -88,6 +88,14 @@ ExactlyRounded = Annotated[
     ),
     Absent(False),
 ]
+CountsSums = Annotated[
+    bool,
+    Doc(
+        "Whether the noise makes up for what one record changes of the rounding of a step's sum, besides the record's "
+        "contribution (docs/privacy-records.md); a ledger of an opusim before 0.3 says false."
+    ),
+    Absent(False),
+]
 DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of Gaussian law.")]
 StatedRelation = Annotated[
     Adjacency,
@@ -281,6 +289,11 @@ class Mechanism(ABC):
         return getattr(self, "exactly_rounded", False) and not self.credits_device
 
     @property
+    def is_counted(self) -> bool:
+        """Whether its noise makes up for the rounding of the sum that it is added to."""
+        return getattr(self, "counts_sums", False) and self.is_rounded
+
+    @property
     def public_records(self) -> float | None:
         """The number of records that its constants tell, which are public; None if they tell none."""
         return None
@@ -394,9 +407,20 @@ class Mechanism(ABC):
         cls, mechanisms: Sequence[Self], adjacency: Adjacency, *, enforced: bool
     ) -> tuple[Assumption, ...]:
         """Return what is assumed of rounding and of the number of records."""
-        exact = all(one.is_rounded for one in mechanisms)
-        rounding = () if cls.rounded is None else about_rounding(exact, enforced=enforced, what=cls.rounded)
-        return (*rounding, *about_relation(adjacency, enforced=enforced))
+        return (
+            *cls.about_rounding(mechanisms, enforced=enforced),
+            *about_relation(adjacency, enforced=enforced),
+        )
+
+    @classmethod
+    def about_rounding(cls, mechanisms: Sequence[Self], *, enforced: bool) -> tuple[Assumption, ...]:
+        """Return what is assumed of rounding."""
+        if cls.rounded is None:
+            return ()
+        exact, counted = (
+            all(found) for found in zip(*((m.is_rounded, m.is_counted) for m in mechanisms), strict=True)
+        )
+        return about_rounding(exact, enforced=enforced, what=cls.rounded, counted=counted)
 
     @classmethod
     def detail(cls, mechanisms: Sequence[Self]) -> str:

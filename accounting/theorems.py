@@ -34,9 +34,17 @@ _EXACTLY_ROUNDED = (
 )
 NOISY_SUM = "entry of a step's noisy sum"
 """What is exactly rounded in gradients, in a statement's words."""
+_SUMS_COUNT = (
+    "what one record changes of the rounding of a step's sum is bounded by public numbers for every batch, and the "
+    "noise is larger than its multiplier says by that bound"
+)
 _SUMS_ROUND = (
-    "a step's sum, and the contributions in it, are formed in floating-point numbers; what one record changes of their "
-    "rounding is not counted, except that of sums in modules that use a parameter several times"
+    "a step's sum is formed in floating-point numbers; what one record changes of its rounding is not counted, except "
+    "in modules that use a parameter several times: only a release on a processor counts it"
+)
+_CONTRIBUTIONS_ROUND = (
+    "the machine computes the contributions of other records alike, to the last digit, whatever the number of records "
+    "in the batch"
 )
 _ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
 
@@ -156,7 +164,9 @@ def about_relation(relation: Adjacency, *, enforced: bool) -> tuple[Assumption, 
     return ()
 
 
-def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number") -> tuple[Assumption, ...]:
+def about_rounding(
+    exactly_rounded: bool, *, enforced: bool, what: str = "number", counted: bool = False
+) -> tuple[Assumption, ...]:
     """Return what a statement assumes about the rounding of released numbers (docs/privacy.md, What is rounded how).
 
     Args:
@@ -164,11 +174,21 @@ def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number
         enforced: Whether the code that ran did so.
         what: Which released numbers that is about; others rest on a theorem of their own. The contributions to
             `NOISY_SUM` are rounded besides.
+        counted: Whether the noise makes up for the rounding of a `NOISY_SUM`.
     """
     if not exactly_rounded:
         return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
     stated = assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
-    return (*stated, Assumption(text=_SUMS_ROUND)) if what == NOISY_SUM else stated
+    if what != NOISY_SUM:
+        return stated
+    if counted:
+        stated += assumptions((_SUMS_COUNT,), enforced=enforced)
+    return (
+        *stated,
+        *assumptions(
+            (), (_CONTRIBUTIONS_ROUND,) if counted else (_SUMS_ROUND, _CONTRIBUTIONS_ROUND), enforced=enforced
+        ),
+    )
 
 
 def leaving_out(**relations: str) -> None:

@@ -26,6 +26,7 @@ from opusim.accounting import numerics
 from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Unit
 from opusim.accounting.mechanism import (
     CertifiedMechanism,
+    CountsSums,
     DeviceNoise,
     ExactlyRounded,
     Hypotheses,
@@ -191,6 +192,7 @@ class LabelAmplified(CertifiedMechanism):
     sampling_probability: SamplingProbability
     device_noise: DeviceNoise = False
     exactly_rounded: ExactlyRounded = False
+    counts_sums: CountsSums = False
 
     kind: ClassVar[str] = "label_amplified"
     audited: ClassVar[bool] = True

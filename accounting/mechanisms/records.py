@@ -22,6 +22,7 @@ from opusim.accounting.guarantee import Adjacency, Assumption
 from opusim.accounting.mechanism import (
     Absent,
     CertifiedMechanism,
+    CountsSums,
     DeviceNoise,
     ExactlyRounded,
     Mechanism,
@@ -36,7 +37,6 @@ from opusim.accounting.theorems import (
     SEED_IS_SECRET,
     Theorem,
     about_relation,
-    about_rounding,
 )
 
 _CHECKED = (
@@ -296,6 +296,7 @@ class ClippedRecords(CertifiedMechanism):
         Absent((1.0,)),
     ] = (1.0,)
     exactly_rounded: ExactlyRounded = False
+    counts_sums: CountsSums = False
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
     audited: ClassVar[bool] = True
@@ -328,7 +329,7 @@ class ClippedRecords(CertifiedMechanism):
         """Return what is assumed of the number of records, then of rounding."""
         return (
             *about_relation(adjacency, enforced=enforced),
-            *about_rounding(all(one.is_rounded for one in mechanisms), enforced=enforced, what=NOISY_SUM),
+            *cls.about_rounding(mechanisms, enforced=enforced),
         )
 
     @property

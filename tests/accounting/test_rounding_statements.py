@@ -100,13 +100,33 @@ def test_a_number_of_rows_that_a_record_changes_is_on_trust() -> None:
 @pytest.mark.parametrize(
     "mechanism", [one for one in EXACT if getattr(one, "clip", None) or hasattr(one, "bands")]
 )
-def test_the_rounding_of_sums_themselves_stays_on_trust(mechanism: Mechanism) -> None:
-    def about_sums(mechanism: Mechanism) -> list[bool | None]:
-        (stated,) = guarantees([mechanism], delta=1e-5, enforced=True)
-        return [each.holds for each in stated.assumptions if "rounding is not counted" in each.text]
+def test_the_rounding_of_sums_themselves_is_counted_or_on_trust(mechanism: Mechanism) -> None:
+    def about_sums(*mechanisms: Mechanism, enforced: bool = True) -> list[tuple[str, bool | None]]:
+        (stated,) = guarantees(list(mechanisms), delta=1e-5, enforced=enforced)
+        words = {
+            "for every batch": "counted",
+            "is not counted": "uncounted",
+            "contributions of other": "others",
+        }
+        found = [
+            (name, each.holds)
+            for each in stated.assumptions
+            for word, name in words.items()
+            if word in each.text
+        ]
+        return sorted(found)
 
-    assert about_sums(mechanism) == [None]
-    assert about_sums(replace(mechanism, exactly_rounded=False)) == []  # the wider trust covers it
+    not_counted = [("others", None), ("uncounted", None)]
+    assert about_sums(mechanism) == not_counted
+    counting = replace(mechanism, counts_sums=True)
+    assert about_sums(counting) == [("counted", True), ("others", None)]
+    assert about_sums(counting, enforced=False) == [("counted", None), ("others", None)]
+    assert about_sums(counting, mechanism) == not_counted
+    content = counting.to_json()
+    assert mechanism_from_json(content) == counting
+    del content["counts_sums"]  # as in former ledgers
+    assert mechanism_from_json(content) == mechanism
+    assert about_sums(replace(counting, exactly_rounded=False)) == []  # the wider trust covers it
 
 
 def test_correlated_noise_is_rounded_before_it_is_added() -> None:

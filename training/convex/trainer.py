@@ -319,7 +319,7 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
     """
 
     applies = frozenset({"own noise"})
-    rounds_own_noise = True
+    rounds_own_noise = counts_own_sums = True
     network: GatedNetwork
     objective: Objective
     noise: NoiseStream | None
@@ -412,7 +412,7 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         for source in (self.device, self.noise):
             if source is not None:
                 source.seek(step)
-        with torch.no_grad(), full_precision():
+        with full_precision():
             batch = model.gated(x)
             logits = model.logits(batch)
             residual = self.objective.residual(logits, y)
@@ -428,14 +428,28 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         """Update the weights in place, after all noise is drawn: a device that fails leaves them unchanged."""
         rate, std = self.optimizer.param_groups[0]["lr"], self.noise_std
         weight = self.network.model.weight.data.flatten(1)  # (d, P k), a view
-        move = torch.mm(x.t(), spread).neg_()
+        move = self._products(x, spread).neg_()
         if step == self.plan.total_steps - 1 and self.final_std:
             std = math.hypot(std, self.final_std * self.divisor / rate)  # on the weights it is final_std
         if self.noise is not None and std:
-            self.noise.add_rounded(move, std)
+            counted = self.protection.counted_sums
+            self.noise.add_rounded(move, std if counted is None else std * (1 + counted.error))
         torch.add(
             move.mul_(rate / self.divisor), weight, alpha=1 - rate * self.options.regularisation, out=weight
         )
+
+    def _products(self, x: Tensor, spread: Tensor) -> Tensor:
+        """Return the sum of the records' terms, in float32, or as the protection counts its rounding."""
+        counted = self.protection.counted_sums
+        if counted is None:
+            return torch.mm(x.t(), spread)
+        if not counted.block or len(x) > counted.records:
+            return torch.mm(x.double().t(), spread.double()).float()
+        blocks = zip(x.split(counted.block), spread.split(counted.block), strict=True)
+        first, *others = (torch.mm(rows.t(), residuals) for rows, residuals in blocks)
+        for other in others:
+            first.add_(other)
+        return first
 
     def require_covered(self) -> None:
         """Refuse also momentum, other optimizers and rates that no theorem covers, and keys that would do nothing.

@@ -386,6 +386,16 @@ class PhysicalBatches:
             return records
         return self.size * max(self.count, -(-records // self.size))
 
+    def most(self, expected: float, *, records: int | None, processes: int) -> int:
+        """Return a public number of records of a step in one process; more are drawn with a chance of `OVERFLOW`.
+
+        Args:
+            expected: Expected number of records in a batch, of all processes.
+            records: Number of records to draw from, or None if it is private.
+            processes: Which share a step's records.
+        """
+        return max(most_records(expected, records=records, processes=processes), self.rows(0))
+
     def expected_rows(self, records: float) -> float:
         """Return the mean number of rows of a step from that of its records, as usage of a device is foretold."""
         return records if self.count is None or self.size is None else float(self.size * self.count)

@@ -249,6 +249,8 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     """What the trainer predicts of a record; one that names "tokens" also takes records that hold tokens."""
     rounds_own_noise: ClassVar[bool] = False
     """Whether noise that it adds itself to clipped records goes through `NoiseStream.add_rounded`."""
+    counts_own_sums: ClassVar[bool] = False
+    """Whether that noise also makes up for the rounding of its sum, as `Protection.counted_sums` says."""
     uses_public_randomness: ClassVar[bool] = False
     processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
     """What several processes share: nothing (they are refused), the steps that the first one leads
@@ -428,6 +430,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """
         config = self.config
         relation = config.relation or Adjacency.ZERO_OUT
+        exact = self.protection.rounds_exactly and ("gradients" in self.applies or self.rounds_own_noise)
         parameters: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "sampling_probability": self.plan.sampling_probability,
@@ -435,8 +438,10 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
             "correlation": self.protection.correlation,
-            "exactly_rounded": self.protection.rounds_exactly
-            and ("gradients" in self.applies or self.rounds_own_noise),
+            "exactly_rounded": exact,
+            "counts_sums": exact
+            and ("gradients" in self.applies or self.counts_own_sums)
+            and self.protection.counted_sums is not None,
             **self.plan.credit,
         }
         if relation is Adjacency.REPLACE_ONE:

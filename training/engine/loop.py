@@ -330,7 +330,7 @@ class Engine:
         observe = not self._private and left_in_epoch < OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
         try:
-            with system_generators(place, fresh=self._private):
+            with system_generators(place) if self._private else nullcontext():
                 record = lead(
                     self._trainer,
                     self._dataset.train,

@@ -220,7 +220,8 @@ def _follow(
             folder = RunFolder(ranks.on_first(Path))
             plan.algorithm.prepare(trainer, folder)
             dataset = to_device(plan.dataset, plan.config.torch_device)
-            with system_generators(dataset.train.place, fresh=plan.config.mode == "release"):
+            release = plan.config.mode == "release"
+            with system_generators(dataset.train.place) if release else nullcontext():
                 follow(trainer, dataset.train, ranks)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 

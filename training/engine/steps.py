@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -55,17 +56,11 @@ class PaidSteps:
     def __init__(self, ranks: Ranks, name: object) -> None:
         self.ranks, self.step = ranks, 0
         self.stopped: str | None = None
-        self._name, self._process, self._closed = name, OwnProcess(), False
+        self._name, self._closed = name, False
+        self.require_own: Callable[[], None] = partial(OwnProcess().require, name)
+        """Refuse a process that was forked from the one that takes the steps, by a RuntimeError."""
         self._ledger: Ledger | None = None  # of the first process
         self._content: LedgerContent | None = None
-
-    def require_own(self) -> None:
-        """Refuse a process that was forked from the one that takes the steps.
-
-        Raises:
-            RuntimeError: This is one.
-        """
-        self._process.require(self._name)
 
     def require_open(self) -> None:
         """Refuse a forked process, and steps after `close`.
@@ -131,6 +126,9 @@ class PaidSteps:
             OSError: The ledger cannot be written.
             RuntimeError: See `require_open`.
         """
+        if self.ranks.world == 1:
+            self._pay(mechanisms, until)
+            return
         added = self.on_first("receives the batch", lambda: self._pay(mechanisms, until))
         if added is not None and self._content is not None:
             self._content = replace(added, payments=self._content.payments + added.payments)
@@ -173,6 +171,8 @@ class PaidSteps:
             RuntimeError: The processes do different things; on each of them.
         """
         rank = self.ranks.rank
+        if self.ranks.world == 1:
+            return [number]
         found = self.ranks.rows([_ACTS.index(act), self.step if step is None else step, number])
         for other, theirs in enumerate(found):
             if theirs[:2] != found[rank][:2]:
@@ -184,8 +184,9 @@ class PaidSteps:
 
     def on_first(self, act: Act, work: Callable[[], Result], *, step: int | None = None) -> Result:
         """Return on every process what the first one computes for an act of all; see `agree`."""
-        if self.ranks.world > 1:
-            self.agree(act, step=step)
+        if self.ranks.world == 1:
+            return work()
+        self.agree(act, step=step)
         return self.ranks.on_first(work)
 
     def part(self, step: int, draw: Callable[[int], Tensor]) -> tuple[list[int], int]:
@@ -195,7 +196,10 @@ class PaidSteps:
             step: The number of the step, which may not be paid for yet.
             draw: Draws its batch over the whole data set; called on the first process.
         """
-        indices: list[int] = self.on_first("asks for the batch", lambda: draw(step).tolist(), step=step)
+        if self.ranks.world == 1:
+            indices: list[int] = draw(step).tolist()
+            return indices, len(indices)
+        indices = self.on_first("asks for the batch", lambda: draw(step).tolist(), step=step)
         return indices[self.ranks.part(len(indices))], -(-len(indices) // self.ranks.world)
 
 

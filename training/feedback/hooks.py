@@ -364,7 +364,7 @@ def _states(tracker: RowTracker, owner: PointHooks, z: Tensor, points: Sequence[
     The projection maps every row of z to a row of a point, or to all rows of the same record, as the view of rows sees
     records.
     """
-    view, states = owner._view, [tracker.state(tensor) for tensor in (z, *points)]
+    view, states = owner._view, tracker.states(z, *points)
     source = states[0]
     for number, (tensor, state) in enumerate(zip((z, *points), states, strict=True)):
         if not isinstance(state, Held) or not isinstance(source, Held):
@@ -385,12 +385,12 @@ def _followed(
     tracker: RowTracker, gradient: Tensor, points: Sequence[Tensor], states: Sequence[State]
 ) -> list[Tensor | None]:
     """Return zeros in place of the feedback, which no device reads while operators are followed."""
-    given = tracker.state(gradient)
+    (given,) = tracker.states(gradient)
     found: list[Tensor | None] = []
     for h, state in zip(points, states[1:], strict=True):
         zeros = torch.zeros(h.shape, dtype=h.dtype, device=gradient.device)
         mixed = next((each for each in (given, states[0], state) if isinstance(each, Mixed)), None)
-        tracker.note(zeros, mixed or state)
+        tracker.note(mixed or state, zeros)
         found.append(zeros if h.requires_grad else None)
     return found
 

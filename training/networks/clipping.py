@@ -19,6 +19,7 @@ Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,6 +66,59 @@ signs occur. A record whose products cancel further, to less than A / 128, contr
 """
 MOST_RECORDS = 2**16
 """Records of a batch for which `SUM_ERROR` is proven, divided by the number of processes that add their sums."""
+_WANTED_ERROR, _LARGEST_ERROR = 0.04, 0.06
+"""What one record may change of the rounding of float32 sums, over C: blocks are cut for the first; above the second
+sums are float64."""
+_MOST_POSITIONS = 2**24
+"""Positions of a record up to which the rounding of float64 sums is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedSums:
+    """How clipped contributions are added so that the noise can count what one record changes of their rounding.
+
+    A sum of m float32 products, in any order, is off by at most gamma_m = m u / (1 - m u) times the sum of their
+    sizes, u = 2^-24 (Higham 2002, section 3.1). For an outer product s u^T, and for a gradient that was formed, these
+    have the norm of the contribution itself: over n records of norm C all layers together are off by gamma_m n C.
+    With blocks of k records, whose sums are added in float32, m is k plus their number. Records of several positions,
+    whose products may cancel to 1 / 128 of their sizes (`MILD`), are added in float64 instead. Each of two neighbouring
+    batches is off by that much.
+
+    The bound holds for every batch: records beyond `records` are added in float64. Their number enters where the whole
+    sum is rounded only, at which twice as many are counted on; more have a chance below 1e-18 a step.
+
+    Attributes:
+        records: Records of a step on one process that are added in float32, at least 1; a public number.
+        processes: The processes that add their sums, in float32.
+        block: Records that are added at once, all as they come if float32 bears it; 0 for float64.
+    """
+
+    records: int
+    processes: int
+    block: int
+
+    @classmethod
+    def of(cls, records: int, *, processes: int) -> CountedSums:
+        """Return the largest equal blocks whose error is small, or float64 sums.
+
+        Args:
+            records: Of a step on one process, at least 1; public.
+            processes: See the class.
+        """
+        count = records * processes
+        wanted = max(_WANTED_ERROR * 2.0**23 / count, records**0.5)
+        block = math.ceil(records / math.ceil(records / wanted))
+        found = cls(records=records, processes=processes, block=block)
+        return found if found.error <= _LARGEST_ERROR else replace(found, block=0)
+
+    @property
+    def error(self) -> float:
+        """What one record may change of the rounding of the sum, and of its own contribution, over C."""
+        count = self.records * self.processes
+        terms = self.block + math.ceil(self.records / self.block) if self.block else 0
+        rounded = 2 * (2 + self.processes)  # each part, all parts, and the sums of other processes
+        exact = count * (count + _MOST_POSITIONS) * 2.0**-52 / MILD
+        return 1.01 * (2 * count * (terms + rounded) * 2.0**-24 + exact) + 2.0**-19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,16 +321,18 @@ def by_record(values: Tensor, rows: Tensor) -> Tensor:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute products of float32 numbers in float32, even if the process allows TF32 (11 bits) or bfloat16 (8).
+def full_precision(place: str = "cpu") -> Iterator[None]:
+    """Compute products of float32 numbers in float32, without a graph, even if the process allows fewer digits.
 
-    cuDNN is switched off too: its fast convolutions round by more than `product_slack`.
+    TF32 has 11 bits, bfloat16 8, and torch.autocast on the kind of torch device `place` as few. cuDNN is switched off
+    too: its fast convolutions round by more than `product_slack`.
     """
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.enabled = False
     try:
-        yield
+        with torch.no_grad(), torch.autocast(place, enabled=False):
+            yield
     finally:
         torch.backends.cudnn.enabled = cudnn
         torch.set_float32_matmul_precision(precision)

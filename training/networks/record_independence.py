@@ -201,7 +201,7 @@ def preserved_generators(place: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def system_generators(place: torch.device, *, fresh: bool = True) -> Iterator[None]:
+def system_generators(place: torch.device) -> Iterator[None]:
     """Seed the global generators from the system within the block, and restore them on exit.
 
     What a module or a loader draws for a batch goes by the places of its records, which one record more moves. Under a
@@ -209,11 +209,7 @@ def system_generators(place: torch.device, *, fresh: bool = True) -> Iterator[No
 
     Args:
         place: The torch device whose generator is seeded besides the CPU's.
-        fresh: Whether to do so (release mode), or nothing.
     """
-    if not fresh:
-        yield
-        return
     with preserved_generators(place):
         torch.manual_seed(secrets.randbits(63))
         np.random.seed(np.frombuffer(secrets.token_bytes(32), dtype=np.uint32))  # noqa: NPY002
@@ -281,8 +277,13 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
         if buffer is not None
     ]
     attributes = None
-    if _runs_other_code(model):
-        attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
+    for part in model.modules():  # code of other packages may set attributes
+        own = vars(part)
+        runs = (type(part), *(hook for name in HOOKS for hook in own[name].values()))
+        packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in runs}
+        if "forward" in own or not packages <= _TRUSTED:
+            attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
+            break
     try:
         yield
     finally:
@@ -292,17 +293,6 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
             _restore(buffer, value)
         if attributes is not None:
             attributes.put_back()
-
-
-def _runs_other_code(model: nn.Module) -> bool:
-    """Whether a pass of a module runs code of other packages, which may set attributes."""
-    for part in model.modules():
-        own = vars(part)
-        runs = (type(part), *(hook for name in HOOKS for hook in own[name].values()))
-        packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in runs}
-        if "forward" in own or not packages <= _TRUSTED:
-            return True
-    return False
 
 
 def runs_torch_only(model: nn.Module) -> bool:

@@ -234,7 +234,7 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
         guarantee: Of the ledger.
         several: Whether several processes shared the loop.
     """
-    rounding = about_rounding(True, enforced=True, what=NOISY_SUM)
+    rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True)
     enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
     enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]

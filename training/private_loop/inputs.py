@@ -362,7 +362,9 @@ def require_rows(leaves: Sequence[Any], records: int) -> None:
         ValueError: There is one.
     """
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and (not leaf.ndim or len(leaf) != records):
+        if isinstance(leaf, Tensor):
+            if leaf.ndim and len(leaf) == records:
+                continue
             raise ValueError(
                 f"module: an argument of shape {tuple(leaf.shape)} has no row for each of the {records} records, so "
                 "that it may come from all of them; build constants into the module, such as by register_buffer"
@@ -449,7 +451,12 @@ class ProbedParts:
         self._parameters = {id(p) for p in module.parameters() if p.requires_grad}
         self._parts = dict(module.named_modules())
         self._modes = {name: part.training for name, part in self._parts.items()}
-        self._hooks = _hooks(module)
+        owners: list[tuple[Any, str]] = [(part, name) for part in module.modules() for name in HOOKS]
+        self._owners = [*owners, *((torch_module, f"_global{name}") for name in HOOKS)]
+        # They are held, so that no later hook has the identity of one of these.
+        self._hooks = {
+            (id(owner), id(hook)): hook for owner, name in self._owners for hook in vars(owner)[name].values()
+        }
 
     def require_same(self) -> None:
         """Refuse other parameters that learn, other parts, and further hooks; hooks may have been removed.
@@ -468,7 +475,11 @@ class ProbedParts:
                     f"module: part {name!r} ({type(part).__name__}) is new since make_private, which has not probed "
                     "whether it mixes records; exchange parts before make_private"
                 )
-        if _hooks(self._module).keys() - self._hooks.keys():
+        if any(
+            (id(owner), id(hook)) not in self._hooks
+            for owner, name in self._owners
+            for hook in vars(owner)[name].values()
+        ):
             raise RuntimeError(
                 "module: a hook was added since make_private, which has not probed whether it mixes records; "
                 "register hooks before make_private, or remove them before the next batch"
@@ -494,13 +505,3 @@ class ProbedParts:
                     "probed whether it mixes records; put it back after module.train(), such as by .eval() on frozen "
                     "batch normalisation"
                 )
-
-
-def _hooks(module: nn.Module) -> dict[tuple[int, int], Any]:
-    """Return each hook that sees what a module computes, or its gradients, by the identity of its owner and its own.
-
-    They are held, so that no later hook has the identity of one of these.
-    """
-    owners: list[tuple[Any, str]] = [(part, name) for part in module.modules() for name in HOOKS]
-    owners += [(torch_module, f"_global{name}") for name in HOOKS]
-    return {(id(owner), id(hook)): hook for owner, name in owners for hook in vars(owner)[name].values()}

@@ -18,7 +18,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -146,8 +146,9 @@ class PrivateLoader:
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
             with handing_errors():
-                fresh = self._settings.mode == "release"
-                with system_generators(torch.device("cpu"), fresh=fresh):  # the records' transforms draw too
+                release = self._settings.mode == "release"
+                # The records' transforms draw, too.
+                with system_generators(torch.device("cpu")) if release else nullcontext():
                     self._last = next(batches)
                 if not self._hand_out(until=last):
                     return
@@ -186,7 +187,8 @@ class PrivateLoader:
         self._module.paid_on_processor = exact = self._module.on_processor
         try:
             if self._paid.exactly_rounded != exact:
-                self._paid = replace(self._paid, exactly_rounded=exact)
+                counts = exact and self._settings.mode == "release"
+                self._paid = replace(self._paid, exactly_rounded=exact, counts_sums=counts)
             self._steps.pay(self._paid, until=until)
         except BudgetExceeded as error:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
@@ -482,13 +484,13 @@ def require_separate_rows(loader: DataLoader[Any]) -> None:
     with preserved_generators(torch.device("cpu")):
         records = first_records(loader)
         count = len(records)
-        ends = (0, count - 1) if count > 1 else ()
+        changed: list[tuple[int, list[Any]]] = []
+        for place, donor in itertools.product((0, count - 1) if count > 1 else (), range(2)):
+            others = [record for number, record in enumerate(records) if number != place]
+            changed.append((place, [*records[:place], others[-donor], *records[place + 1 :]]))
         for seed in range(_COLLATED):
-            wanted = _seeded_collate(loader, records, seed)
-            for place, donor in itertools.product(ends, range(2)):
-                others = [record for number, record in enumerate(records) if number != place]
-                changed = [*records[:place], others[-donor], *records[place + 1 :]]
-                found = wanted and _seeded_collate(loader, changed, seed)
+            wanted, *batches = _seeded_batches(loader, [records, *(each for _, each in changed)], seed)
+            for (place, _), found in zip(changed, batches, strict=False):
                 if not found or not wanted or found[1] != wanted[1]:
                     continue
                 kept = torch.arange(count) != place
@@ -502,17 +504,25 @@ def require_separate_rows(loader: DataLoader[Any]) -> None:
                     )
 
 
-def _seeded_collate(
-    loader: DataLoader[Any], records: Sequence[Any], seed: int
-) -> tuple[list[Tensor], list[float]] | None:
-    """Return the tensors of a batch, put together under a seed from copies of records, and the next random numbers.
+def _seeded_batches(
+    loader: DataLoader[Any], batches: Sequence[Sequence[Any]], seed: int
+) -> list[tuple[list[Tensor], list[float]] | None]:
+    """Return the tensors of batches, each put together under a seed from copies, and the next random numbers.
 
-    None if the function refuses the records, such as one that occurs twice, or they cannot be copied.
+    None if the function refuses the records, such as one that occurs twice, or they cannot be copied; nothing follows
+    the first batch if it is refused.
     """
-    seed_generators(seed)
-    try:
-        leaves = tree_leaves(loader.collate_fn(copy.deepcopy(list(records))))
-        tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
-    except Exception:  # whatever a user's function raises
-        return None
-    return tensors, [float(torch.rand(())), float(np.random.random()), random.random()]  # noqa: NPY002
+    found: list[tuple[list[Tensor], list[float]] | None] = []
+    for records in batches:
+        seed_generators(seed)
+        try:
+            leaves = tree_leaves(loader.collate_fn(copy.deepcopy(list(records))))
+            tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+        except Exception:  # whatever a user's function raises
+            found.append(None)
+            if len(found) == 1:
+                break
+            continue
+        drawn = [float(torch.rand(())), float(np.random.random()), random.random()]  # noqa: NPY002
+        found.append((tensors, drawn))
+    return found

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -158,7 +158,9 @@ class PrivateModule:
         """Where the parameters were when the step was paid for; None before the first."""
         self.gradients, self._limit = gradients, most_rows
         self._steps = steps
-        self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
+        place = next(module.parameters()).device
+        self._drawing = partial(system_generators, place) if release else nullcontext
+        self._points = feedback_of(module)
         self._template = template_of(module, args, kwargs)
         self.tape = RecordTape(module, *args, **kwargs)
         """What records the training passes."""
@@ -241,13 +243,24 @@ class PrivateModule:
     @torch._disable_dynamo
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, recorded if this is a training pass on the batch at hand."""
-        batch, leaves = self._batch, tree_leaves((args, kwargs))
-        reason = self._why_plain(batch, rows_of(leaves))
+        batch, leaves, reason = self._batch, tree_leaves((args, kwargs)), None
+        # 1. Find out whether this is a training pass, and why not.
+        if not torch.is_grad_enabled():
+            reason = "the module ran under torch.no_grad"
+        elif not self.module.training:
+            reason = "the module ran in evaluation mode; call module.train() first"
+        elif batch is None:
+            reason = "the module ran without a batch of the private loader"
+        elif (rows := rows_of(leaves)) != batch.records:
+            reason = f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
+        elif batch.written:
+            reason = "the module ran again on a batch whose gradients were written"
         if reason is not None or batch is None:
             if torch.is_grad_enabled():
                 self._plain = reason or self._plain
             with preserved_state(self.module, follow_hooks=False):
                 return self.module._call_impl(*args, **kwargs)
+        # 2. Refuse what was not probed, and run the module.
         self.probed.require_same()
         self.probed.require_same_modes()
         require_rows(leaves, batch.records)
@@ -277,20 +290,6 @@ class PrivateModule:
         """
         with preserved_state(self.module), fixed_parameters(self.module):
             yield
-
-    def _why_plain(self, batch: Batch | None, rows: int | None) -> str | None:
-        """Return why a call is no training pass on the batch at hand, or None if it is one."""
-        if not torch.is_grad_enabled():
-            return "the module ran under torch.no_grad"
-        if not self.module.training:
-            return "the module ran in evaluation mode; call module.train() first"
-        if batch is None:
-            return "the module ran without a batch of the private loader"
-        if rows != batch.records:
-            return f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
-        if batch.written:
-            return "the module ran again on a batch whose gradients were written"
-        return None
 
     def _in_parts(self, one: Pass, records: int) -> Any:
         """Return the outputs of a batch that runs in parts, without a graph."""
@@ -393,10 +392,9 @@ class PrivateModule:
         self._writing, batch.written = True, True
         try:
             self.gradients.seek(batch.step)
-            for feedback in feedback_of(self.module):
+            for feedback in self._points:
                 feedback.seek(batch.step * _PASSES_A_STEP)
-            recorded = self._recorded(batch, gradients, most - readings)
-            self.gradients.set_gradients(recorded)
+            self.gradients.set_gradients(self._recorded(batch, gradients, most - readings))
         except BaseException:
             for parameter in self.trained_parameters:
                 parameter.grad = None
@@ -424,7 +422,7 @@ class PrivateModule:
             if self.padding is not None:
                 found.leave_out(self.padding[part])
             yield found
-        for points in feedback_of(self.module):
+        for points in self._points:
             is_shared = points.noisy_device is not None and points.noisy_device.world is not None
             for _ in range(readings_of_others if is_shared else 0):
                 points.read_nothing()

@@ -270,6 +270,8 @@ class PrivateCriterion(nn.Module):
         """
         records = self._private.records
         for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                continue
             if is_number(leaf):
                 raise ValueError(
                     f"criterion: an argument is the number {leaf!r}, {NO_NUMBERS} criterion (functools.partial)"

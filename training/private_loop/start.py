@@ -24,6 +24,7 @@ from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
+from opusim.training.networks.clipping import CountedSums
 from opusim.training.networks.record_independence import preserved_generators
 from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
@@ -172,13 +173,12 @@ def make_private(
         settings = ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
         )
-        physical = _physical_batches(
-            settings,
-            module,
-            len(data_loader.dataset),  # type: ignore[arg-type]
-            ranks,
-            size=max_physical_batch_size,
+        drawn = _drawn(settings, len(data_loader.dataset), ranks)  # type: ignore[arg-type]
+        physical = PhysicalBatches.of_steps(
+            **drawn,
+            on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
             fixed=fixed_batches,
+            size=max_physical_batch_size,
         )
         args, kwargs = arguments_for(module, data_loader, example_inputs)
         gradients = RecordGradients(
@@ -187,6 +187,9 @@ def make_private(
             divisor=float(settings.batch_size),
             noise=noise_stream(settings.mode, settings.seed, "private-loop"),
             ranks=ranks,
+            counted=CountedSums.of(physical.most(**drawn), processes=ranks.world)
+            if mode == "release"
+            else None,
         )
         private = PrivateModule(
             module,
@@ -218,28 +221,17 @@ def _one_loop_less(points: FeedbackAlignment) -> None:
     points.private_loops -= 1
 
 
-def _physical_batches(
-    settings: PrivacySettings,
-    module: nn.Module,
-    records: int,
-    ranks: Ranks,
-    *,
-    size: int | None,
-    fixed: bool | None,
-) -> PhysicalBatches:
-    """Return how the records of a step run; the arguments are those of `make_private`.
+def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, Any]:
+    """Return what is public of the records of a step, for `PhysicalBatches`.
 
     Under add_or_remove_one the number of records is private, and the number of rows follows from other constants.
     """
     is_public = settings.relation is Adjacency.ZERO_OUT
-    return PhysicalBatches.of_steps(
-        settings.sample_rate * records if is_public else settings.batch_size,
-        records=records if is_public else None,
-        processes=ranks.world,
-        on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
-        fixed=fixed,
-        size=size,
-    )
+    return {
+        "expected": settings.sample_rate * records if is_public else settings.batch_size,
+        "records": records if is_public else None,
+        "processes": ranks.world,
+    }
 
 
 def _settings(

@@ -28,7 +28,8 @@ from opusim.accounting.mechanisms.labels import LabelAmplified
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream
-from opusim.training.networks.clipping import bounded_factors, finite_rows
+from opusim.training.data.samplers import most_records
+from opusim.training.networks.clipping import CountedSums, bounded_factors, finite_rows
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.protections.base import (
     PoissonProtection,
@@ -54,8 +55,20 @@ class AmplifiedLabelProtection(PoissonProtection):
             sampling_probability=self.plan.sampling_probability,
             device_noise=self.options.noise == "device",
             exactly_rounded=rounds_exactly(self.config),
+            counts_sums=self.counted_sums is not None,
             **self.plan.credit,
         )
+
+    @property
+    @override
+    def counted_sums(self) -> CountedSums | None:
+        config, sampler = self.config, self.plan.sampler
+        if config.mode != "release" or not rounds_exactly(config):
+            return None
+        most = most_records(sampler.expected_batch_size, records=sampler.n_records, processes=1)
+        return CountedSums(
+            records=most, processes=1, block=0
+        )  # the features, and so their number, are public
 
     @override
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
@@ -70,6 +83,7 @@ class AmplifiedLabelProtection(PoissonProtection):
             sizes=[linear.in_features + (linear.bias is not None) for linear in self.plan.network.linears],
             equalise=options.equalise,
             noise=self.central_noise(device),
+            error=0.0 if self.counted_sums is None else self.counted_sums.error,
         )
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
@@ -100,6 +114,7 @@ class AmplifiedLabels(PrivateGradients):
         reference: Public features, shape (n, n_0): those of training records, since only their labels are protected.
         equalise: Whether the first layer weights them by the D-optimal design.
         noise: Source of independent N(0, 1).
+        error: What one record may change of the rounding of the sum, over C; more noise makes up for it.
         reference_every: Steps for which P_l of hidden layers is kept.
         sizes: Inputs of each layer, the bias's constant included; for `reference_every` above 1.
 
@@ -117,6 +132,7 @@ class AmplifiedLabels(PrivateGradients):
         reference: Tensor,
         equalise: bool,
         noise: NoiseStream,
+        error: float = 0.0,
         reference_every: int = 1,
         sizes: Sequence[int] = (),
     ) -> None:
@@ -126,7 +142,8 @@ class AmplifiedLabels(PrivateGradients):
                 f"sizes is missing; reference_every = {reference_every} keeps a matrix for each layer"
             )
         self._clip_norm = clip_norm
-        self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
+        std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
+        self._noise_std = std * (1 + error)
         self._divisor = divisor
         self._floor = floor
         self._features = reference

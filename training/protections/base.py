@@ -25,6 +25,7 @@ from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
 from opusim.training.config.run import RunConfig
+from opusim.training.networks.clipping import CountedSums
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
 from opusim.training.protections.planning import Plan, ProtectedAlgorithm, require_covered
@@ -89,6 +90,11 @@ class Protection:
     def rounds_exactly(self) -> bool:
         """Whether noise that goes through `NoiseStream.add_rounded` releases exactly rounded numbers in this run."""
         return False
+
+    @property
+    def counted_sums(self) -> CountedSums | None:
+        """How a release adds contributions so that its noise counts the sum's rounding; None if it does not count."""
+        return None
 
     @property
     def noise_multiplier(self) -> float:

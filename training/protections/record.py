@@ -46,6 +46,7 @@ from opusim.training.networks.clipping import (
     MOST_RECORDS,
     SUM_ERROR,
     Clip,
+    CountedSums,
     bounded_factors,
 )
 from opusim.training.networks.contributions.sums import Contributions
@@ -96,15 +97,28 @@ class RecordProtection(PoissonProtection):
         """How the records of a step run, from public numbers (`protection.fixed_batches`)."""
         if not self.algorithm.fills_batches:
             return PhysicalBatches()
+        on_card = self.config.torch_device != "cpu"
+        return PhysicalBatches.of_steps(**self._drawn, on_card=on_card, fixed=self.options.fixed_batches)
+
+    @property
+    def _drawn(self) -> dict[str, Any]:
+        """What is public of the records of a step."""
         config, sampler = self.config, self.plan.sampler
-        is_public = config.counts_are_public
-        return PhysicalBatches.of_steps(
-            sampler.expected_batch_size if is_public else config.sampler.batch_size,
-            records=sampler.n_records if is_public else None,
-            processes=Ranks().world,
-            on_card=config.torch_device != "cpu",
-            fixed=self.options.fixed_batches,
-        )
+        if not config.counts_are_public:
+            return {"expected": config.sampler.batch_size, "records": None, "processes": Ranks().world}
+        expected, records = sampler.expected_batch_size, sampler.n_records
+        return {"expected": expected, "records": records, "processes": Ranks().world}
+
+    @cached_property
+    @override
+    def counted_sums(self) -> CountedSums | None:
+        if not self.rounds_exactly or self.config.mode != "release":
+            return None
+        drawn = self._drawn
+        drawn["expected"] = max(
+            drawn["expected"], self.config.divisor
+        )  # a constant that may be nearer to n q
+        return CountedSums.of(self.physical_batches.most(**drawn), processes=drawn["processes"])
 
     @property
     def rounds_exactly(self) -> bool:
@@ -167,6 +181,7 @@ class RecordProtection(PoissonProtection):
             noise=self._noise(device) if ranks.is_first else self.central_noise(device),
             by_layer=self.algorithm.clips_by_layer,
             ranks=ranks,
+            counted=self.counted_sums,
         )
 
     def _noise(self, device: NoisyDevice | None) -> NoiseStream:
@@ -356,7 +371,8 @@ class RecordGradients(PrivateGradients):
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
           numbers the record holds (opusim.training.networks.clipping); so adding or removing a record changes the sum
           of contributions by at most that, up to the rounding of the sum itself;
-        - if a module uses a parameter several times, that rounding counts, too: the noise is (1 + `SUM_ERROR`) z C;
+        - with `counted`, on the processor, that rounding counts, too: the noise is (1 + counted.error) z C;
+        - if a module uses a parameter several times, the rounding of such sums counts in any case: `SUM_ERROR` more;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.
 
@@ -372,6 +388,7 @@ class RecordGradients(PrivateGradients):
         by_layer: Clip each layer's contribution to C / sqrt(layers), so that all together stay within C, instead of
             the whole contribution to C.
         ranks: The processes that share each batch; None for one.
+        counted: How sums are added so that their rounding counts; None, and on a graphics card, as they come.
 
     Raises:
         ValueError: float32 cannot hold such a clip or such noise; see opusim.training.protections.base.noise_std.
@@ -386,8 +403,10 @@ class RecordGradients(PrivateGradients):
         noise: NoiseStream,
         by_layer: bool = False,
         ranks: Ranks | None = None,
+        counted: CountedSums | None = None,
     ) -> None:
         super().__init__(noise)
+        self._counted = counted
         self._ranks = ranks or Ranks.one()
         self._by_layer = by_layer
         self._clip_norm = clip_norm
@@ -418,12 +437,18 @@ class RecordGradients(PrivateGradients):
         """
         flat: Tensor | None = None
         several, parameters, sizes = False, list[nn.Parameter](), list[int]()
+        counted, block, rows = self._counted, None, 0
         for part in parts:
             parameters = part.parameters
+            if counted is not None and parameters[0].device.type != "cpu":
+                counted = None
+            if counted is not None:
+                rows += part.records
+                block = counted.block if rows <= counted.records else 0
             sizes = [parameter.numel() for parameter in parameters]
             own = torch.empty(sum(sizes), device=parameters[0].device)
             into = {id(p): place.view_as(p) for place, p in zip(own.split(sizes), parameters, strict=True)}
-            found = part.totals(self._factors(part.squared_norms()), into)
+            found = part.totals(self._factors(part.squared_norms()), into, block)
             formed = [(into[id(p)], total) for p, total in found if total is not into[id(p)]]
             if formed:
                 torch._foreach_copy_([place for place, _ in formed], [total for _, total in formed])
@@ -432,7 +457,7 @@ class RecordGradients(PrivateGradients):
         if flat is None:
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         total = flat.float()
-        self._finish(total, error=SUM_ERROR if several else 0.0)
+        self._finish(total, error=SUM_ERROR * several + (0.0 if counted is None else counted.error))
         for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 

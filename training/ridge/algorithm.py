@@ -93,7 +93,7 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
                 "trainer.kind = 'ridge': no protected model was released; prepare the run first"
             )
         linear = self.network.linears[0]
-        with torch.no_grad(), full_precision():
+        with full_precision():
             solved = self.given
             if solved is None:
                 design = Design.of(x, ridge=self.options.ridge)

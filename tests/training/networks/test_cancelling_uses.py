@@ -127,7 +127,7 @@ def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
     totals = uses.OuterUse.totals
 
-    def float32(self: Any, clip: Any, into: Any = uses.NOWHERE, **_: Any) -> list[Tensor]:
+    def float32(self: Any, clip: Any, into: Any = uses.NOWHERE, block: int | None = None) -> list[Tensor]:
         return totals(self, clip, into)
 
     monkeypatch.setattr(uses.OuterUse, "totals", float32)

@@ -578,13 +578,13 @@ def state_of(function: Callable[[Tensor], Tensor], dim: int) -> tuple[Any, Tenso
     for records in (5, 7):
         tracker = RowTracker(nn.Module(), records, survey)
         x = draw(*SHAPE[:dim], records, *SHAPE[dim + 1 :])
-        tracker.note(x, Held(Layout(dim)))
+        tracker.note(Held(Layout(dim)), x)
         seed_pass()
         with tracker:
             result = function(x)
         survey = tracker.survey
     assert tracker is not None
-    return tracker.state(result), x
+    return tracker.states(result)[0], x
 
 
 @pytest.mark.parametrize("name", OPERATORS)

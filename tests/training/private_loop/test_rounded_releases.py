@@ -44,12 +44,14 @@ def released_step(
     monkeypatch: pytest.MonkeyPatch,
     *,
     rounded: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The noisy sum that a release step's parameters tell, and the sum, which an attacker computes from the records."""
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The noisy sum that a release step's parameters tell, the sum, which an attacker computes, and the noise."""
     sums: list[torch.Tensor] = []
+    stds: list[float] = []
 
     def seen(self: SystemStream, y: torch.Tensor, std: float) -> torch.Tensor:
         sums.append(y.detach().clone().flatten())
+        stds.append(std)
         return ADD_ROUNDED(self, y, std) if rounded else self.add_to(y, std)  # else the planted fault
 
     monkeypatch.setattr(SystemStream, "add_rounded", seen)
@@ -59,7 +61,7 @@ def released_step(
     run_epoch(private, steps=1)
     after = nn.utils.parameters_to_vector(private.module.parameters()).detach()
     private.close()
-    return ((before - after) * BATCH).numpy(), torch.cat(sums).numpy()
+    return ((before - after) * BATCH).numpy(), torch.cat(sums).numpy(), stds[0]
 
 
 def other_sum(true: np.ndarray) -> np.ndarray:
@@ -72,12 +74,12 @@ def test_no_candidate_sum_fits_a_released_step_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At zero initial weights parameters tell every digit of the noisy sum. With added float32 noise only one fits."""
-    added, true = released_step(tmp_path / "added", nn.init.zeros_, monkeypatch, rounded=False)
-    assert explained(added, true, Z) == 1.0
-    assert explained(added, other_sum(true), Z) < 0.99
-    found, true = released_step(tmp_path / "rounded", nn.init.zeros_, monkeypatch, rounded=True)
-    assert (found.astype(np.float64) / grid_of(Z) % 1 == 0).all()
-    shares = [explained(found, guess, Z) for guess in (true, other_sum(true))]
+    added, true, std = released_step(tmp_path / "added", nn.init.zeros_, monkeypatch, rounded=False)
+    assert explained(added, true, std) == 1.0
+    assert explained(added, other_sum(true), std) < 0.99
+    found, true, std = released_step(tmp_path / "rounded", nn.init.zeros_, monkeypatch, rounded=True)
+    assert (found.astype(np.float64) / grid_of(std) % 1 == 0).all()
+    shares = [explained(found, guess, std) for guess in (true, other_sum(true))]
     middle, n = sum(shares) / 2, len(true)
     assert abs(shares[0] - shares[1]) < 5 * math.sqrt(2 * max(middle * (1 - middle), 1 / n) / n)
 
@@ -86,10 +88,10 @@ def test_steps_from_ordinary_weights_lie_on_the_grid_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the optimizer's own rounding, whatever the sum: half of its grid steps are odd."""
-    found, true = released_step(
+    found, true, std = released_step(
         tmp_path / "a", lambda p: nn.init.normal_(p, std=1e-4), monkeypatch, rounded=True
     )
-    steps = found.astype(np.float64) / grid_of(Z)
+    steps = found.astype(np.float64) / grid_of(std)
     assert np.abs(steps - np.rint(steps)).max() < 0.01
     odd = float((np.rint(steps) % 2 != 0).sum())
     assert abs(odd - len(true) / 2) < 5 * math.sqrt(len(true) / 4)
@@ -97,21 +99,29 @@ def test_steps_from_ordinary_weights_lie_on_the_grid_too(
 
 def rounding(private: opusim.PrivateTraining) -> dict[str, bool | None]:
     (stated,) = private.statement().guarantees
-    words = ("exactly rounded number", "not attacked", "rounding is not counted")
+    words = ("exactly rounded number", "not attacked", "rounding is not counted", "for every batch")
     return {one.text: one.holds for one in stated.assumptions if any(word in one.text for word in words)}
 
 
 def test_the_statement_says_that_sums_were_exactly_rounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    private = private_loop(tmp_path / "processor")
-    run_epoch(private, steps=1)
-    found = rounding(private)
-    assert [holds for text, holds in found.items() if "every entry of a step's noisy sum" in text] == [True]
-    assert [holds for text, holds in found.items() if "is not counted" in text] == [None]
-    assert TRUSTED not in found
+    for mode in ("experiment", "release"):
+        private = private_loop(tmp_path / mode, mode=mode, seed=1 if mode == "experiment" else None)
+        run_epoch(private, steps=1)
+        found = rounding(private)
+        assert [holds for text, holds in found.items() if "every entry of a step's noisy sum" in text] == [
+            True
+        ]
+        assert [holds for text, holds in found.items() if "its rounding is" in text] == [None] * (
+            mode == "experiment"
+        )
+        assert [holds for text, holds in found.items() if "for every batch" in text] == [True] * (
+            mode == "release"
+        )
+        assert TRUSTED not in found
     monkeypatch.setattr(PrivateModule, "on_processor", False)
-    private = private_loop(tmp_path / "card")
+    private = private_loop(tmp_path / "card", mode="release", seed=None)
     run_epoch(private, steps=1)
     assert rounding(private) == {TRUSTED: None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 
 from opusim import training
 from opusim.randomness.rounded import grid_of
-from opusim.randomness.streams import SeededStream
+from opusim.randomness.streams import SeededStream, SystemStream
 from opusim.training.config.run import load_config
+from opusim.training.data.samplers import most_records
 from opusim.training.engine.plan import RunPlan, load_data
+from opusim.training.networks.clipping import CountedSums
 from opusim.training.protections.base import rounds_exactly
 
 RECORD = {"kind": "record", "noise_multiplier": 0.8}
@@ -107,3 +110,42 @@ def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
     assert all(drawn)
     if kind != "ulr":  # whose estimates have noise of their own
         assert added == []
+
+
+@pytest.mark.parametrize("mode", ["release", "experiment"])
+@pytest.mark.parametrize(
+    ("kind", "protection", "counts"),
+    [
+        ("bp", RECORD, True),
+        ("bp", {**RECORD, "relation": "replace_one"}, True),
+        ("ulr", RECORD, True),
+        ("convex", RECORD, True),
+        ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}, True),
+        ("bp", {**RECORD, "bands": 2}, False),
+    ],
+)
+def test_the_noise_of_a_release_counts_the_rounding_of_its_sum(
+    kind: str,
+    protection: dict[str, Any],
+    counts: bool,
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the bound of the largest batch that public numbers allow; an experiment's numbers are as they were."""
+    drawn: list[float] = []
+    for stream in (SystemStream, SeededStream):
+        monkeypatch.setattr(stream, "add_rounded", lambda self, y, std: drawn.append(std) or y)
+    sampler = {"batch_size": 16} if "bands" in protection else {"scheme": "poisson", "batch_size": 16}
+    settings = config(kind, protection, sampler=sampler, mode=mode)
+    run = training.train(settings, data=data(), folder=tmp_path / "run")
+    (mechanism,) = {replace(one, steps=1) for one in run.folder.read_ledger().mechanisms}
+    assert mechanism.counts_sums is (counts and mode == "release")
+    block = {"block": 0} if protection["kind"] == "label-amplified" else {}
+    records = most_records(16.0, records=64, processes=1)
+    error = replace(CountedSums.of(records, processes=1), **block).error
+    assert error > 1e-5
+    clip = run.config.protection.clip if kind != "convex" else mechanism.clip_norm
+    wanted = 0.8 * clip * (1 + error * mechanism.counts_sums)
+    assert drawn == pytest.approx([wanted] * len(drawn), rel=1e-12)
+    assert drawn or not counts

@@ -7,8 +7,8 @@ at once, so that a step takes few operators and asks no tensor for a value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from opusim.training.networks.contributions.uses import (
 
 _GRAM_SHARE = 1.0
 """Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""
+_EXACT = 64
+"""Records whose gradients are converted to float64 at once."""
 _CACHE_LIMIT = 2**24
 """Numbers of per-record gradients that a layer keeps from its norms to its sum."""
 
@@ -45,6 +47,7 @@ class Contributions:
     Attributes:
         layers: The layers as they were given, until their records are measured.
         several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
+        parameters: Of all layers, in the order of `totals`.
         records: Number of rows in the batch.
         padding: Marks rows that only fill the batch (`leave_out`), or None.
 
@@ -65,18 +68,14 @@ class Contributions:
         self.several_uses = several_uses or any(len(uses) > 1 for _, uses in layers)
         self.records = records
         self._parameters = [list(parameters) for parameters, _ in layers]
-        self._place = self._parameters[0][0].device
+        self.parameters = list(chain.from_iterable(self._parameters))
+        self._place = self.parameters[0].device
         self._layers = [
             _layer_of(parameters, uses, records) if records and uses else None for parameters, uses in layers
         ]
         self.layers = layers
         self._squares: Tensor | None = None
         self.padding: Tensor | None = None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all layers, in the order of `totals`."""
-        return [parameter for layer in self._parameters for parameter in layer]
 
     def leave_out(self, padding: Tensor) -> None:
         """Give rows that only fill a batch the weight zero, whatever they hold; call it before anything is measured.
@@ -93,27 +92,30 @@ class Contributions:
         """
         if self._squares is None:
             self.layers = ()  # signals and inputs that are not needed any more are freed
-            with self._arithmetic():
+            with full_precision(self._place.type):
                 self._squares = self._measured()
                 if self.padding is not None:
                     self._squares.masked_fill_(self.padding, torch.inf)
         return self._squares
 
-    def totals(self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[tuple[Tensor, Tensor]]:
+    def totals(
+        self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
         Args:
             factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record. One
                 whose gradient is not finite is removed in any case.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
+            block: Of `CountedSums`, whose error the sums then have at most; None if nobody counts it.
         """
-        squares = self.squared_norms()
+        squares = self.squared_norms() if self._squares is None else self._squares
         found: list[tuple[Tensor, Tensor]] = []
-        with self._arithmetic():
+        with full_precision(self._place.type):
             clips = Clip.of_layers(factors, squares) if self.records else []
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is not None:
-                    found += zip(layer.wrt, layer.totals(clips[number], into), strict=True)
+                    found += zip(layer.wrt, layer.totals(clips[number], into, block), strict=True)
                 if layer is None or len(layer.wrt) < len(parameters):
                     used = set() if layer is None else {id(tensor) for tensor in layer.wrt}
                     found += [(p, torch.zeros_like(p)) for p in parameters if id(p) not in used]
@@ -129,7 +131,7 @@ class Contributions:
                 yield [parameter.new_zeros(self.records, parameter.numel()) for parameter in parameters]
                 continue
             formed = _Formed(parameters, [layer], self.records) if isinstance(layer, OuterUse) else layer
-            with self._arithmetic():
+            with full_precision(self._place.type):
                 parts = list(formed.rows())
             yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
@@ -174,12 +176,6 @@ class Contributions:
         (owners,) = _indices((tuple(number for number, _ in parts),), self._place)
         return norms.new_zeros(depth, records).index_add_(0, owners, norms * norms)
 
-    @contextmanager
-    def _arithmetic(self) -> Iterator[None]:
-        """Compute in float32, even within torch.autocast, and without a graph."""
-        with full_precision(), torch.no_grad(), torch.autocast(self._place.type, enabled=False):
-            yield
-
 
 class _Formed:
     """A layer of which the gradient of each record is formed; those of the batch are kept if they fit `_CACHE_LIMIT`.
@@ -219,24 +215,35 @@ class _Formed:
         found = [[measured(own) for own in rows] for rows in self.rows()]
         return [Part(own[0] if len(own) == 1 else joined(own)) for own in zip(*found, strict=True)]
 
-    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return sum_i f_i g_i, a tensor for each parameter.
+    def totals(
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[Tensor]:
+        """Return sum_i f_i g_i, a tensor for each parameter; see OuterUse.totals.
 
         Gradients that were not kept are measured again, so that another rounding exceeds no norm.
         """
         start, again = 0, not self._kept
         totals: list[Tensor] = []
         for rows in self.rows():
-            own = clip
-            if len(rows[0]) < self.records:
-                own = clip.of_records(slice(start, start + len(rows[0])))
-                start += len(rows[0])
+            own, count = clip, len(rows[0])
+            if count < self.records:
+                own = clip.of_records(slice(start, start + count))
+                start += count
             if again:
                 own = _remeasured(own, rows)
             factors = {torch.float32: own.rounded, torch.float64: own.factors}
-            added = [factors[values.dtype] @ own.finite(values) for values in rows]
-            pairs = zip(totals, added, strict=True)
-            totals = [total.double() + more for total, more in pairs] if totals else added
+            kept, step = (
+                [own.finite(values) for values in rows],
+                block or (count if block is None else _EXACT),
+            )
+            for first in range(0, count, step):
+                part = slice(first, first + step)
+                if block == 0:
+                    added = [own.factors[part] @ values[part].double() for values in kept]
+                else:
+                    added = [factors[values.dtype][part] @ values[part] for values in kept]
+                pairs = zip(totals, added, strict=True)
+                totals = [total.double() + more for total, more in pairs] if totals else added
         return [total.view_as(p) for total, p in zip(totals, self.wrt, strict=True)]
 
 
@@ -281,11 +288,13 @@ class _Joint:
         own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
         return [weight, Part(measured(signals), own, None, CANCELLED + positions * 2.0**-23)]
 
-    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """See _Formed."""
+    def totals(
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[Tensor]:
+        """See _Formed; always in float64."""
         totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.wrt}
         for use in self.uses:
-            for tensor, total in zip(use.wrt, use.totals(clip, kind=torch.float64), strict=True):
+            for tensor, total in zip(use.wrt, use.totals(clip, block=0), strict=True):
                 totals[id(tensor)] += total
         return [totals[id(parameter)] for parameter in self.wrt]
 

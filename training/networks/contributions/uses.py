@@ -114,26 +114,29 @@ class OuterUse(Use):
         """
 
     def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, *, kind: torch.dtype = torch.float32
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
     ) -> list[Tensor]:
         """Return sum_i f_i J_i^T delta_i, one tensor for each of `wrt`.
 
         Args:
             clip: The factors.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            kind: Precision of products and sums. float64 sums go by blocks of some thousand rows.
+            block: Records whose products are summed at once in float32, if they have one position each; 0 for float64,
+                whose sums go by blocks of some thousand rows. None sums all as they come, in float32.
         """
         kept, inputs = clip.kept, self.h
         if kept is not None and inputs.is_floating_point():
             inputs = finite_rows(inputs, kept)
-        if kind == torch.float32:
-            return self.products(clip.scaled(self.delta), inputs, into)
-        step = max(1, _EXACT_ROWS // self.positions)
+        exact = block == 0 or (block is not None and self.positions > 1)
+        signals = clip.finite(self.delta) if exact else clip.scaled(self.delta)
+        step = max(1, _EXACT_ROWS // self.positions) if exact else block or self.records
         totals: list[Tensor] = []
-        parts = clip.finite(self.delta).split(step), clip.factors.split(step), inputs.split(step)
-        for signals, factors, x in zip(*parts, strict=True):
-            own = signals.double() * by_record(factors, signals)
-            added = self.products(own, x.double() if x.is_floating_point() else x)
+        for start in range(0, self.records, step):
+            own, x = signals[start : start + step], inputs[start : start + step]
+            if exact:
+                own = own.double() * by_record(clip.factors[start : start + step], own)
+                x = x.double() if x.is_floating_point() else x
+            added = self.products(own, x, NOWHERE if exact or totals else into)
             totals = (
                 [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
             )

@@ -107,17 +107,6 @@ class Rows(NamedTuple):
 
         return self.mapped(drawn)._replace(records=count)
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What of the arguments can change which operators run: types, and shapes without the number of records."""
-        facts: list[Any] = [self.spec]
-        for leaf, held in zip(self.leaves, self.held, strict=True):
-            if isinstance(leaf, Tensor):
-                facts.append((held, leaf.dtype, leaf.device, tuple(leaf.shape[1:] if held else leaf.shape)))
-            else:
-                facts.append(leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
-        return tuple(facts)
-
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the arguments with all tensors changed that hold records."""
         return self._replace(

@@ -220,7 +220,7 @@ class _ProbeRecorder(Recorder):
         """
         if self._tracker is None:
             return None
-        state = self._tracker.state(tensor)
+        (state,) = self._tracker.states(tensor)
         if isinstance(state, Mixed):
             raise self._tracker.noted(
                 f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
@@ -296,7 +296,7 @@ class _Pass:
         self.tracker = RowTracker(model, batch.records, first)
         for leaf, held in zip(batch.leaves, batch.held, strict=True):
             if isinstance(leaf, Tensor):
-                self.tracker.note(leaf, Held(Layout(0)) if held else None)
+                self.tracker.note(Held(Layout(0)) if held else None, leaf)
         self._records = batch.records
         self.recorder = _ProbeRecorder(named, kinds, None if first is None else self.tracker)
         args, kwargs = batch.values
@@ -320,8 +320,8 @@ class _Pass:
         Raises:
             ValueError: There is one.
         """
-        for number, output in enumerate(self.outputs):
-            state = self.tracker.state(output)
+        states = self.tracker.states(*self.outputs)
+        for number, (output, state) in enumerate(zip(self.outputs, states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
             if isinstance(state, Mixed) and grows:
                 raise mixes("the model's output", state)
@@ -333,10 +333,11 @@ class _Pass:
 
     def seeded(self) -> list[int]:
         """Return which outputs hold records and lead to parameters."""
+        states = self.tracker.states(*self.outputs)
         return [
             n
-            for n, output in enumerate(self.outputs)
-            if isinstance(self.tracker.state(output), Held) and output.requires_grad
+            for n, (output, state) in enumerate(zip(self.outputs, states, strict=True))
+            if isinstance(state, Held) and output.requires_grad
         ]
 
     def differentiate(self, named: Sequence[tuple[str, nn.Parameter]], seeded: Sequence[int]) -> None:
@@ -352,8 +353,8 @@ class _Pass:
         generator = torch.Generator().manual_seed(1)
         roots = [self.outputs[n] for n in seeded]
         seeds = [torch.randn(root.shape, generator=generator).to(root) for root in roots]
-        for root, seed in zip(roots, seeds, strict=True):
-            self.tracker.note(seed, self.tracker.state(root))
+        for seed, state in zip(seeds, self.tracker.states(*roots), strict=True):
+            self.tracker.note(state, seed)
         for _, parameter in named:
             parameter.grad = None
         self.tracker.backward = True
@@ -380,7 +381,7 @@ class _Pass:
         for call in self.recorder.calls:
             where, layouts = call.site.where, call.site.layouts[len(call.site.others) :]
             for found, layout in zip(call.deltas, layouts, strict=True):
-                state: State = self.tracker.state(found[0]) if found else None
+                (state,) = self.tracker.states(found[0]) if found else [None]
                 if isinstance(state, Mixed):
                     raise mixes(f"the gradient at {where}", state)
                 if isinstance(state, Held) and state.layout != layout and not state.free:

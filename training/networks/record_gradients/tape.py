@@ -120,9 +120,15 @@ class RecordTape:
         self._followed.add(signature)
 
     def _signature(self, given: Rows) -> tuple[Any, ...]:
-        """Return what decides which operators run."""
+        """Return what can change which operators run: types, and shapes without the number of records."""
         place = self._named[0][1].device.type
-        return (*given.signature, torch.is_autocast_enabled(place), torch.get_autocast_dtype(place))
+        facts: list[Any] = [given.spec, torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)]
+        for leaf, held in zip(given.leaves, given.held, strict=True):
+            if isinstance(leaf, Tensor):
+                facts.append((held, leaf.dtype, leaf.device, tuple(leaf.shape[1:] if held else leaf.shape)))
+            else:
+                facts.append(leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
+        return tuple(facts)
 
     @property
     def depth(self) -> int:
@@ -142,6 +148,7 @@ class RecordTape:
         Raises:
             ValueError: The model uses a parameter in another way than in the probe.
         """
+        checks.integer(records=records, minimum=0)
         for _, parameter in self._named:
             parameter.grad = None
         recorder = self.begin(records)
@@ -158,7 +165,6 @@ class RecordTape:
         Args:
             records: Number of records in the batch; 0 for none.
         """
-        checks.integer(records=records, minimum=0)
         self._records, self._uses, self._contributions = None, [], None
         self._begun = records
         return Recorder(self._named, self._kinds)

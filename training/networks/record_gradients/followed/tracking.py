@@ -269,9 +269,9 @@ class RowTracker(TorchDispatchMode):
         self._nodes: dict[int, str] = {}
         self._kept: dict[int, str] = {}
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-            for name, tensor in named:
-                self.note(tensor, None)
-                self._kept[_memory(tensor)._cdata] = f"{kind} {name!r}"
+            tensors = dict(named)
+            self.note(None, *tensors.values())
+            self._kept |= {_memory(tensor)._cdata: f"{kind} {name!r}" for name, tensor in tensors.items()}
 
     def __enter__(self) -> Self:
         self._guards = guarded()
@@ -291,33 +291,35 @@ class RowTracker(TorchDispatchMode):
 
     # States
 
-    def note(self, tensor: Tensor, state: State) -> None:
-        """Set what a tensor holds."""
+    def note(self, state: State, *tensors: Tensor) -> None:
+        """Set what tensors hold."""
         with torch._C.DisableTorchFunction():
-            storage = _memory(tensor)
-            if (number := storage._cdata) not in self.survey.states:
-                self.survey.storages.append(storage)
-                self.survey.states[number] = {}
-            key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
-            self.survey.states[number][key] = state
+            for tensor in tensors:
+                storage = _memory(tensor)
+                if (number := storage._cdata) not in self.survey.states:
+                    self.survey.storages.append(storage)
+                    self.survey.states[number] = {}
+                key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
+                self.survey.states[number][key] = state
 
-    def state(self, tensor: Tensor) -> State:
-        """Return what a tensor holds."""
+    def states(self, *tensors: Tensor) -> list[State]:
+        """Return what tensors hold."""
+        found: list[State] = []
         with torch._C.DisableTorchFunction():
-            key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
-            known = self.survey.states.get(_memory(tensor)._cdata)
-            if known is None:
-                return self._outside(tensor, key)
-        if key in known:
-            return known[key]
-        if all(state is None for state in known.values()):
-            return None
-        return next(
-            (state for state in known.values() if isinstance(state, Mixed)),
-            Mixed(
-                "a view that no operator made mixes the records of a batch", "take views by torch's functions"
-            ),
-        )
+            for tensor in tensors:
+                key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
+                known = self.survey.states.get(_memory(tensor)._cdata)
+                if known is None:
+                    found.append(self._outside(tensor, key))
+                elif key in known:
+                    found.append(known[key])
+                elif all(state is None for state in known.values()):
+                    found.append(None)
+                else:
+                    reason = "a view that no operator made mixes the records of a batch"
+                    unknown = Mixed(reason, "take views by torch's functions")
+                    found.append(next((s for s in known.values() if isinstance(s, Mixed)), unknown))
+        return found
 
     def _outside(self, tensor: Tensor, key: Any) -> State:
         """Return the state of a tensor that no operator of this pass has computed."""
@@ -332,7 +334,7 @@ class RowTracker(TorchDispatchMode):
                     "numpy, threads and attributes that keep results out",
                 )
         self.survey.outside.add(number)
-        self.note(tensor, None)
+        self.note(None, tensor)
         return None
 
     def require_inside(self, tensor: Tensor, method: str) -> None:
@@ -345,7 +347,7 @@ class RowTracker(TorchDispatchMode):
         Raises:
             ValueError: It holds records, or what they share.
         """
-        if self.state(tensor) is not None:
+        if self.states(tensor) != [None]:
             raise self.noted(
                 f"model: {self._where(method)} hands numbers of the batch to code outside of torch, which may mix the "
                 f"records of a batch: {_TENSOR_REMEDY}"
@@ -397,6 +399,7 @@ class RowTracker(TorchDispatchMode):
                 leaves = tree_leaves([arguments.get(each) for each in operator.counted])
                 written = tree_leaves([arguments.get(each) for each in operator.written])
                 tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+                states = [None] * len(tensors) if name == "lift_fresh" else self.states(*tensors)
                 op = Operation(
                     func=func,
                     name=name,
@@ -405,7 +408,7 @@ class RowTracker(TorchDispatchMode):
                     numbers=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor | torch.Generator)),
                     tensors=tensors,
                     written=[leaf for leaf in written if isinstance(leaf, Tensor)],
-                    states={id(t): None if name == "lift_fresh" else self.state(t) for t in tensors},
+                    states=dict(zip(map(id, tensors), states, strict=True)),
                     records=self._records,
                 )
                 # 3. Run it, and follow its results.
@@ -483,8 +486,9 @@ class RowTracker(TorchDispatchMode):
         Raises:
             ValueError: There are some.
         """
-        for name, parameter in model.named_parameters():
-            if self.state(parameter) is not None:
+        named = dict(model.named_parameters())
+        for name, state in zip(named, self.states(*named.values()), strict=True):
+            if state is not None:
                 raise _keeps(f"parameter {name!r}", type(model).__name__)
 
     def _take_notes(self, op: Operation, outputs: Outputs) -> None:
@@ -499,9 +503,7 @@ class RowTracker(TorchDispatchMode):
         shapes = [None if output is None else tuple(output.shape) for output in outputs]
         cuts = _cuts_of(op) if op.name in _CUTS else ()
         self.survey.steps.append(_Step(op.name, op.numbers, shapes, values, cuts))
-        for output in outputs:
-            if output is not None:
-                self.note(output, held)
+        self.note(held, *(output for output in outputs if output is not None))
         for tensor in op.written if held is not None else ():
             self._spread(tensor, held)
 
@@ -547,7 +549,7 @@ class RowTracker(TorchDispatchMode):
                 )
             if any(output is tensor for tensor in op.written):
                 self._spread(output, state)
-            self.note(output, state)
+            self.note(state, output)
         # 4. Follow tensors that it overwrites besides its results.
         for tensor in written:
             if not any(tensor is output for output in outputs):

@@ -30,8 +30,8 @@ _MOST_LIGHT_NOW = 1.1
 """Factor by which it may change during the tests."""
 _LEAST_LIGHT = 0.2
 """Share of the light below which frames of the anchor tell nothing of the medium."""
-_LEAST_INTERFERENCE = 0.125
-"""Of the mean square of cos(phase) between data and reference, which is 1/2 for coherent light."""
+_LEAST_INTERFERENCE = 0.03
+"""Of the mean square of the interference of data and reference, which is 1/2 for coherent light; fringes of 25 %."""
 _PAIRS = 16
 """Pairs of vectors that the linearity test adds up."""
 _SEED = 20261130

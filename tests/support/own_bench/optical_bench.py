@@ -194,7 +194,8 @@ class CameraLink:
     def pump(self, wanted: int) -> None:
         """Take a frame at every pulse that has come."""
         bench = self.bench
-        time.sleep(bench.hang_s)
+        if bench.hang_s:
+            time.sleep(bench.hang_s)
         if not self.external:
             dark = np.zeros((wanted, *bench.mirrors))
             for numbers in bench.expose(dark, self.roi, self.exposure_us):

@@ -14,7 +14,7 @@ class ALP4:
     def __init__(self, version: str = "4.3", libDir: str | None = None) -> None:
         self._patterns: np.ndarray | None = None
         self._period_us = 0.0
-        self._bench = optical_bench.BENCH
+        self._bench = optical_bench.current()
 
     def Initialize(self, DeviceNum: int | None = None) -> None:
         if "mirrors" in self._bench.opened:

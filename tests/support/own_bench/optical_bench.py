@@ -1,7 +1,7 @@
 """An optical bench in software: laser, mirror array, scattering medium and camera, and what goes wrong with them.
 
 It shares no code with opusim's camera. `ALP4` and `pylablib.devices.DCAM` in this folder are doubles of the vendors'
-libraries with the published calls, which drive the bench that `BENCH` holds.
+libraries with the published calls, which drive the bench that `current` returns.
 
 Field at pixel j of a pattern b: E_j = h_j sum over mirrors i of g_i b'_i T_ji, with T the medium (for each mirror a
 circular complex Gaussian speckle field whose spectrum fills an elliptic pupil), g the laser's Gaussian beam, h the
@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+_KEPT = 1024
+"""Patterns whose light is kept, since many are shown again."""
+
 
 @dataclass
 class OpticalBench:
     """The bench and its faults; faults are changed while it runs."""
 
-    mirrors: tuple[int, int] = (32, 40)
-    sensor: tuple[int, int] = (64, 64)
+    mirrors: tuple[int, int] = (24, 32)
+    sensor: tuple[int, int] = (120, 120)
     seed: int = 1
     electrons_per_us: float = 12.0
     """Of the anchor of all mirrors at the middle of the halo."""
@@ -140,7 +143,7 @@ class OpticalBench:
                 found = (on @ medium.real) ** 2 + (on @ medium.imag) ** 2
             else:
                 found = on**2 @ (medium.real**2 + medium.imag**2)
-            if len(self._kept) > 4096:
+            if len(self._kept) > _KEPT:
                 self._kept.clear()
             self._kept |= dict(zip(new, found, strict=True))
         found = np.stack([self._kept[key] for key in keys])
@@ -235,12 +238,15 @@ class CameraLink:
         self.counter += 1
 
 
-BENCH = OpticalBench()
-"""The bench that the doubles drive; a test replaces it."""
+_current: list[OpticalBench] = []
+
+
+def current() -> OpticalBench:
+    """The bench that the doubles drive, made when it is first needed."""
+    return _current[-1] if _current else use(OpticalBench())
 
 
 def use(bench: OpticalBench) -> OpticalBench:
-    """Let the doubles drive another bench."""
-    global BENCH
-    BENCH = bench
+    """Let the doubles drive this bench from now on."""
+    _current[:] = [bench]
     return bench

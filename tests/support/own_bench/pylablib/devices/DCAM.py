@@ -23,7 +23,7 @@ class DCAMCamera:
     """Takes a frame at every pulse, or by itself."""
 
     def __init__(self, idx: int = 0) -> None:
-        bench = optical_bench.BENCH
+        bench = optical_bench.current()
         if not bench.camera_opens:
             raise DCAMError("camera index 0 is not available (0 cameras exist)")
         self._bench, self._link = bench, optical_bench.CameraLink(bench)

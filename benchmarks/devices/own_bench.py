@@ -1,7 +1,7 @@
 """Does a network learn through a bench of one's own as through the camera twin?
 
-The bench is an optical bench in software that shares no code with opusim's camera (tests/support/own_bench): mirrors and
-camera behind doubles of ALP4lib and pylablib, driven by the 60 lines and the description of the page "Bring your own
+The bench is an optical bench in software that shares no code with opusim's camera (tests/support/own_bench): mirrors
+and camera behind doubles of ALP4lib and pylablib, driven by the code and the description of the page "Bring your own
 instrument". Digits, 64-512-512-10, photonic DFA with default settings, three seeds, another medium for each. Required:
 mean test accuracy within two points of the `camera` twin.
 

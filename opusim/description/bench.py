@@ -40,7 +40,8 @@ class BenchSettings(StrictSection):
         most_saturated: share of the outputs that may be full in a frame; the bench does not open beyond.
         most_nonlinear: root mean square by which readings may differ from linear ones, relative to the readings.
         least_correlation: correlation of the anchor's frame with that of the setup below which the medium is another.
-        frames_per_sequence: patterns that are loaded and shown at once.
+        frames_per_sequence: patterns that are loaded and shown at once, or None for as many as fit into 128 MiB, 64 to
+            256; the camera's buffer holds their frames and some ten more.
         tries: how often a sequence is shown, if frames of it are lost or doubled, before that is an error.
     """
 
@@ -62,7 +63,7 @@ class BenchSettings(StrictSection):
     most_saturated: float = Field(default=0.01, gt=0, lt=1)
     most_nonlinear: float = Field(default=0.05, gt=0, lt=1)
     least_correlation: float = Field(default=0.9, gt=0, lt=1)
-    frames_per_sequence: int = Field(default=256, ge=FRAMES_PER_TERNARY)
+    frames_per_sequence: int | None = Field(default=None, ge=FRAMES_PER_TERNARY)
     tries: int = Field(default=3, ge=1, le=100)
 
     @field_validator("patterns", "grabber")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
-import os
-import sys
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,18 +21,27 @@ from opusim.description.camera import FRAMES_PER_TERNARY
 from opusim.description.schema import DeviceDescription, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import measure_noise
-from opusim.devices.bench.instruments import Factory, Sequencer, instrument_calls, opened
+from opusim.devices.bench.instruments import (
+    MARKED,
+    Factory,
+    Sequencer,
+    factory_of,
+    instrument_calls,
+    opened,
+)
 from opusim.devices.bench.mirrors import MirrorLayout, mirror_layout
 from opusim.devices.bench.probes import look_at_light, nonlinearity, require_light, require_linear
-from opusim.devices.bench.setup import BenchSetup, measure_setup
+from opusim.devices.bench.setup import BenchSetup, measure_setup, signed_sum
 from opusim.devices.kinds import Capability
-from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable, NoiseUnknown
+from opusim.devices.usage import DeviceWork
+from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown
 from opusim.files import read_bytes, write_file
 from opusim.noise import MeasuredNoise
-from opusim.plugins import FOREIGN_ERRORS
 
 _LOG = logging.getLogger("opusim")
 _PATTERN_METHODS, _GRABBER_METHODS = ("load", "run", "close"), ("configure", "grab", "close")
+_MOST_AT_ONCE, _MIRRORS_AT_ONCE = 256, 2**27
+"""Patterns, and mirrors of patterns (128 MiB), that are loaded at once."""
 _NOISE_READINGS = 32
 """Readings of each vector by which an opening measures the noise."""
 _MOST_BYTES = 2**33
@@ -155,20 +162,70 @@ class BenchDevice(NoisyDevice):
             OSError: the file cannot be written.
         """
         self._require_open()
-        checks.integer(repeats=repeats, minimum=1)
-        rows = hadamard(1 << (self.n_inputs - 1).bit_length(), dtype=np.int8)[:, : self.n_inputs]
-        total = np.zeros((self.n_outputs, self.n_inputs))
-        for _ in range(repeats):
-            shown = torch.from_numpy(rows.astype(np.float32))
-            readings = self._read_in_calls(self._project, shown).cpu().double().numpy()
-            total += readings.T @ rows
-        self._matrix = (total / (repeats * len(rows))).astype(np.float32)
+        setup = self.setup
+        signed = self._signed_columns(setup.layout.anchor(), repeats)
+        centre = (2 / setup.layout.mirrors_of_anchor) * setup.anchor_dn
+        self._matrix = (setup.scale[:, None] * (signed - centre[:, None])).astype(np.float32)
         path = self._file(".matrix.npz")
         if path is not None:
             buffer = io.BytesIO()
-            np.savez(buffer, matrix=self._matrix, outputs=self.setup.outputs, scale=self.setup.scale)
+            np.savez(buffer, matrix=self._matrix, outputs=setup.outputs, scale=setup.scale)
             write_file(path, buffer.getvalue())
         return self.matrix()
+
+    def measure_transmission(self, repeats: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure the complex transmission matrix T by two anchors, up to a phase and a conjugation at each output.
+
+        Anchors are all groups (field U), and all inputs without the reference (V). Signed frames tell G = Re(conj(U) T)
+        and H = Re(conj(V) T), with sums over inputs Re(conj(U) V) and |V|^2, so that with b the angle from U to V
+            e^(-i arg U) T = G / |U| + i (H / |V| - cos(b) G / |U|) / sin(b),
+        of which abs(T x)^2 is the light of a binary frame x above the blank one, DN: neither phase nor conjugation
+        change it. The sign of b is not known; the positive one is taken.
+
+        Args:
+            repeats: readings of each row of a Hadamard matrix under each anchor, at least 1.
+
+        Returns:
+            T, complex64, shape (n_outputs, n_inputs), square roots of a DN; and sin(b), float32, shape (n_outputs,), by
+            which the error of T's imaginary part exceeds that of its real part.
+
+        Raises:
+            ValueError: repeats is out of range.
+            DeviceError: the device fails.
+        """
+        self._require_open()
+        layout, size = self.setup.layout, np.sqrt(self.setup.anchor_dn)
+        g = self._signed_columns(layout.anchor(), repeats) / 2
+        h = self._signed_columns(~layout.reference(), repeats) / 2
+        other = np.sqrt(np.maximum(h.sum(axis=1), 1e-9))
+        cosine = np.clip(g.sum(axis=1) / (size * other), -1, 1)
+        sine = np.sqrt(np.maximum(1 - cosine**2, 1e-6))
+        real = g / size[:, None]
+        imaginary = (h / other[:, None] - cosine[:, None] * real) / sine[:, None]
+        found = torch.from_numpy((real + 1j * imaginary).astype(np.complex64)).to(self._torch_device)
+        return found, torch.from_numpy(sine.astype(np.float32)).to(self._torch_device)
+
+    def _signed_columns(self, anchor: np.ndarray, repeats: int) -> np.ndarray:
+        """Return I_p - I_(a-p) - I_n + I_(a-n) of every input, DN at the setup's light, from rows of a Hadamard matrix.
+
+        Args:
+            anchor: switches of a, shape (1, groups).
+            repeats: readings of each row.
+
+        Returns:
+            float64, shape (n_outputs, n_inputs).
+        """
+        checks.integer(repeats=repeats, minimum=1)
+        rows = hadamard(1 << (self.n_inputs - 1).bit_length(), dtype=np.int8)[:, : self.n_inputs]
+
+        def signed(x: torch.Tensor) -> torch.Tensor:
+            return self._signed(x, anchor).float()
+
+        total = np.zeros((self.n_outputs, self.n_inputs))
+        for _ in range(repeats):
+            taken = self._read_in_calls(signed, torch.from_numpy(rows.astype(np.float32)))
+            total += taken.double().numpy().T @ rows
+        return total / (repeats * len(rows))
 
     # The interface of NoisyDevice
 
@@ -190,7 +247,8 @@ class BenchDevice(NoisyDevice):
             layout,
             name=self.name,
             period_us=period_us,
-            at_once=settings.frames_per_sequence,
+            at_once=settings.frames_per_sequence
+            or max(MARKED, min(_MOST_AT_ONCE, _MIRRORS_AT_ONCE // math.prod(layout.shape))),
             tries=settings.tries,
         )
         self._setup = setup = self._read_setup(layout) or self._measure_setup(source, grabber.shape)
@@ -225,17 +283,47 @@ class BenchDevice(NoisyDevice):
     def _seek(self, step: int) -> None:
         """Do nothing: hardware does not repeat its noise."""
 
+    @override
+    def _saturated_share(self, vectors: torch.Tensor) -> float:
+        """Every frame of the projections is shown."""
+        source = self._open_source()
+        frames = source.show(source.layout.ternary(vectors.numpy()), self.setup.outputs)
+        self._meter.count(len(frames))
+        return float(np.mean(frames >= source.top_dn, axis=1).max())
+
+    @override
+    def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray:
+        source = self._open_source()
+        shown = source.layout.data(patterns.numpy())
+        pairs = np.stack([shown, source.layout.anchor() & ~shown], axis=1).reshape(-1, shown.shape[1])
+        frames = source.show(pairs, self.setup.outputs)
+        self._meter.count(len(frames))
+        return frames.astype(np.float32)
+
+    @property
+    def _saturation_work(self) -> DeviceWork:
+        settings = self.description.monitor
+        vectors = 0 if settings is None else settings.reference_vectors
+        return DeviceWork(frames=vectors * FRAMES_PER_TERNARY, calls=1)
+
     def _readings(self, x: torch.Tensor) -> torch.Tensor:
         """Return readings of ternary vectors, float64."""
-        if not len(x):
-            return torch.zeros((0, self.n_outputs), dtype=torch.float64)
-        source, vectors = self._open_source(), x.cpu().numpy().astype(np.int8)
-        at_once = max(1, self._settings.frames_per_sequence // FRAMES_PER_TERNARY)
+        return torch.from_numpy(self.setup.decode(self._signed(x).numpy(), x.cpu().numpy()))
+
+    def _signed(self, x: torch.Tensor, anchor: np.ndarray | None = None) -> torch.Tensor:
+        """Return I_p - I_(a-p) - I_n + I_(a-n) of ternary vectors, DN at the setup's light, float64.
+
+        Args:
+            x: the vectors.
+            anchor: switches of a, or None for all groups.
+        """
+        source, vectors = self._open_source(), x.cpu().numpy()
         found = np.empty((len(vectors), self.n_outputs))
+        at_once = max(1, source.at_once // FRAMES_PER_TERNARY)
         for start in range(0, len(vectors), at_once):
-            part = vectors[start : start + at_once]
-            frames = source.show(source.layout.ternary(part), self.setup.outputs)
-            found[start : start + len(part)] = self.setup.decode(frames, part, self._light)
+            part = slice(start, start + at_once)
+            frames = source.show(source.layout.ternary(vectors[part], anchor), self.setup.outputs)
+            found[part] = signed_sum(frames) / self._light
         return torch.from_numpy(found)
 
     def _open_source(self) -> Sequencer:
@@ -328,41 +416,6 @@ class BenchDevice(NoisyDevice):
             raise ConfigError(
                 self.name, "bench.setup", f"{path} is no matrix ({told}); remove it, and measure it again"
             ) from error
-
-
-def factory_of(name: str, key: str, named: str) -> Factory:
-    """Return what opens an instrument, by ``module:name``; a module that is not installed lies in the working folder.
-
-    Args:
-        name: the device's name, for errors.
-        key: that gives it.
-        named: the module and the name in it.
-
-    Raises:
-        ConfigError: there is no such module, or no such name in it.
-        DeviceFault: the module raises when it is imported.
-    """
-    module, _, attribute = named.partition(":")
-    folder, added = os.getcwd(), False
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a file of the folder replaces no installed module
-        added = True
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            name, key, f"{named!r} does not import ({error}); run where {module}.py lies, or install it"
-        ) from error
-    except FOREIGN_ERRORS as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DeviceFault(f"device {name!r}: {key} = {named!r} does not import ({told})") from error
-    finally:
-        if added:
-            sys.path.remove(folder)
-    if not callable(found):
-        raise ConfigError(name, key, f"{module!r} has no function or class {attribute!r}; correct the name")
-    factory: Factory = found
-    return factory
 
 
 def open_bench(

@@ -21,6 +21,9 @@ that is missed and a pulse too many between the same two marks, in frames that t
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -28,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from opusim.devices.bench.mirrors import MirrorLayout
-from opusim.errors import DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
+from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.processes import pause
 
@@ -127,6 +130,8 @@ class Sequencer:
     """Shows patterns of a layout of mirrors and returns a frame for each.
 
     Attributes:
+        layout: of the mirrors.
+        at_once: patterns of a sequence, marks not counted.
         repeated: sequences that were shown again, because their frames did not match.
         shown: patterns that were shown, marks and repetitions included.
         roi: region of the camera, as last configured.
@@ -137,7 +142,7 @@ class Sequencer:
         layout: of the mirrors.
         name: the device's name, for messages.
         period_us: time from pattern to pattern, microseconds.
-        at_once: patterns of a sequence, marks not counted.
+        at_once: patterns of a sequence.
         tries: how often a sequence is shown before lost frames are an error.
     """
 
@@ -153,7 +158,7 @@ class Sequencer:
         tries: int,
     ) -> None:
         self._patterns, self._grabber, self.layout = patterns, grabber, layout
-        self._name, self._period_us, self._at_once, self._tries = name, period_us, at_once, tries
+        self._name, self._period_us, self.at_once, self._tries = name, period_us, at_once, tries
         self._settings: dict[str, Any] = {}
         self._levels: tuple[float, float] | None = None
         self._last: int | None = None
@@ -194,9 +199,9 @@ class Sequencer:
             DeviceError: an instrument failed.
         """
         parts = []
-        for start in range(0, len(switches), self._at_once):
+        for start in range(0, len(switches), self.at_once):
             pause()
-            part = switches[start : start + self._at_once]
+            part = switches[start : start + self.at_once]
             frames = self._shown(part)
             parts.append(frames if outputs is None else frames.reshape(len(part), -1)[:, outputs])
         if not parts:
@@ -272,7 +277,7 @@ class Sequencer:
             where = int(np.argmax(dark > blank + _DARK * (anchor - blank)))
             raise FramesLost(
                 f"the blank frame that marks pattern {where * MARKED} shows {dark[where]:.1f} DN and not {blank:.1f}: "
-                "frames are shifted"
+                "frames are shifted, or there is light that no mirror switches"
             )
         if np.any(bright < blank + _BRIGHT * (anchor - blank)):
             where = int(np.argmax(bright < blank + _BRIGHT * (anchor - blank)))
@@ -369,6 +374,41 @@ def instrument_calls(name: str, what: str) -> Iterator[None]:
 
 Factory = Callable[[], Any]
 """Opens an instrument."""
+
+
+def factory_of(name: str, key: str, named: str) -> Factory:
+    """Return what opens an instrument, by ``module:name``; a module that is not installed lies in the working folder.
+
+    Args:
+        name: the device's name, for errors.
+        key: that gives it.
+        named: the module and the name in it.
+
+    Raises:
+        ConfigError: there is no such module, or no such name in it.
+        DeviceFault: the module raises when it is imported.
+    """
+    module, _, attribute = named.partition(":")
+    folder, added = os.getcwd(), False
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file of the folder replaces no installed module
+        added = True
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            name, key, f"{named!r} does not import ({error}); run where {module}.py lies, or install it"
+        ) from error
+    except FOREIGN_ERRORS as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DeviceFault(f"device {name!r}: {key} = {named!r} does not import ({told})") from error
+    finally:
+        if added:
+            sys.path.remove(folder)
+    if not callable(found):
+        raise ConfigError(name, key, f"{module!r} has no function or class {attribute!r}; correct the name")
+    factory: Factory = found
+    return factory
 
 
 def opened(name: str, what: str, factory: Factory, methods: tuple[str, ...]) -> Any:

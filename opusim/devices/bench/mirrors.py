@@ -44,10 +44,18 @@ class MirrorLayout:
         return self.n_inputs + 1
 
     @cached_property
+    def _blocks(self) -> np.ndarray:
+        """Blocks of each group."""
+        return np.bincount(self.owner[self.owner >= 0], minlength=self.groups)
+
+    @property
     def mirrors_of_anchor(self) -> float:
         """Blocks of the anchor over the blocks of an input: M, the number of inputs that would make the anchor."""
-        counts = np.bincount(self.owner[self.owner >= 0], minlength=self.groups)
-        return float(counts.sum() / counts[0])
+        return float(self._blocks.sum() / self._blocks[0])
+
+    def share_on(self, switches: np.ndarray) -> float:
+        """Return the mean share of the anchor's blocks that are on in some patterns."""
+        return float(np.mean(switches @ self._blocks) / self._blocks.sum())
 
     def mirrors(self, switches: np.ndarray) -> np.ndarray:
         """Return patterns of the whole array: uint8, shape (patterns, rows, columns).

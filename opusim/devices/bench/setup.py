@@ -85,26 +85,18 @@ class BenchSetup:
     grain: tuple[int, int]
     date: str
 
-    def decode(self, frames: np.ndarray, x: np.ndarray, light: float = 1.0) -> np.ndarray:
-        """Return readings of ternary vectors from their frames.
+    def decode(self, signed: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Return readings of ternary vectors.
 
         Args:
-            frames: four for each vector, as `MirrorLayout.ternary` orders them, shape (4 vectors, n_outputs), DN.
+            signed: `signed_sum` of their frames, over the light now relative to that of the setup.
             x: the vectors, shape (vectors, n).
-            light: the light now over that of the setup.
 
         Returns:
             Projection units, float64, shape (vectors, n_outputs).
         """
-        signed = self.signed(frames) / light
         centre = (2 / self.layout.mirrors_of_anchor) * self.anchor_dn
         return np.asarray(self.scale * (signed - x.sum(axis=1, dtype=np.float64)[:, None] * centre))
-
-    @staticmethod
-    def signed(frames: np.ndarray) -> np.ndarray:
-        """Return I_p - I_(a-p) - I_n + I_(a-n) of each vector, DN, float64."""
-        turns = frames.reshape(-1, len(FRAME_SIGNS), frames.shape[-1])
-        return np.einsum("f,vfj->vj", FRAME_SIGNS, turns)
 
     def save(self, path: Path) -> None:
         """Write the setup as an npz file.
@@ -170,6 +162,16 @@ class BenchSetup:
             raise ConfigError(
                 name, "bench.setup", f"{path} is no setup of this version ({told}); remove it to measure anew"
             ) from error
+
+
+def signed_sum(frames: np.ndarray) -> np.ndarray:
+    """Return I_p - I_(a-p) - I_n + I_(a-n) of each vector, DN, float64.
+
+    Args:
+        frames: four for each vector, as `MirrorLayout.ternary` orders them, shape (4 vectors, n_outputs).
+    """
+    turns = frames.reshape(-1, len(FRAME_SIGNS), frames.shape[-1])
+    return np.einsum("f,vfj->vj", FRAME_SIGNS, turns)
 
 
 def measure_setup(
@@ -360,14 +362,17 @@ def _choose_outputs(
     One pixel of each cell of the size of a grain is an output, unless it is dark, too bright, full in a frame, bright
     without light, or does not change with the patterns.
     """
-    speckles = source.show(random_switches(source.layout, _SPECKLES)).astype(np.float64)
+    switches = random_switches(source.layout, _SPECKLES)
+    speckles = source.show(switches).astype(np.float64)
     anchors, blanks = _anchor_and_blank(source, _ANCHOR_FRAMES)
     top = source.top_dn
     blank = blanks.mean(axis=0)
     anchor = anchors.mean(axis=0) - blank
     size = [max(3, _GRAINS_AROUND * length) for length in grain]
-    # Half of the groups are on: their mean light is half of the anchor's.
-    around = uniform_filter(2 * (speckles.mean(axis=0) - blank), size, mode="nearest")
+    light = (speckles.mean(axis=0) - blank) / source.layout.share_on(
+        switches
+    )  # of an anchor, mean over patterns
+    around = uniform_filter(light, size, mode="nearest")
     around = np.maximum(around, 1e-3)
     black, spread = np.median(blank), 1.4826 * np.median(np.abs(blank - np.median(blank)))
     changes = speckles.std(axis=0, ddof=1)
@@ -380,7 +385,7 @@ def _choose_outputs(
     rows, columns = np.nonzero(cells)
     flat = (rows * grain[0] + grain[0] // 2) * usable.shape[1] + columns * grain[1] + grain[1] // 2
     outputs = flat[:n_outputs]
-    light, mean = anchor.ravel()[outputs], around.ravel()[outputs]
+    own, mean = anchor.ravel()[outputs], around.ravel()[outputs]
     levels = float(blanks.mean()), float(anchors.mean())
     source.expect(*levels)
     setup = BenchSetup(
@@ -389,8 +394,8 @@ def _choose_outputs(
         roi=roi,
         binning=settings.binning,
         outputs=outputs,
-        anchor_dn=light,
-        scale=1 / (2 * np.sqrt(light * mean)),
+        anchor_dn=own,
+        scale=1 / (2 * np.sqrt(own * mean)),
         levels_dn=levels,
         grain=grain,
         date=time.strftime("%Y-%m-%d"),
@@ -407,7 +412,7 @@ def _unit_scale(source: Sequencer, setup: BenchSetup, name: str) -> float:
     n = setup.layout.n_inputs
     chosen = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED)).numpy()[:_UNIT_VECTORS]
     x = np.repeat(np.eye(n, dtype=np.int8)[chosen], 2, axis=0)
-    readings = setup.decode(source.show(setup.layout.ternary(x), setup.outputs), x)
+    readings = setup.decode(signed_sum(source.show(setup.layout.ternary(x), setup.outputs)), x)
     products = readings[0::2] * readings[1::2]
     power, error = float(products.mean()), float(products.std()) / products.size**0.5
     if not power > 5 * error:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import opusim
 from opusim import open_device
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
@@ -395,6 +396,24 @@ def test_entries_are_those_of_the_medium(optics: Any, opener: Opener) -> None:
     assert abs(float(np.mean(b**2)) - 1) < 5 * math.sqrt(2 / b.size)
 
 
+def test_the_transmission_matrix_foretells_intensities(optics: Any, opener: Opener) -> None:
+    draw = torch.Generator().manual_seed(5)
+    frames = torch.randint(0, 2, (60, N_INPUTS), generator=draw)
+    with opener() as device:
+        t, sine = device.measure_transmission(4)
+        shown = device.intensities(frames) - device.intensities(
+            torch.zeros(60, N_INPUTS, dtype=torch.uint8)
+        ).mean(0)
+    assert (t.shape, t.dtype) == ((N_OUTPUTS, N_INPUTS), torch.complex64)
+    known = sine > 0.3
+    assert float(known.float().mean()) > 0.5
+    told = (frames.to(t.dtype) @ t.T).abs().square()[:, known]
+    measured = shown[:, known]
+    assert float((told - measured).square().mean() / measured.square().mean()) < 0.04
+    real = (frames.to(t.dtype) @ t.real.to(t.dtype).T).abs().square()[:, known]  # without the second anchor
+    assert float((real - measured).square().mean() / measured.square().mean()) > 0.1
+
+
 def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) -> None:
     with opener() as device:
         assert isinstance(device.noise, MeasuredNoise)
@@ -404,6 +423,21 @@ def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) 
     mine = BenchDevice(device.description, patterns=object, grabber=object)
     with pytest.raises(NoiseUnknown, match=r"its noise is measured when it opens; call open\(\)"):
         _ = mine.noise
+
+
+@pytest.mark.parametrize(("power", "told"), [(0.7, "light"), (4.0, "saturated in a frame")])
+def test_the_monitor_compares_the_bench_with_itself(
+    power: float, told: str, optics: Any, opener: Opener
+) -> None:
+    def checked(steps: range) -> None:
+        for step in steps:
+            device.seek(step)
+
+    with opener(monitor={"every_steps": 1, "baseline_readings": 8}) as device:
+        checked(range(3))
+        optics.power = power
+        with pytest.raises(DeviceFault, match=told):
+            checked(range(3, 20))
 
 
 def test_frames_of_all_openings_are_counted(optics: Any, opener: Opener) -> None:
@@ -510,3 +544,20 @@ def test_a_description_that_cannot_be_used_says_what_to_write(
 def test_four_frames_take_part_in_a_projection(described: Path) -> None:
     with pytest.raises(ConfigError, match="frames.frames_per_projection: 2: a bench shows 4"):
         open_device("my_bench.toml", frames={"frames_per_projection": 2})
+
+
+# Training
+
+
+def test_a_network_trains_without_protection_from_the_description(described: Path) -> None:
+    run = opusim.train(
+        {
+            "epochs": 1,
+            "data": {"name": "digits"},
+            "model": {"hidden": [16]},
+            "trainer": {"kind": "pdfa"},
+            "device": {"name": "my_bench.toml", "bench": {"region_step": 4}},
+        },
+        folder=described / "run",
+    )
+    assert run.summary["test_accuracy"] > 0.1  # type: ignore[index]

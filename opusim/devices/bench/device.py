@@ -44,6 +44,8 @@ _MOST_AT_ONCE, _MIRRORS_AT_ONCE = 256, 2**27
 """Patterns, and mirrors of patterns (128 MiB), that are loaded at once."""
 _NOISE_READINGS = 32
 """Readings of each vector by which an opening measures the noise."""
+_MOST_COLUMNS = 2**13
+"""Inputs whose columns of the matrix are measured, four frames for each at least."""
 _MOST_BYTES = 2**33
 
 
@@ -66,6 +68,7 @@ class BenchDevice(NoisyDevice):
 
     Raises:
         ConfigError: the section is missing, or names no instruments and none are given.
+        TypeError: what is given cannot be called.
     """
 
     can = NoisyDevice.can | {"intensities"}
@@ -84,6 +87,10 @@ class BenchDevice(NoisyDevice):
         self._settings: BenchSettings = description.bench
         self._factories = {"patterns": patterns, "grabber": grabber}
         for key, given in self._factories.items():
+            if given is not None and not callable(given):
+                raise TypeError(
+                    f"{key} = {given!r}: must open an instrument when it is called; give a class or a function"
+                )
             if given is None and not getattr(self._settings, key):
                 raise ConfigError(
                     description.name,
@@ -157,7 +164,7 @@ class BenchDevice(NoisyDevice):
             after the next opening if ``bench.setup`` is given.
 
         Raises:
-            ValueError: repeats is out of range.
+            ValueError: repeats is out of range, or the window has more than 8,192 inputs.
             DeviceError: the device fails.
             OSError: the file cannot be written.
         """
@@ -190,7 +197,7 @@ class BenchDevice(NoisyDevice):
             which the error of T's imaginary part exceeds that of its real part.
 
         Raises:
-            ValueError: repeats is out of range.
+            ValueError: repeats is out of range, or the window has more than 8,192 inputs.
             DeviceError: the device fails.
         """
         self._require_open()
@@ -216,6 +223,11 @@ class BenchDevice(NoisyDevice):
             float64, shape (n_outputs, n_inputs).
         """
         checks.integer(repeats=repeats, minimum=1)
+        if self.n_inputs > _MOST_COLUMNS:
+            raise ValueError(
+                f"n_inputs = {self.n_inputs}: columns of at most {_MOST_COLUMNS} inputs are measured; open a smaller "
+                "window"
+            )
         rows = hadamard(1 << (self.n_inputs - 1).bit_length(), dtype=np.int8)[:, : self.n_inputs]
 
         def signed(x: torch.Tensor) -> torch.Tensor:
@@ -251,8 +263,10 @@ class BenchDevice(NoisyDevice):
             or max(MARKED, min(_MOST_AT_ONCE, _MIRRORS_AT_ONCE // math.prod(layout.shape))),
             tries=settings.tries,
         )
-        self._setup = setup = self._read_setup(layout) or self._measure_setup(source, grabber.shape)
-        self._matrix = self._read_matrix(setup)
+        # Without a file, an instrument that is opened again keeps the setup, and with it B.
+        setup = self._read_setup(layout) or self._setup or self._measure_setup(source, grabber.shape)
+        if setup is not self._setup:
+            self._setup, self._matrix = setup, self._read_matrix(setup)
         source.configure(exposure_us=setup.exposure_us, roi=setup.roi, binning=setup.binning)
         self._source = source
         first = look_at_light(source, setup.outputs)
@@ -456,6 +470,7 @@ def open_bench(
 
     Raises:
         ConfigError: a setting out of range.
+        TypeError: an instrument is given, and not what opens it.
         DeviceError: an instrument does not open, or the bench cannot be used; the message says why.
     """
     given = {"status": "override", "source": "given to open_bench"}

@@ -41,6 +41,8 @@ _MARK = 2
 """Patterns of a mark: blank, then anchor."""
 _DARK, _BRIGHT = 0.25, 0.5
 """A blank mark lies below this share of the way from blank to anchor, an anchor mark above that one."""
+_LONGEST_TOLD = 300
+"""Characters of another package's message that are shown."""
 _LOOK = 2
 """Frames of the free-running camera, when no frame came."""
 
@@ -224,6 +226,8 @@ class Sequencer:
             except TimeoutError:
                 reason = "no frame came in time"
         advice = self._advice()
+        with suppress(DeviceError, OSError):
+            self._arm()
         kind = DeviceTimeout if reason == "no frame came in time" else DeviceFault
         raise kind(
             f"device {self._name!r}: frames do not match the {len(marked)} patterns of a sequence in {self._tries} "
@@ -252,12 +256,12 @@ class Sequencer:
         if np.any(steps > 1):
             where = int(np.argmax(steps > 1))
             raise FramesLost(f"the camera's counter jumps by {int(steps[where])} at frame {where}")
-        varied = frames.max(axis=(1, 2)) > frames.min(axis=(1, 2))
-        other = (marked[1:] != marked[:-1]).any(axis=1)
         if len(frames) < len(shown):
             raise FramesLost(f"{len(shown) - len(frames)} frames are missing")
         if len(frames) > len(shown):
             raise FramesLost(f"{len(frames) - len(shown)} frames too many came")
+        varied = frames.max(axis=(1, 2)) > frames.min(axis=(1, 2))
+        other = (marked[1:] != marked[:-1]).any(axis=1)
         same = np.flatnonzero((frames[1:] == frames[:-1]).all(axis=(1, 2)) & varied[1:] & other)
         if len(same):
             raise FramesLost(
@@ -268,23 +272,21 @@ class Sequencer:
 
     def _check_marks(self, marks: np.ndarray) -> None:
         """Compare blank and anchor marks with what they should look like."""
-        means = marks.mean(axis=(1, 2), dtype=np.float64)
-        dark, bright = means[0::_MARK], means[1::_MARK]
         if self._levels is None:
             return
-        blank, anchor = self._levels
-        if np.any(dark > blank + _DARK * (anchor - blank)):
-            where = int(np.argmax(dark > blank + _DARK * (anchor - blank)))
-            raise FramesLost(
-                f"the blank frame that marks pattern {where * MARKED} shows {dark[where]:.1f} DN and not {blank:.1f}: "
-                "frames are shifted, or there is light that no mirror switches"
-            )
-        if np.any(bright < blank + _BRIGHT * (anchor - blank)):
-            where = int(np.argmax(bright < blank + _BRIGHT * (anchor - blank)))
-            raise FramesLost(
-                f"the anchor that marks pattern {where * MARKED} shows {bright[where]:.1f} DN and not {anchor:.1f}: "
-                "frames are shifted, or the light is gone"
-            )
+        means, (blank, anchor) = marks.mean(axis=(1, 2), dtype=np.float64), self._levels
+        too_bright = means[0::_MARK] > blank + _DARK * (anchor - blank)
+        too_dark = means[1::_MARK] < blank + _BRIGHT * (anchor - blank)
+        for wrong, first, level, what, other in (
+            (too_bright, 0, blank, "blank frame", "there is light that no mirror switches"),
+            (too_dark, 1, anchor, "anchor", "the light is gone"),
+        ):
+            if wrong.any():
+                where = int(np.argmax(wrong))
+                raise FramesLost(
+                    f"the {what} that marks pattern {where * MARKED} shows {means[first::_MARK][where]:.1f} DN and not "
+                    f"{level:.1f}: frames are shifted, or {other}"
+                )
 
     def _as_promised(self, frames: Any, counters: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return what a camera delivered, refused if the protocol does not allow it."""
@@ -366,7 +368,7 @@ def instrument_calls(name: str, what: str) -> Iterator[None]:
             f"device {name!r}: {what} failed ({error}); check its cables and power, or its driver"
         ) from error
     except FOREIGN_ERRORS as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TOLD]
         raise DeviceFault(
             f"device {name!r}: {what} raised {told}; correct it, or raise OSError there if it may pass by itself"
         ) from error

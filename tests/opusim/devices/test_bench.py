@@ -324,9 +324,11 @@ def test_a_lost_link_passes_with_another_attempt(
         failures.append("the link is down")
         with pytest.raises(DeviceUnavailable, match="Patterns.run failed .the link is down."):
             device.project(x)
-    with opener(**options, access={"attempts": 2, "backoff_s": 0.0}) as device:
+    with opener(**options, setup=None, access={"attempts": 2, "backoff_s": 0.0}) as device:
+        setup = device.setup
         failures.append("the link is down")
         assert device.project(x).shape == (1, N_OUTPUTS)
+        assert device.setup is setup, "the matrix changed with the link"
 
 
 def test_a_camera_that_hangs_is_left_in_time_and_all_is_closed(optics: Any, opener: Opener) -> None:
@@ -335,6 +337,11 @@ def test_a_camera_that_hangs_is_left_in_time_and_all_is_closed(optics: Any, open
         optics.hang_s = 0.6
         with pytest.raises(DeviceTimeout, match="did not answer within 0.2 s"):
             device.project(torch.ones(1, N_INPUTS))
+
+
+def test_an_open_instrument_is_none_that_opens(optics: Any, modules: dict[str, ModuleType]) -> None:
+    with pytest.raises(TypeError, match="grabber = 3: must open an instrument when it is called"):
+        open_bench(modules["my_bench"].Mirrors, 3, n_inputs=4, n_outputs=4, frame_period_us=1000.0)  # type: ignore[arg-type]
 
 
 # Outputs, scale and matrix

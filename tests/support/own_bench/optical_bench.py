@@ -136,6 +136,8 @@ class OpticalBench:
         if self.inverted:
             flat = ~flat
         keys = [np.packbits(row).tobytes() for row in flat]
+        if len(self._kept) > _KEPT:
+            self._kept.clear()
         new = {key: row for key, row in zip(keys, flat, strict=True) if key not in self._kept}
         if new:
             on = np.where(np.stack(list(new.values())), 1.0, self.leak).astype(np.float32)
@@ -143,8 +145,6 @@ class OpticalBench:
                 found = (on @ medium.real) ** 2 + (on @ medium.imag) ** 2
             else:
                 found = on**2 @ (medium.real**2 + medium.imag**2)
-            if len(self._kept) > _KEPT:
-                self._kept.clear()
             self._kept |= dict(zip(new, found, strict=True))
         found = np.stack([self._kept[key] for key in keys])
         if self.drift_per_frame:

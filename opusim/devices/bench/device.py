@@ -406,13 +406,18 @@ class BenchDevice(NoisyDevice):
             sensor=(0, 0, int(sensor[0]), int(sensor[1])),
         )
         path = self._file(".npz")
-        if path is not None:
-            setup.save(path)
         _LOG.info(
-            "opusim: device %r: exposure %.4g us, region %s, an output every %d x %d pixels; %s",
+            "opusim: device %r: exposure %.4g us, region %s, an output every %d x %d pixels",
             *(self.name, setup.exposure_us, setup.roi, *setup.grain),
-            "the setup is not kept (bench.setup)" if path is None else f"kept in {path}",
         )
+        if path is None:
+            _LOG.warning(
+                "opusim: device %r: its setup is not kept, so its matrix is another one in the next process, also if a "
+                "run resumes; set bench.setup to a folder",
+                self.name,
+            )
+        else:
+            setup.save(path)
         return setup
 
     def _read_matrix(self, setup: BenchSetup) -> np.ndarray | None:

@@ -84,7 +84,7 @@ def opener(optics: Any, modules: dict[str, ModuleType], folder: Path) -> Opener:
 
     if not list(folder.iterdir()):
         with opened() as device:
-            device.measure_matrix(64)
+            device.measure_matrix(40)
     return opened
 
 
@@ -207,7 +207,7 @@ def test_a_cable_that_is_out_is_named(optics: Any, opener: Opener) -> None:
         ({"ambient_e_per_us": 1e4}, {}, "light reaches the camera that no mirror switches"),
         ({"coherent": False}, {}, "not an anchor: light of data and reference mirrors does not interfere"),
         ({"gamma": 0.5}, {}, r"readings do not add up: .* switch gamma, automatic exposure"),
-        ({"drift_per_frame": 4e-4}, {}, "drift: the medium moves"),
+        pytest.param({"drift_per_frame": 4e-4}, {}, "drift: the medium moves", marks=pytest.mark.slow),
         (
             {},
             {"n_outputs": 5000},
@@ -510,6 +510,15 @@ def test_cameras_of_fewer_bits_are_read(
         assert device.setup.levels_dn[1] == pytest.approx(0.15 * 2**bits, rel=0.25)
         b = device.measure_matrix(2).clone()
         assert projected(device, reference_vectors(40, N_INPUTS), b) < 1.5
+
+
+def test_a_setup_that_is_not_kept_is_told(
+    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    opener().close()
+    assert "not kept" not in caplog.text
+    opener(setup=None).close()
+    assert "its setup is not kept, so its matrix is another one in the next process" in caplog.text
 
 
 def test_pixels_are_binned(optics: Any, opener: Opener) -> None:

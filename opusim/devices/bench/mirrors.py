@@ -1,8 +1,8 @@
-"""Which mirrors of an array carry which input: blocks of mirrors, dealt out over a window.
+"""Which mirrors of an array carry which input: blocks of mirrors, assigned at random over a window.
 
 The window, in the middle of the array, is cut into square blocks of mirrors that are switched together. Every input
-gets the same number of blocks, and a share of the blocks is the reference, which carries no data. Blocks are dealt out
-at random, so that all inputs see the same mean light of an uneven beam, and so that the speckle of one input has grains
+gets the same number of blocks, and a share of the blocks is the reference, which carries no data. The places are
+random, so that all inputs see the same mean light of an uneven beam, and so that the speckle of one input has grains
 as small as that of all.
 """
 
@@ -17,7 +17,7 @@ import torch
 from opusim.errors import ConfigError
 
 _SEED = 20261128
-"""Of the deal of blocks; every layout of the same numbers is the same."""
+"""Of the order of blocks; every layout of the same numbers is the same."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +128,7 @@ def mirror_layout(
     name: str,
     window: tuple[int | None, int | None] = (None, None),
 ) -> MirrorLayout:
-    """Deal out the blocks of a window in the middle of an array.
+    """Assign the blocks of a window in the middle of an array.
 
     Every input gets k = floor((1 - reference_share) blocks / n_inputs) blocks, at least 1; the reference gets
     k n_inputs reference_share / (1 - reference_share), at least 1; what is left stays off.

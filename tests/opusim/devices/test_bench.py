@@ -483,7 +483,7 @@ def test_grains_are_found_along_both_axes() -> None:
         grain_spacing(draw.poisson(100.0, (24, 40, 40)), draw.poisson(100.0, (24, 40, 40)), name="x")
 
 
-def test_mirrors_are_dealt_out_evenly() -> None:
+def test_mirrors_are_assigned_evenly() -> None:
     layout = mirror_layout((100, 90), 10, macro_pixel=8, reference_share=0.5, name="x", window=(64, None))
     counts = np.bincount(layout.owner[layout.owner >= 0])
     assert (layout.owner.shape, layout.corner) == ((8, 11), (18, 1))

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.killing import skip_syncs
 
-collect_ignore_glob = ["support/third_party_*", "support/lightonopu_double"]
+collect_ignore_glob = ["support/third_party_*", "support/lightonopu_double", "support/own_bench"]
 """Packages that tests install: looking for examples in them would import them, and under a second name."""
 
 FRESH = os.environ.get("OPUSIM_FRESH_SEEDS") == "1"

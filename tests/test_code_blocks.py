@@ -21,6 +21,7 @@ NOT_RUN = {
     "devices": "needs LightOn's hardware and library",
     "extending": "installs a package; tests/opusim/devices/test_third_party_device.py does it",
     "optical-features": "minutes on FashionMNIST; tests/test_gallery.py runs the scripts",
+    "own-instrument": "needs instruments; tests/opusim/devices/test_bench.py runs it on doubles of their libraries",
     "privacy-devices": "minutes on FashionMNIST; the commands are validated",
     "privacy-records": "minutes on FashionMNIST; the commands are validated",
     "serving": "needs a server and keys; tests/opusim/serving starts both",

@@ -37,6 +37,7 @@ from benchmarks.devices import (
     learning,
     mnist_features,
     monitor,
+    own_bench,
     real_opu,
     served_faults,
 )
@@ -230,6 +231,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             real_opu.page_section,
             mnist_features.page_section,
             count_attack.page_section,
+            own_bench.page_section,
         ),
     ),
     "attacks": (

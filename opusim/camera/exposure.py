@@ -56,7 +56,6 @@ from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream
 from opusim.temperature import DarkCurrent
 
-FRAMES_PER_TERNARY = 4
 FRAME_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 """Of the frames p, a - p, n and a - n in a reading, in the order in which they are shown."""
 

@@ -53,7 +53,6 @@ from typing_extensions import override
 from opusim import checks
 from opusim.camera.exposure import (
     FRAME_SIGNS,
-    FRAMES_PER_TERNARY,
     MOST_SATURATED,
     Exposure,
     Recovery,
@@ -62,6 +61,7 @@ from opusim.camera.exposure import (
 from opusim.camera.speckle import FaultyMirrors, Speckle, SpeckleLaw, grid_point, medium_weights
 from opusim.camera.stages import Sensor, fill_counts, frame_normals, pixel_normals
 from opusim.description.camera import (
+    FRAMES_PER_TERNARY,
     CameraSettings,
     PixelSettings,
     PowerSettings,

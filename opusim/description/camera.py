@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from opusim.description.section import StrictSection
 from opusim.temperature import ArrheniusDarkCurrent, DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
 
+FRAMES_PER_TERNARY = 4
+"""Frames of a ternary vector x = p - n: p, its complement in the anchor, n and its complement."""
+
 
 class PowerSettings(StrictSection):
     """Laser power that fluctuates, common to all pixels of a frame; see `opusim.camera.from_description`.
@@ -421,7 +424,7 @@ class CameraSettings(StrictSection):
     @property
     def frames_per_projection(self) -> int:
         """Frames that a ternary vector takes."""
-        return 4 if self.reference_beam is None else 2 * self.reference_beam.steps
+        return FRAMES_PER_TERNARY if self.reference_beam is None else 2 * self.reference_beam.steps
 
     def dark_law(self) -> DarkCurrent | None:
         """Return the law of the dark current, or None if it is off.

@@ -20,7 +20,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim import plugins
-from opusim.description.camera import ArrheniusSettings, CameraSettings, DoublingSettings
+from opusim.description.bench import BenchSettings
+from opusim.description.camera import (
+    FRAMES_PER_TERNARY,
+    ArrheniusSettings,
+    CameraSettings,
+    DoublingSettings,
+)
 from opusim.description.crossbar import CrossbarSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
@@ -99,11 +105,12 @@ class MonitorSettings(StrictSection):
 
 Status = Literal["measured", "datasheet", "fitted", "assumed", "override"]
 Number = int | float | list[float] | list[list[float]]
-EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
+EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor", "bench")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
 _STAGES = ("camera.", "crossbar.")
 """Sections of stages that 0 switches off."""
 _OWN_SECTION = {
+    "bench": "bench",
     "camera": "camera",
     "crossbar": "crossbar",
     "gaussian": None,
@@ -111,6 +118,7 @@ _OWN_SECTION = {
     "lighton": "lighton",
 }
 """The section that each of opusim's kinds needs beyond the shared ones; a registered kind may use either."""
+_SECTIONS = ("camera", "bench", "lighton", "crossbar")
 
 LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
@@ -325,7 +333,7 @@ class DeviceDescription(Shown, StrictSection):
     Attributes:
         schema_version: version of the keys' meaning; written ``schema`` in files.
         name: the device's name.
-        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, ``crossbar``, or a registered kind.
+        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, ``crossbar``, ``bench``, or a registered kind.
         title: what the device is, in one line.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
@@ -333,6 +341,7 @@ class DeviceDescription(Shown, StrictSection):
         frames: time and energy.
         noise: noise of a reading, or None if the kind has no noise or defines its own.
         camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
+        bench: how a mirror array and a camera of one's own are used, for the kind ``bench``.
         lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
         crossbar: conductances, noise and converters, for the kind ``crossbar`` and registered subclasses of
             `CrossbarDevice`.
@@ -352,6 +361,7 @@ class DeviceDescription(Shown, StrictSection):
     frames: FrameSettings
     noise: NoiseSettings | None = None
     camera: CameraSettings | None = None
+    bench: BenchSettings | None = None
     lighton: LightonSettings | None = None
     crossbar: CrossbarSettings | None = None
     access: AccessSettings | None = None
@@ -389,15 +399,15 @@ class DeviceDescription(Shown, StrictSection):
     @model_validator(mode="after")
     def _sections_fit_the_kind(self) -> Self:
         if self.kind in _OWN_SECTION:
-            for section in ("camera", "lighton", "crossbar"):
+            for section in _SECTIONS:
                 if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
                     raise ValueError(
                         f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
                         "or the kind that your class is registered under"
                     )
-        elif sum(section is not None for section in (self.camera, self.lighton, self.crossbar)) > 1:
+        elif sum(getattr(self, section) is not None for section in _SECTIONS) > 1:
             raise ValueError(
-                "sections [camera], [lighton] and [crossbar] describe different devices; keep one"
+                "sections [camera], [bench], [lighton] and [crossbar] describe different devices; keep one"
             )
         return self
 
@@ -417,6 +427,16 @@ class DeviceDescription(Shown, StrictSection):
             raise ValueError(
                 f"camera.light.exposure_us = {self.camera.light.exposure_us:g}: is longer than "
                 f"frames.frame_period_us = {self.frames.frame_period_us:g}; lengthen the period"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bench_fits_its_frames(self) -> Self:
+        shown = self.frames.frames_per_projection
+        if self.bench is not None and shown != FRAMES_PER_TERNARY:
+            raise ValueError(
+                f"frames.frames_per_projection = {shown}: a bench shows {FRAMES_PER_TERNARY} for a ternary vector; "
+                f"write {FRAMES_PER_TERNARY}"
             )
         return self
 

@@ -38,7 +38,7 @@ from opusim.devices.kinds import (
 from opusim.devices.monitor import BEFORE_ALL, Monitor, Unmonitored
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown
-from opusim.noise import GaussianNoise, NoiseModel
+from opusim.noise import GaussianNoise, MeasuredNoise, NoiseModel
 from opusim.processes import pause
 from opusim.randomness.streams import MODES
 from opusim.tables import Shown
@@ -227,18 +227,20 @@ class NoisyDevice(Shown, ABC):
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 
-        A device that states no law takes that of a Gaussian certificate: the certificate's tests support it then.
+        A device that states no law, or only measured variances, takes that of a Gaussian certificate: the certificate's
+        tests support it then.
 
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
         """
         certificate.check_device(self.description, n_outputs=self.n_outputs, n_inputs=self.n_inputs)
+        described: NoiseModel = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
         try:
-            described = self._described_law()
+            law = self._described_law()
+            described = described if isinstance(law, MeasuredNoise) else law
         except NoiseUnknown:
             if not isinstance(certificate.noise, GaussianLaw):
                 raise
-            described = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
         self._certified, self.certificate = certificate.certified(described), certificate
 
     def credit_noise(self) -> None:

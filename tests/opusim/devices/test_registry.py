@@ -64,7 +64,7 @@ def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kinds, "_registered", {})
     path = mirror_file(tmp_path, "mirror")
     with pytest.raises(
-        ConfigError, match="kind: unknown kind 'mirror'; known are camera, .*install the package"
+        ConfigError, match="kind: unknown kind 'mirror'; known are bench, .*install the package"
     ):
         open_device(path, n_inputs=2, n_outputs=3)
     register_device("mirror", MirrorDevice)

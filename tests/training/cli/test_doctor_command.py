@@ -64,7 +64,7 @@ def missing_library(tmp_path: Path, patch: Patch) -> None:
 def broken_package(tmp_path: Path, patch: Patch) -> None:
     patch.setattr(Path, "home", lambda: tmp_path)
     source = f"raise RuntimeError('no licence in {tmp_path}/key')"
-    install(patch, tmp_path, "lab_broken", "opusim.devices", {"bench": "lab_broken:Bench"}, source)
+    install(patch, tmp_path, "lab_broken", "opusim.devices", {"lab_bench": "lab_broken:Bench"}, source)
 
 
 def incomplete_data(tmp_path: Path, patch: Patch) -> None:
@@ -89,7 +89,7 @@ def no_data(tmp_path: Path, patch: Patch) -> None:
     ("section", "plant", "found"),
     [
         ("Versions", missing_library, {"numpy": "; opusim needs numpy>=999", "no-such-library": "missing; opusim"}),
-        ("Entry points", broken_package, {"opusim.devices bench": "(RuntimeError: no licence in ~/key)"}),
+        ("Entry points", broken_package, {"opusim.devices lab_bench": "(RuntimeError: no licence in ~/key)"}),
         ("Kernels", wrong_digest, {"test projection": "results are wrong here"}),
         ("Kernels", no_numba, {"failed": "ModuleNotFoundError"}),
         ("Data", incomplete_data, {"mnist": "incomplete: MNIST/raw/train-labels"}),
@@ -114,7 +114,7 @@ def test_a_planted_fault_is_found(
 def test_a_device_of_another_package_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
     broken_package(tmp_path, monkeypatch)
     found = {fact.what: fact.found for fact in doctor._looked_at(doctor._SECTIONS["Devices"])}
-    assert found["kind bench of lab_broken"] == "cannot be used, see Entry points"
+    assert found["kind lab_bench of lab_broken"] == "cannot be used, see Entry points"
 
 
 def test_an_extra_that_is_not_installed_is_not_broken(monkeypatch: Patch) -> None:

@@ -94,8 +94,8 @@ def become(monkeypatch: pytest.MonkeyPatch, stds: Callable[[bool], torch.Tensor]
 
 
 def configured(folder: Path, *, every_steps: int, **changes: Any) -> dict[str, Any]:
-    file = description_file(folder, "bench", every_steps=every_steps)
-    file.write_text(file.read_text().replace('kind = "bench"', 'kind = "uneven"'))
+    file = description_file(folder, "drawing_bench", every_steps=every_steps)
+    file.write_text(file.read_text().replace('kind = "drawing_bench"', 'kind = "uneven"'))
     return config(file, certify(folder, file), **changes)
 
 

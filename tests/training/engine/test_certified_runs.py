@@ -87,7 +87,7 @@ class DrawingBench(BenchDevice):
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
     register_device(KIND, faulty_device)
-    register_device("bench", DrawingBench)
+    register_device("drawing_bench", DrawingBench)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("opusim.training.engine.certified.date", OneDay)
         yield
@@ -101,7 +101,7 @@ def description_file(
     text = (Path(__file__).parents[3] / "hw_configs" / "gaussian.toml").read_text()
     text = text.replace('name = "gaussian"\nkind = "gaussian"', f'name = "mine"\nkind = "{kind}"')
     text = text.replace("sigma = 0.1", f"sigma = {SIGMA}")
-    if kind == "bench":
+    if kind == "drawing_bench":
         text = "\n".join(
             line for line in text.splitlines() if not line.startswith(("sigma", '"noise', "[noise]"))
         )
@@ -157,7 +157,7 @@ def config(name: Path | str, certificate: Path | None, **changes: Any) -> dict[s
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_a_third_partys_device_gets_a_statement(tmp_path: Path, mode: str) -> None:
-    device = description_file(tmp_path, "bench")
+    device = description_file(tmp_path, "drawing_bench")
     with open_described(load_description(device), n_inputs=3, n_outputs=OUTPUTS, seed=4) as opened:
         made = calibrate(opened, readings=2000, beta=BETA).certificate
     made = made.model_copy(update={"date": TODAY.isoformat()})

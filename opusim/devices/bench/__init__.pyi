@@ -1,0 +1,13 @@
+from .device import BenchDevice as BenchDevice
+from .device import open_bench as open_bench
+from .instruments import Grabber as Grabber
+from .instruments import Patterns as Patterns
+from .instruments import Sequencer as Sequencer
+from .mirrors import MirrorLayout as MirrorLayout
+from .mirrors import mirror_layout as mirror_layout
+from .probes import look_at_light as look_at_light
+from .probes import nonlinearity as nonlinearity
+from .setup import BenchSetup as BenchSetup
+from .setup import grain_spacing as grain_spacing
+from .setup import measure_setup as measure_setup
+from .setup import search_exposure as search_exposure

@@ -1,0 +1,445 @@
+"""The two instruments of a bench, and sequences of patterns whose frames are matched to them.
+
+`Patterns` and `Grabber` are what a laboratory writes around its own mirror array and camera. `Sequencer` shows patterns
+and returns one frame for each, in order, or an error that says why it cannot.
+
+**Which frame belongs to which pattern.** The mirrors give a pulse at the start of every pattern, and the camera takes a
+frame at every pulse. Four things show that frames do not match, and the whole sequence is then shown again; frames are
+never averaged, moved or left out:
+
+| test | finds |
+| --- | --- |
+| as many frames come as patterns were shown | a pulse that the camera missed, a frame that was dropped |
+| counters rise by one | dropped frames, frames that were delivered twice |
+| marks: a blank and an anchor pattern before and behind every 64 patterns look dark and bright | a pulse too many, |
+| | frames that come late |
+| successive frames of different patterns differ | a frame whose numbers are those of the frame before |
+
+The first three look at no pattern of the caller's. The last one compares frames for equality only. What passes: a pulse
+that is missed and a pulse too many between the same two marks, in frames that the camera numbers without a gap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import numpy as np
+
+from opusim.devices.bench.mirrors import MirrorLayout
+from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
+from opusim.plugins import FOREIGN_ERRORS
+from opusim.processes import pause
+
+MARKED = 64
+"""Patterns between two marks; a multiple of the frames of a ternary vector."""
+_MARK = 2
+"""Patterns of a mark: blank, then anchor."""
+_DARK, _BRIGHT = 0.25, 0.5
+"""A blank mark lies below this share of the way from blank to anchor, an anchor mark above that one."""
+_LONGEST_TOLD = 300
+"""Characters of another package's message that are shown."""
+_LOOK = 2
+"""Frames of the free-running camera, when no frame came."""
+
+Roi = tuple[int, int, int, int]
+"""First row, first column, rows and columns of a region, pixels of the sensor."""
+
+
+class Patterns(Protocol):
+    """A binary mirror array (or a liquid-crystal modulator that is used as one). It gives a pulse for each pattern.
+
+    A method raises OSError or TimeoutError for what may pass by itself, such as a lost link: opusim opens both
+    instruments again and repeats the call (``access.attempts``). Any other exception ends the work as a fault.
+
+    Attributes:
+        shape: rows and columns of mirrors.
+    """
+
+    shape: tuple[int, int]
+
+    def load(self, bits: np.ndarray) -> None:
+        """Store patterns in place of those stored before.
+
+        Args:
+            bits: uint8, shape (patterns, rows, columns), 1: the mirror sends its light to the medium, 0: it does not.
+        """
+
+    def run(self, period_us: float) -> None:
+        """Show the stored patterns once, in order, with a trigger pulse to the camera at the start of each.
+
+        It may return at once or when the last pattern was shown; the camera keeps the frames until `Grabber.grab`.
+
+        Args:
+            period_us: time from pattern to pattern, microseconds.
+        """
+
+    def close(self) -> None:
+        """Give the instrument back."""
+
+
+class Grabber(Protocol):
+    """A camera. Errors are those of `Patterns`.
+
+    Attributes:
+        bits: bits of a number, 1 to 16: numbers lie in [0, 2^bits - 1].
+        shape: rows and columns of the whole sensor, pixels.
+    """
+
+    bits: int
+    shape: tuple[int, int]
+
+    def configure(self, *, exposure_us: float, roi: Roi, binning: int, trigger: bool) -> float:
+        """Set the camera, forget every frame that was not grabbed, and wait for pulses.
+
+        Automatic exposure, automatic gain and gamma are off; numbers are proportional to light above a black level.
+
+        Args:
+            exposure_us: exposure of a frame, microseconds.
+            roi: first row, first column, rows and columns, pixels of the sensor.
+            binning: pixels that become one along each axis; divides rows and columns.
+            trigger: whether a frame is taken at every pulse; otherwise the camera runs by itself.
+
+        Returns:
+            The exposure that was set, microseconds; cameras round it.
+        """
+
+    def grab(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for n frames, and return all that have come, the oldest first.
+
+        Args:
+            n: how many; the camera's buffer holds them all.
+
+        Returns:
+            Frames, unsigned integers, shape (n, rows / binning, columns / binning), and the camera's own number of each
+            frame, integers that rise by one from frame to frame, also from one call to the next. Fewer than n if no
+            further frame comes for a second or so; TimeoutError may be raised instead.
+        """
+
+    def close(self) -> None:
+        """Give the instrument back."""
+
+
+class FramesLost(Exception):  # a state that `Sequencer` repeats, and turns into an error of the device
+    """Frames of a sequence do not match its patterns."""
+
+
+class Sequencer:
+    """Shows patterns of a layout of mirrors and returns a frame for each.
+
+    Attributes:
+        layout: of the mirrors.
+        at_once: patterns of a sequence, marks not counted.
+        repeated: sequences that were shown again, because their frames did not match.
+        shown: patterns that were shown, marks and repetitions included.
+        roi: region of the camera, as last configured.
+
+    Args:
+        patterns: the open mirror array.
+        grabber: the open camera.
+        layout: of the mirrors.
+        name: the device's name, for messages.
+        period_us: time from pattern to pattern, microseconds.
+        at_once: patterns of a sequence.
+        tries: how often a sequence is shown before lost frames are an error.
+    """
+
+    def __init__(
+        self,
+        patterns: Patterns,
+        grabber: Grabber,
+        layout: MirrorLayout,
+        *,
+        name: str,
+        period_us: float,
+        at_once: int,
+        tries: int,
+    ) -> None:
+        self._patterns, self._grabber, self.layout = patterns, grabber, layout
+        self._name, self._period_us, self.at_once, self._tries = name, period_us, at_once, tries
+        self._settings: dict[str, Any] = {}
+        self._levels: tuple[float, float] | None = None
+        self._last: int | None = None
+        self.roi: Roi = (0, 0, 0, 0)
+        self.repeated = self.shown = 0
+
+    @property
+    def top_dn(self) -> int:
+        """Largest number of the camera."""
+        return int(2**self._grabber.bits - 1)
+
+    def configure(self, *, exposure_us: float, roi: Roi, binning: int) -> float:
+        """Set the camera for the next sequences, and return the exposure that it took.
+
+        Marks are not compared until `expect` says what they look like.
+        """
+        self._settings = {"exposure_us": exposure_us, "roi": roi, "binning": binning}
+        self._levels, self.roi = None, roi
+        return self._arm()
+
+    def expect(self, blank_dn: float, anchor_dn: float) -> None:
+        """Say what blank and anchor look like in the mean over the region, DN, so that marks are compared."""
+        self._levels = (blank_dn, anchor_dn)
+
+    def show(self, switches: np.ndarray, outputs: np.ndarray | None = None) -> np.ndarray:
+        """Show patterns and return a frame for each.
+
+        Args:
+            switches: boolean, shape (patterns, layout.groups): which groups of mirrors are on.
+            outputs: flat numbers of the pixels that are wanted, or None for whole frames.
+
+        Returns:
+            Unsigned integers: shape (patterns, len(outputs)), or (patterns, rows, columns).
+
+        Raises:
+            DeviceFault: frames were lost or doubled in every try, or an instrument broke its protocol.
+            DeviceTimeout: no frame came.
+            DeviceError: an instrument failed.
+        """
+        parts = []
+        for start in range(0, len(switches), self.at_once):
+            pause()
+            part = switches[start : start + self.at_once]
+            frames = self._shown(part)
+            parts.append(frames if outputs is None else frames.reshape(len(part), -1)[:, outputs])
+        if not parts:
+            raise ValueError("switches holds no pattern; show at least one")
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _shown(self, switches: np.ndarray) -> np.ndarray:
+        """Show one sequence, again if its frames do not match."""
+        marked, is_mark = self.layout.marked(switches, MARKED)
+        shown = self.layout.mirrors(marked)
+        reason = ""
+        for _ in range(self._tries):
+            if reason:
+                self.repeated += 1
+                self._arm()
+            try:
+                return self._taken(marked, is_mark, shown)[~is_mark]
+            except FramesLost as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = "no frame came in time"
+        advice = self._advice()
+        with suppress(DeviceError, OSError):
+            self._arm()
+        kind = DeviceTimeout if reason == "no frame came in time" else DeviceFault
+        raise kind(
+            f"device {self._name!r}: frames do not match the {len(marked)} patterns of a sequence in {self._tries} "
+            f"of {self._tries} tries: {reason}; {advice}"
+        )
+
+    def _taken(self, marked: np.ndarray, is_mark: np.ndarray, shown: np.ndarray) -> np.ndarray:
+        """Return the frames of one sequence.
+
+        Raises:
+            FramesLost: they do not match the patterns.
+        """
+        self.shown += len(shown)
+        with self._calls("Patterns.load"):
+            self._patterns.load(shown)
+        with self._calls("Patterns.run"):
+            self._patterns.run(self._period_us)
+        with self._calls("Grabber.grab"):
+            frames, counters = self._grabber.grab(len(shown))
+        frames, counters = self._as_promised(frames, counters)
+        last, self._last = self._last, int(counters[-1]) if len(counters) else None
+        first = counters[:1] - 1 if last is None else [last]
+        steps = np.diff(np.concatenate([first, counters]))
+        if np.any(steps < 1):
+            raise FramesLost(f"the camera's counter stands still at frame {int(np.argmax(steps < 1))}")
+        if np.any(steps > 1):
+            where = int(np.argmax(steps > 1))
+            raise FramesLost(f"the camera's counter jumps by {int(steps[where])} at frame {where}")
+        if len(frames) < len(shown):
+            raise FramesLost(f"{len(shown) - len(frames)} frames are missing")
+        if len(frames) > len(shown):
+            raise FramesLost(f"{len(frames) - len(shown)} frames too many came")
+        varied = frames.max(axis=(1, 2)) > frames.min(axis=(1, 2))
+        other = (marked[1:] != marked[:-1]).any(axis=1)
+        same = np.flatnonzero((frames[1:] == frames[:-1]).all(axis=(1, 2)) & varied[1:] & other)
+        if len(same):
+            raise FramesLost(
+                f"frames {int(same[0])} and {int(same[0]) + 1} are equal, and their patterns differ"
+            )
+        self._check_marks(frames[is_mark])
+        return frames
+
+    def _check_marks(self, marks: np.ndarray) -> None:
+        """Compare blank and anchor marks with what they should look like."""
+        if self._levels is None:
+            return
+        means, (blank, anchor) = marks.mean(axis=(1, 2), dtype=np.float64), self._levels
+        too_bright = means[0::_MARK] > blank + _DARK * (anchor - blank)
+        too_dark = means[1::_MARK] < blank + _BRIGHT * (anchor - blank)
+        for wrong, first, level, what, other in (
+            (too_bright, 0, blank, "blank frame", "there is light that no mirror switches"),
+            (too_dark, 1, anchor, "anchor", "the light is gone"),
+        ):
+            if wrong.any():
+                where = int(np.argmax(wrong))
+                raise FramesLost(
+                    f"the {what} that marks pattern {where * MARKED} shows {means[first::_MARK][where]:.1f} DN and not "
+                    f"{level:.1f}: frames are shifted, or {other}"
+                )
+
+    def _as_promised(self, frames: Any, counters: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a camera delivered, refused if the protocol does not allow it."""
+        if frames is None or counters is None:
+            frames, counters = [], []
+        frames, counters = np.asarray(frames), np.asarray(counters)
+        binning = int(self._settings["binning"])
+        wanted = self.roi[2] // binning, self.roi[3] // binning
+        if not frames.size and not counters.size:
+            return np.zeros((0, *wanted), dtype=np.uint16), np.zeros(0, dtype=np.int64)
+        problem = ""
+        if frames.ndim != 3 or frames.shape[1:] != wanted:
+            problem = f"frames of shape {frames.shape}, and the region has {wanted}"
+        elif frames.dtype.kind != "u":
+            problem = f"frames of dtype {frames.dtype}; return unsigned integers"
+        elif counters.shape != (len(frames),) or counters.dtype.kind not in "iu":
+            problem = (
+                f"counters of shape {counters.shape} and dtype {counters.dtype} for {len(frames)} frames; return one "
+                "integer for each"
+            )
+        elif int(frames.max()) >= 2**self._grabber.bits:
+            problem = (
+                f"the number {int(frames.max())}, and bits = {self._grabber.bits} end at "
+                f"{2**self._grabber.bits - 1}; set bits, or unpack the numbers"
+            )
+        if problem:
+            raise DeviceFault(f"device {self._name!r}: Grabber.grab returned {problem}")
+        return frames, counters.astype(np.int64)
+
+    def _arm(self) -> float:
+        with self._calls("Grabber.configure"):
+            exposure_us = float(self._grabber.configure(**self._settings, trigger=True))
+        self._last = None
+        if not 0 < exposure_us < float("inf"):
+            raise DeviceFault(
+                f"device {self._name!r}: Grabber.configure returned {exposure_us!r}; return the exposure that was set, "
+                "microseconds"
+            )
+        return exposure_us
+
+    def _advice(self) -> str:
+        """Return what to do about lost frames, from what the camera does without pulses."""
+        seen = 0
+        with suppress(DeviceError, OSError), self._calls("Grabber.grab"):
+            self._grabber.configure(**self._settings, trigger=False)
+            seen = len(self._grabber.grab(_LOOK)[0])
+        if not seen:
+            return "the camera gives no frame without pulses either; check its power, its link and its driver"
+        period, exposure = self._period_us, self._settings["exposure_us"]
+        return (
+            "the camera works without pulses; check the trigger cable and its polarity, and lengthen "
+            f"frames.frame_period_us = {period:g} (exposure {exposure:g} us, and the read-out of "
+            f"{self.roi[2]} x {self.roi[3]} pixels)"
+        )
+
+    @contextmanager
+    def _calls(self, what: str) -> Iterator[None]:
+        with instrument_calls(self._name, what):
+            yield
+
+
+@contextmanager
+def instrument_calls(name: str, what: str) -> Iterator[None]:
+    """Turn what an instrument's own code raises into an error of the device; errors of the system pass.
+
+    Args:
+        name: the device's name.
+        what: what was called, such as ``Grabber.grab``.
+
+    Raises:
+        DeviceFault: it raised anything but an OSError, a TimeoutError or an error of opusim.
+    """
+    try:
+        yield
+    except (DeviceError, TimeoutError):
+        raise
+    except OSError as error:
+        raise DeviceUnavailable(
+            f"device {name!r}: {what} failed ({error}); check its cables and power, or its driver"
+        ) from error
+    except FOREIGN_ERRORS as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TOLD]
+        raise DeviceFault(
+            f"device {name!r}: {what} raised {told}; correct it, or raise OSError there if it may pass by itself"
+        ) from error
+
+
+Factory = Callable[[], Any]
+"""Opens an instrument."""
+
+
+def factory_of(name: str, key: str, named: str) -> Factory:
+    """Return what opens an instrument, by ``module:name``; a module that is not installed lies in the working folder.
+
+    Args:
+        name: the device's name, for errors.
+        key: that gives it.
+        named: the module and the name in it.
+
+    Raises:
+        ConfigError: there is no such module, or no such name in it.
+        DeviceFault: the module raises when it is imported.
+    """
+    module, _, attribute = named.partition(":")
+    folder, added = os.getcwd(), False
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file of the folder replaces no installed module
+        added = True
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            name, key, f"{named!r} does not import ({error}); run where {module}.py lies, or install it"
+        ) from error
+    except FOREIGN_ERRORS as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DeviceFault(f"device {name!r}: {key} = {named!r} does not import ({told})") from error
+    finally:
+        if added:
+            sys.path.remove(folder)
+    if not callable(found):
+        raise ConfigError(name, key, f"{module!r} has no function or class {attribute!r}; correct the name")
+    factory: Factory = found
+    return factory
+
+
+def opened(name: str, what: str, factory: Factory, methods: tuple[str, ...]) -> Any:
+    """Open an instrument and check that it has what its protocol asks for.
+
+    Raises:
+        DeviceError: it does not open.
+        DeviceFault: a method or attribute is missing; what was opened is closed again.
+    """
+    with instrument_calls(name, what):
+        found = factory()
+    missing = [method for method in methods if not callable(getattr(found, method, None))]
+    rows_and_columns = getattr(found, "shape", None)
+    problem = f"lacks {', '.join(missing)}" if missing else ""
+    if not problem and not _is_shape(rows_and_columns):
+        problem = f"has shape = {rows_and_columns!r}; give rows and columns, two integers above 0"
+    bits = getattr(found, "bits", None)
+    if not problem and "grab" in methods and not (isinstance(bits, int) and 1 <= bits <= 16):
+        problem = f"has bits = {bits!r}; give the bits of its numbers, an integer from 1 to 16"
+    if problem:
+        with instrument_calls(name, what):
+            getattr(found, "close", lambda: None)()
+        raise DeviceFault(f"device {name!r}: what {what} opened {problem}")
+    return found
+
+
+def _is_shape(value: Any) -> bool:
+    try:
+        rows, columns = value
+    except (TypeError, ValueError):
+        return False
+    return all(isinstance(length, int | np.integer) and length > 0 for length in (rows, columns))

@@ -1,0 +1,182 @@
+"""What the opening of a bench tests before it calls itself a device, and how it names what is wrong.
+
+| test | refuses |
+| --- | --- |
+| outputs that are full in frames of the anchor | saturation |
+| the anchor's frame now and at the setup, and before and behind the other tests | another medium, one that moves, |
+| | light that changed |
+| data and reference mirrors interfere: I(a) - I(data) - I(reference) + I(0) | light that is not coherent, a reference |
+| | that no light reaches: not an anchor |
+| B (v + w) = B v + B w for vectors that share no entry | anything else that makes readings nonlinear |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from opusim.description.bench import BenchSettings
+from opusim.devices.bench.instruments import Sequencer
+from opusim.errors import DeviceFault
+
+_FRAMES = 8
+"""Frames of each pattern in a look at the light."""
+_MOST_LIGHT = 1.5
+"""Factor by which the light may have changed since the setup."""
+_MOST_LIGHT_NOW = 1.1
+"""Factor by which it may change during the tests."""
+_LEAST_LIGHT = 0.2
+"""Share of the light below which frames of the anchor tell nothing of the medium."""
+_LEAST_INTERFERENCE = 0.03
+"""Of the mean square of the interference of data and reference, which is 1/2 for coherent light; fringes of 25 %."""
+_PAIRS = 16
+"""Pairs of vectors that the linearity test adds up."""
+_SEED = 20261130
+_SURE = 5.0  # standard errors
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LightLook:
+    """Frames of the anchor, of its parts and of nothing, at the outputs.
+
+    Attributes:
+        anchor_dn: anchor less blank at each output, DN.
+        full: share of the outputs that are full in a frame of the anchor, mean over frames.
+        interference: mean square of cos(phase) between the fields of data and reference.
+    """
+
+    anchor_dn: np.ndarray
+    full: float
+    interference: float
+
+    def correlation(self, anchor_dn: np.ndarray) -> float:
+        """Return the correlation over outputs with another frame of the anchor."""
+        one, other = (values - values.mean() for values in (self.anchor_dn, anchor_dn))
+        return float(np.sum(one * other) / max(np.sqrt(np.sum(one**2) * np.sum(other**2)), 1e-30))
+
+    def light(self, anchor_dn: np.ndarray) -> float:
+        """Return the light over that of another frame of the anchor."""
+        return float(self.anchor_dn.sum() / anchor_dn.sum())
+
+
+def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> LightLook:
+    """Show anchor, data mirrors, reference mirrors and nothing, and look at the outputs.
+
+    Args:
+        source: shows patterns and takes frames.
+        outputs: flat numbers of the outputs' pixels, or None for all pixels of the region.
+    """
+    anchor, reference = source.layout.anchor(), source.layout.reference()
+    shown = np.concatenate([anchor, ~reference, reference, ~anchor])
+    frames = source.show(shown.repeat(_FRAMES, axis=0), outputs)
+    means = frames.reshape(len(shown), _FRAMES, -1).mean(axis=1)
+    whole, data, other = means[:3] - means[3]
+    mixed = np.sum(np.square(whole - data - other))
+    return LightLook(
+        anchor_dn=whole,
+        full=float(np.mean(frames[:_FRAMES] >= source.top_dn)),
+        interference=float(mixed / max(np.sum(4 * data.clip(0) * other.clip(0)), 1e-30)),
+    )
+
+
+def nonlinearity(read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int) -> tuple[float, float]:
+    """Return by how much readings fail to add up, relative to them, and five standard errors of it.
+
+    With v and w of disjoint entries, r = y(v + w) - y(v) - y(w) is noise on a linear device. Each vector is read twice,
+    and r r' of the two readings over y(v + w) y'(v + w) has no part in noise.
+
+    Args:
+        read: returns readings of ternary vectors, a row each.
+        n_inputs: width of a vector, at least 2.
+
+    Returns:
+        The root mean square of r over that of y, without noise, and the value that noise alone exceeds once in 10^6.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    signs = torch.randint(0, 2, (_PAIRS, n_inputs), generator=generator).mul_(2).sub_(1).float()
+    first = torch.rand((_PAIRS, n_inputs), generator=generator).argsort(dim=1) < n_inputs // 2
+    vectors = torch.stack([signs, signs * first, signs * ~first])
+    taken = read(vectors.repeat(2, 1, 1).flatten(0, 1)).cpu().double().numpy().reshape(2, 3, _PAIRS, -1)
+    left = taken[:, 0] - taken[:, 1] - taken[:, 2]
+    power = max(float(np.mean(taken[0, 0] * taken[1, 0])), 1e-30)
+    products = left[0] * left[1]
+    error = float(products.std()) / products.size**0.5
+    found = max(float(products.mean()), 0.0) / power
+    return found**0.5, (_SURE * error / power) ** 0.5
+
+
+def require_light(
+    look: LightLook, before_dn: np.ndarray, settings: BenchSettings, name: str, *, setup_of: str | None
+) -> None:
+    """Refuse a bench whose light is not that of its setup, or changed since an earlier look of this opening.
+
+    Args:
+        look: the light now.
+        before_dn: the anchor's frame at the outputs before, DN.
+        settings: of the bench.
+        name: the device's name, for errors.
+        setup_of: the day of the setup that the frame before is of, or None if it is of this opening.
+
+    Raises:
+        DeviceFault: names saturation, another medium, a medium that moves, light that changed, or no interference.
+    """
+    told, again = f"device {name!r}:", "or measure the setup anew (remove its file)"
+    if look.full > settings.most_saturated:
+        raise DeviceFault(
+            f"{told} saturation: {look.full:.1%} of the outputs are full in frames of the anchor, and "
+            f"bench.most_saturated is {settings.most_saturated:.1%}; shorten the exposure, dim the laser, {again}"
+        )
+    correlation, light = look.correlation(before_dn), look.light(before_dn)
+    when = "during the opening" if setup_of is None else f"since the setup of {setup_of}"
+    if correlation < settings.least_correlation and light > _LEAST_LIGHT:
+        what = "drift: the medium moves" if setup_of is None else "the medium is another"
+        remedy = again if setup_of else "let it settle, and keep air and vibration away"
+        raise DeviceFault(
+            f"{told} {what}: frames of the anchor correlate by {correlation:.2f} {when}, and bench.least_correlation "
+            f"is {settings.least_correlation:g}; put plate, camera and mirrors back, {remedy}"
+        )
+    most = _MOST_LIGHT_NOW if setup_of is None else _MOST_LIGHT
+    if not 1 / most <= light <= most:
+        raise DeviceFault(
+            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm up, "
+            f"{again}"
+        )
+    require_interference(look, name)
+
+
+def require_interference(look: LightLook, name: str) -> None:
+    """Refuse a bench on which data and reference do not interfere.
+
+    Raises:
+        DeviceFault: their mean square of cos(phase) is far below 1/2.
+    """
+    if look.interference < _LEAST_INTERFERENCE:
+        raise DeviceFault(
+            f"device {name!r}: not an anchor: light of data and reference mirrors does not interfere (mean square of "
+            f"the interference {look.interference:.2f}, coherent light has 0.5); use a laser whose coherence length "
+            "exceeds the medium's spread of paths, and light all mirrors of the window"
+        )
+
+
+def require_linear(found: tuple[float, float], settings: BenchSettings, name: str) -> None:
+    """Refuse a bench whose readings do not add up; `require_light` named the other causes before.
+
+    Args:
+        found: what `nonlinearity` returned.
+        settings: of the bench.
+        name: the device's name.
+
+    Raises:
+        DeviceFault: they do not.
+    """
+    nonlinear, noise = found
+    if nonlinear > (settings.most_nonlinear**2 + noise**2) ** 0.5:
+        raise DeviceFault(
+            f"device {name!r}: readings do not add up: B (v + w) differs from B v + B w by {nonlinear:.1%} rms, and "
+            f"bench.most_nonlinear is {settings.most_nonlinear:.1%}; numbers are not proportional to light: switch "
+            "gamma, automatic exposure, automatic gain and defect correction of the camera off, and lower "
+            "bench.range_share if its pixels are full below its largest number"
+        )

@@ -1,0 +1,602 @@
+"""A bench of one's own: an optical bench in software behind doubles of two vendors' libraries, and its faults."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opusim
+from opusim import open_device
+from opusim.devices import open_bench
+from opusim.devices.baseline import reference_vectors
+from opusim.devices.bench import BenchDevice, Sequencer, grain_spacing, mirror_layout
+from opusim.errors import (
+    CapabilityMissing,
+    ConfigError,
+    DeviceFault,
+    DeviceTimeout,
+    DeviceUnavailable,
+    NoiseUnknown,
+)
+from opusim.noise import MeasuredNoise
+from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
+
+OWN = Path(__file__).parents[2] / "support" / "own_bench"
+MODULES = ("optical_bench", "ALP4", "pylablib", "pylablib.devices", "pylablib.devices.DCAM", "my_bench")
+SIZES: dict[str, Any] = {"mirrors": (24, 32), "sensor": (32, 32), "pupil": (0.32, 0.32)}
+SETTINGS: dict[str, Any] = {"frame_period_us": 1000.0, "macro_pixel": 4, "region_step": 4}
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The optical bench, the doubles of the libraries, and the laboratory's own code; they leave with the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(OWN))
+        for name in MODULES:
+            patch.setitem(sys.modules, name, None)
+            del sys.modules[name]
+        yield {name: importlib.import_module(name) for name in ("optical_bench", "my_bench")}
+
+
+@pytest.fixture(scope="module")
+def sound(modules: dict[str, ModuleType]) -> Any:
+    """One medium for all tests."""
+    return modules["optical_bench"].use(modules["optical_bench"].OpticalBench(**SIZES))
+
+
+@pytest.fixture
+def optics(sound: Any) -> Iterator[Any]:
+    """The optical bench, without faults and nothing open; faults that a test plants go with it."""
+    fresh = {name: type(value)(value) for name, value in vars(sound).items() if name[0] != "_"}
+    yield sound
+    left = set(sound.opened)
+    vars(sound).update(fresh)
+    sound.forget()
+    assert not left, f"{left} stay open"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the setup of the sound bench is kept."""
+    return tmp_path_factory.mktemp("setup")
+
+
+Opener = Callable[..., BenchDevice]
+
+
+@pytest.fixture
+def opener(optics: Any, modules: dict[str, ModuleType], folder: Path) -> Opener:
+    """Opens the bench with the setup that it had when it was sound."""
+
+    def opened(**options: Any) -> BenchDevice:
+        mine = modules["my_bench"]
+        given = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "setup": str(folder), **SETTINGS, **options}
+        return open_bench(given.pop("patterns", mine.Mirrors), given.pop("grabber", mine.Camera), **given)
+
+    if not list(folder.iterdir()):
+        with opened() as device:
+            device.measure_matrix(40)
+    return opened
+
+
+class TestBench(DeviceContract):
+    """A device like any other."""
+
+    replayable = False
+
+    @pytest.fixture(autouse=True)
+    def _opener(self, opener: Opener) -> None:
+        self.opener = opener
+
+    def open_window(self, **options: Any) -> BenchDevice:
+        return self.opener(**options)
+
+    @pytest.mark.slow
+    def test_readings_are_linear_and_of_unit_entries(self) -> None:
+        super().test_readings_are_linear_and_of_unit_entries()
+
+    @pytest.mark.slow
+    def test_a_reading_does_not_depend_on_its_batch(self) -> None:
+        super().test_a_reading_does_not_depend_on_its_batch()
+
+
+# Frames and patterns
+
+
+def projected(device: BenchDevice, x: torch.Tensor, b: torch.Tensor) -> float:
+    """Root mean square of readings less B x, over what noise explains."""
+    noise = device.noise.variance_bounds()[1].mean()
+    return float((device.project(x) - x @ b.T).square().mean() / noise)
+
+
+FAULTS = {
+    "dropped_frames": "jumps by 2",
+    "missed_pulses": "1 frames are missing",
+    "doubled_frames": "stands still",
+    "extra_pulses": "1 frames too many",
+    "stale_frames": "are equal, and their patterns differ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_frames_that_do_not_match_are_taken_again_and_never_used(
+    fault: str, optics: Any, opener: Opener
+) -> None:
+    x = reference_vectors(12, N_INPUTS)
+    with opener() as device:
+        b = device.measure_matrix(2).clone()
+        assert projected(device, x, b) < 1.5
+        assert device.repeated_sequences == 0
+        getattr(optics, fault).add(optics.pulses + 23)
+        assert projected(device, x, b) < 1.5
+        assert device.repeated_sequences == 1
+        assert projected(device, x, b) < 1.5
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS.items())
+def test_frames_that_never_match_end_the_work_with_the_reason(
+    fault: str, told: str, optics: Any, opener: Opener
+) -> None:
+    with opener() as device:
+        getattr(optics, fault).update(range(optics.pulses + 5, optics.pulses + 5000, 41))
+        with pytest.raises(
+            DeviceFault, match=rf"in 3 of 3 tries: .*{told}.*; the camera works without pulses"
+        ):
+            device.project(reference_vectors(12, N_INPUTS))
+
+
+def test_a_missed_and_an_extra_pulse_are_seen_by_the_marks(
+    optics: Any, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters and numbers of frames are right then, and the frames between the two are shifted."""
+    x = reference_vectors(30, N_INPUTS)
+    with opener() as device:
+        b = device.measure_matrix(2).clone()
+        for first, second in (("missed_pulses", "extra_pulses"), ("extra_pulses", "missed_pulses")):
+            repeated = device.repeated_sequences
+            getattr(optics, first).add(optics.pulses + 23)
+            getattr(optics, second).add(optics.pulses + 90)  # the mark at 66 lies between
+            assert projected(device, x, b) < 1.5
+            assert device.repeated_sequences == repeated + 1
+        monkeypatch.setattr(Sequencer, "_check_marks", lambda *_: None)
+        optics.missed_pulses.add(optics.pulses + 23)
+        optics.extra_pulses.add(optics.pulses + 90)
+        assert projected(device, x, b) > 10, "shifted frames pass for readings"
+
+
+def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, opener: Opener) -> None:
+    with opener() as device:
+        device.project(reference_vectors(1, N_INPUTS))
+        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame that nobody asked for
+        device.project(reference_vectors(1, N_INPUTS))
+        assert device.repeated_sequences == 1
+
+
+def test_a_period_too_short_for_the_exposure_says_so(optics: Any, opener: Opener) -> None:
+    optics.readout_us = 2000.0
+    with pytest.raises(DeviceFault, match=r"frames are missing; .*lengthen frames.frame_period_us = 1000"):
+        opener()
+
+
+def test_a_cable_that_is_out_is_named(optics: Any, opener: Opener) -> None:
+    optics.cable = False
+    with pytest.raises(
+        DeviceFault, match="frames are missing; the camera works without pulses; check the trigger cable"
+    ):
+        opener()
+
+
+# What an opening refuses, by name
+
+
+@pytest.mark.parametrize(
+    ("faults", "options", "told"),
+    [
+        ({"power": 40.0, "shortest_us": 100.0}, {"shortest_exposure_us": 100.0}, "saturation; dim the laser"),
+        ({"power": 0.0}, {}, "no light of the mirrors reaches the camera"),
+        ({"inverted": True}, {}, "the blank frame is brighter than the anchor: .* invert the bits"),
+        ({"ambient_e_per_us": 1e4}, {}, "light reaches the camera that no mirror switches"),
+        ({"coherent": False}, {}, "not an anchor: light of data and reference mirrors does not interfere"),
+        ({"gamma": 0.5}, {}, r"readings do not add up: .* switch gamma, automatic exposure"),
+        pytest.param({"drift_per_frame": 4e-4}, {}, "drift: the medium moves", marks=pytest.mark.slow),
+        (
+            {},
+            {"n_outputs": 5000},
+            "usable outputs of 5000: speckle is independent every 2 rows and 2 columns",
+        ),
+    ],
+    ids=["saturation", "dark", "inverted", "ambient", "incoherent", "gamma", "drift", "too few"],
+)
+def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
+    faults: dict[str, Any], options: dict[str, Any], told: str, optics: Any, opener: Opener
+) -> None:
+    vars(optics).update(faults)
+    optics.forget()
+    with pytest.raises(DeviceFault, match=told) as caught:
+        opener(setup=None, **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ({"power": 0.4}, "the light changed to 0.4 times since the setup of"),
+        ({"angle": 1.2}, "the medium is another: frames of the anchor correlate by"),
+        (
+            {"full_well_e": 2500.0},
+            "readings do not add up: .* lower bench.range_share if its pixels are full below",
+        ),
+    ],
+    ids=["light", "medium", "full well"],
+)
+def test_a_bench_that_is_not_that_of_its_setup_is_refused(
+    faults: dict[str, Any], told: str, optics: Any, opener: Opener
+) -> None:
+    vars(optics).update(faults)
+    optics.forget()
+    with pytest.raises(DeviceFault, match=told):
+        opener()
+
+
+def test_outputs_that_are_full_now_are_refused(optics: Any, opener: Opener, tmp_path: Path) -> None:
+    options = {"range_share": 0.4, "setup": str(tmp_path)}
+    opener(**options).close()
+    optics.power = 1.49
+    with pytest.raises(DeviceFault, match="saturation: .* of the outputs are full in frames of the anchor"):
+        opener(**options)
+
+
+# Instruments that break their protocol, or fail
+
+
+def changed(base: type, **changes: Any) -> type:
+    """An instrument of the laboratory with other methods or attributes."""
+    return type(base.__name__, (base,), changes)
+
+
+def grabbed(change: Callable[[np.ndarray, np.ndarray], Any]) -> Callable[[Any, int], Any]:
+    """A method `grab` that changes what the camera returned."""
+
+    def grab(self: Any, n: int) -> Any:
+        return change(*super(type(self), self).grab(n))
+
+    return grab
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"grab": grabbed(lambda f, c: (f.astype(float), c))},
+            "frames of dtype float64; return unsigned integers",
+        ),
+        ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
+        ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
+        ({"bits": 8}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
+        ({"bits": 24}, "has bits = 24; give the bits of its numbers, an integer from 1 to 16"),
+        (
+            {"shape": property(lambda self: (40,), lambda self, value: None)},
+            r"has shape = \(40,\); give rows and columns",
+        ),
+        ({"grab": None}, "lacks grab"),
+        ({"configure": lambda self, **given: None}, "Grabber.configure raised TypeError"),
+        (
+            {"configure": lambda self, **given: 0.0},
+            "Grabber.configure returned 0.0; return the exposure that was set",
+        ),
+        (
+            {"grab": lambda self, n: 1 / 0},
+            "Grabber.grab raised ZeroDivisionError: division by zero; correct it",
+        ),
+    ],
+)
+def test_a_camera_that_breaks_its_protocol_is_told_how(
+    changes: dict[str, Any], told: str, optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    with pytest.raises(DeviceFault, match=told):
+        opener(grabber=changed(modules["my_bench"].Camera, **changes))
+
+
+def test_a_camera_that_does_not_open_leaves_no_mirrors_behind(optics: Any, opener: Opener) -> None:
+    optics.camera_opens = False
+    with pytest.raises(DeviceFault, match="grabber raised DCAMError: camera index 0 is not available"):
+        opener()
+    assert optics.opened == set()
+
+
+def test_a_lost_link_passes_with_another_attempt(
+    optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    failures: list[str] = []
+
+    def run(self: Any, period_us: float) -> None:
+        if failures:
+            raise OSError(failures.pop())
+        super(type(self), self).run(period_us)
+
+    options = {"patterns": changed(modules["my_bench"].Mirrors, run=run)}
+    x = torch.ones(1, N_INPUTS)
+    with opener(**options) as device:
+        failures.append("the link is down")
+        with pytest.raises(DeviceUnavailable, match="Patterns.run failed .the link is down."):
+            device.project(x)
+    with opener(**options, setup=None, access={"attempts": 2, "backoff_s": 0.0}) as device:
+        setup = device.setup
+        failures.append("the link is down")
+        assert device.project(x).shape == (1, N_OUTPUTS)
+        assert device.setup is setup, "the matrix changed with the link"
+
+
+def test_a_camera_that_hangs_is_left_in_time_and_all_is_closed(optics: Any, opener: Opener) -> None:
+    with opener(access={"timeout_s": 30.0}) as device:
+        device._access.timeout_s = 0.2
+        optics.hang_s = 0.6
+        with pytest.raises(DeviceTimeout, match="did not answer within 0.2 s"):
+            device.project(torch.ones(1, N_INPUTS))
+
+
+def test_an_open_instrument_is_none_that_opens(optics: Any, modules: dict[str, ModuleType]) -> None:
+    with pytest.raises(TypeError, match="grabber = 3: must open an instrument when it is called"):
+        open_bench(modules["my_bench"].Mirrors, 3, n_inputs=4, n_outputs=4, frame_period_us=1000.0)  # type: ignore[arg-type]
+
+
+# Outputs, scale and matrix
+
+
+def test_dead_columns_and_hot_pixels_are_no_outputs(optics: Any, opener: Opener) -> None:
+    with opener(setup=None) as device:
+        row, column, _, columns = device.setup.roi
+        taken = [divmod(int(place), columns) for place in device.setup.outputs]
+    dead = {column + c for _, c in taken[::5]}
+    hot = {(row + r, column + c) for r, c in taken if column + c not in dead}
+    optics.dead_columns, optics.hot_pixels = tuple(sorted(dead)), tuple(sorted(hot)[:12])
+    with opener(setup=None) as device:
+        row, column, _, columns = device.setup.roi
+        places = [divmod(int(place), columns) for place in device.setup.outputs]
+        assert not {column + c for _, c in places} & dead
+        assert not {(row + r, column + c) for r, c in places} & set(optics.hot_pixels)
+
+
+def test_the_matrix_is_measured_kept_and_forgotten_with_its_setup(
+    optics: Any, opener: Opener, tmp_path: Path
+) -> None:
+    with opener(setup=str(tmp_path)) as device:
+        with pytest.raises(CapabilityMissing):
+            device.require("matrix")
+        b = device.measure_matrix(3)
+        assert (b.shape, b.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
+        x = reference_vectors(400, N_INPUTS)
+        x[:, 1::3] = 0
+        left = device.project(x) - x @ b.T
+        shown = float(x.square().sum(1).mean())
+        error = float(device.noise.variance_at(shown).mean()) + float(  # of the reading, and of the matrix
+            device.noise.variance_at(N_INPUTS).mean()
+        ) * shown / (3 * 16)
+        assert abs(float(left.square().mean()) / error - 1) < 0.25
+    with opener(setup=str(tmp_path)) as device:
+        assert "matrix" in device.capabilities
+        assert torch.equal(device.require("matrix").matrix(), b)
+    (tmp_path / f"{N_INPUTS}x{N_OUTPUTS}.npz").unlink()
+    with opener(setup=str(tmp_path)) as device:
+        assert "matrix" not in device.capabilities
+
+
+def test_entries_are_those_of_the_medium(optics: Any, opener: Opener) -> None:
+    """B_ji = Re(conj(U_j) (field of input i less their mean)), from the optical bench itself."""
+    with opener() as device:
+        b = device.measure_matrix(8).double().numpy()
+        setup, layout = device.setup, device.setup.layout
+    medium = optics._medium_at(setup.roi)[:, setup.outputs]
+    switched = layout.mirrors(layout.data(np.eye(N_INPUTS))).reshape(N_INPUTS, -1).astype(float)
+    anchor = layout.mirrors(layout.anchor()).ravel().astype(float)
+    fields = (1 - optics.leak) * switched @ medium  # (inputs, outputs)
+    whole = ((1 - optics.leak) * anchor + 2 * optics.leak) @ medium
+    error = math.sqrt(float(device.noise.variance_bounds()[1].mean()) / (8 * 16))
+
+    def apart(centre: float) -> float:
+        """Root mean square of B less the optical bench's, scaled to its size."""
+        expected = (np.real(whole.conj() * fields) - centre * np.abs(whole) ** 2).T / np.abs(whole)[:, None]
+        return float(np.sqrt(np.mean((b - expected * (b.std() / expected.std())) ** 2)))
+
+    assert (
+        apart(1 / layout.mirrors_of_anchor) < error + 0.08
+    )  # 10 grains a side tell the light around to 10 %
+    assert apart(0.0) > error + 0.16
+    assert abs(float(np.mean(b**2)) - 1) < 5 * math.sqrt(2 / b.size)
+
+
+def test_the_transmission_matrix_foretells_intensities(optics: Any, opener: Opener) -> None:
+    draw = torch.Generator().manual_seed(5)
+    frames = torch.randint(0, 2, (60, N_INPUTS), generator=draw)
+    with opener() as device:
+        t, sine = device.measure_transmission(4)
+        shown = device.intensities(frames) - device.intensities(
+            torch.zeros(60, N_INPUTS, dtype=torch.uint8)
+        ).mean(0)
+    assert (t.shape, t.dtype) == ((N_OUTPUTS, N_INPUTS), torch.complex64)
+    known = sine > 0.3
+    assert float(known.float().mean()) > 0.5
+    told = (frames.to(t.dtype) @ t.T).abs().square()[:, known]
+    measured = shown[:, known]
+    assert float((told - measured).square().mean() / measured.square().mean()) < 0.04
+    real = (frames.to(t.dtype) @ t.real.to(t.dtype).T).abs().square()[:, known]  # without the second anchor
+    assert float((real - measured).square().mean() / measured.square().mean()) > 0.1
+
+
+def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) -> None:
+    with opener() as device:
+        assert isinstance(device.noise, MeasuredNoise)
+        assert not device.noise.variance_bounds()[0].any()
+        y = device.draw((400, N_OUTPUTS)).double().numpy()
+        assert abs(y.var(axis=0, ddof=1).mean() / device.noise.variance_at(0).mean() - 1) < 0.2
+    mine = BenchDevice(device.description, patterns=object, grabber=object)
+    with pytest.raises(NoiseUnknown, match=r"its noise is measured when it opens; call open\(\)"):
+        _ = mine.noise
+
+
+@pytest.mark.parametrize(("power", "told"), [(0.7, "light"), (4.0, "saturated in a frame")])
+def test_the_monitor_compares_the_bench_with_itself(
+    power: float, told: str, optics: Any, opener: Opener
+) -> None:
+    def checked(steps: range) -> None:
+        for step in steps:
+            device.seek(step)
+
+    with opener(monitor={"every_steps": 1, "baseline_readings": 8}) as device:
+        checked(range(3))
+        optics.power = power
+        with pytest.raises(DeviceFault, match=told):
+            checked(range(3, 20))
+
+
+def test_frames_of_all_openings_are_counted(optics: Any, opener: Opener) -> None:
+    optics.pulses = 0
+    with opener() as device:
+        assert device.usage.frames == optics.pulses
+
+
+# Parts, each usable alone
+
+
+def test_grains_are_found_along_both_axes() -> None:
+    """Speckle of a rectangular pupil: |mu|^2 = sinc^2, below 0.05 from 0.8 of its first zero on."""
+    draw = np.random.default_rng(3)
+    rows, columns, half = 96, 80, (8, 5)  # of the pupil, in steps of 1 / 96 and 1 / 80 cycles per pixel
+    spectrum = np.zeros((24, rows, columns), dtype=complex)
+    parts = draw.standard_normal((2, 24, 2 * half[0], 2 * half[1]))
+    spectrum[:, : 2 * half[0], : 2 * half[1]] = parts[0] + 1j * parts[1]
+    frames = np.abs(np.fft.ifft2(spectrum)) ** 2
+    frames *= 200 / frames.mean()
+    first, second = (draw.poisson(frames) for _ in range(2))
+    assert grain_spacing(first, second, name="x") == (5, 7)
+    with pytest.raises(DeviceFault, match="frames do not depend on the patterns"):
+        grain_spacing(draw.poisson(100.0, (24, 40, 40)), draw.poisson(100.0, (24, 40, 40)), name="x")
+
+
+def test_mirrors_are_assigned_evenly() -> None:
+    layout = mirror_layout((100, 90), 10, macro_pixel=8, reference_share=0.5, name="x", window=(64, None))
+    counts = np.bincount(layout.owner[layout.owner >= 0])
+    assert (layout.owner.shape, layout.corner) == ((8, 11), (18, 1))
+    assert counts.tolist() == [4] * 10 + [40]
+    assert layout.mirrors_of_anchor == 20
+    x = np.array([[1, -1, 0, 0, 0, 0, 0, 0, 0, 1]])
+    p, rest, n, others = layout.mirrors(layout.ternary(x)).astype(int)
+    anchor = layout.mirrors(layout.anchor())[0]
+    assert (p + rest).tolist() == anchor.tolist() == (n + others).tolist()
+    assert (p.sum(), n.sum(), anchor.sum()) == (8 * 64, 4 * 64, 80 * 64)
+    assert not anchor[:18].any()
+    with pytest.raises(
+        ConfigError, match="bench.macro_pixel: is 8: the window has 132 blocks, 66 of them for data"
+    ):
+        mirror_layout((100, 90), 200, macro_pixel=8, reference_share=0.5, name="x")
+
+
+@pytest.mark.parametrize("bits", [8, 10])
+def test_cameras_of_fewer_bits_are_read(
+    bits: int, optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    optics.bits, optics.black_dn = bits, 4.0
+    with opener(setup=None, grabber=changed(modules["my_bench"].Camera, bits=bits)) as device:
+        assert device.setup.levels_dn[1] == pytest.approx(0.15 * 2**bits, rel=0.25)
+        b = device.measure_matrix(2).clone()
+        assert projected(device, reference_vectors(40, N_INPUTS), b) < 1.5
+
+
+def test_a_setup_that_is_not_kept_is_told(
+    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    opener().close()
+    assert "not kept" not in caplog.text
+    opener(setup=None).close()
+    assert "its setup is not kept, so its matrix is another one in the next process" in caplog.text
+
+
+def test_pixels_are_binned(optics: Any, opener: Opener) -> None:
+    with opener(setup=None, binning=2, n_outputs=20) as device:
+        rows, columns = device.setup.roi[2:]
+        assert max(device.setup.outputs) < rows * columns / 4
+        assert device.project(torch.ones(1, N_INPUTS)).shape == (1, 20)
+
+
+# Descriptions
+
+TEXT = (OWN / "my_bench.toml").read_text()
+
+
+@pytest.fixture
+def described(optics: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The description of the page, beside the laboratory's code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_bench.toml").write_text(TEXT)
+    monkeypatch.setenv("OPUSIM_LOCKS", str(tmp_path / "locks"))
+    return tmp_path
+
+
+def test_a_description_opens_what_it_names(described: Path) -> None:
+    options = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "bench": {"region_step": 4}}
+    with open_device("my_bench.toml", **options) as device:
+        assert isinstance(device, BenchDevice)
+        first = device.setup
+    assert [file.name for file in (described / "my_bench_setup").iterdir()] == [f"{N_INPUTS}x{N_OUTPUTS}.npz"]
+    with open_device("my_bench.toml", **options) as device:
+        assert np.array_equal(device.setup.scale, first.scale)  # type: ignore[attr-defined]
+    with pytest.raises(
+        ConfigError, match="bench.setup: .* was measured with other mirrors, exposure or binning"
+    ):
+        open_device("my_bench.toml", **{**options, "bench": {"region_step": 4, "macro_pixel": 4}})
+    kept = described / "my_bench_setup" / f"{N_INPUTS}x{N_OUTPUTS}.npz"
+    kept.write_bytes(kept.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="is no setup of this version .* remove it to measure anew"):
+        open_device("my_bench.toml", **options)
+
+
+@pytest.mark.parametrize(
+    ("bench", "told"),
+    [
+        ({"grabber": "nowhere:Camera"}, "'nowhere:Camera' does not import .* run where nowhere.py lies"),
+        ({"grabber": "my_bench:Kamera"}, "'my_bench' has no function or class 'Kamera'"),
+        ({"grabber": "my_bench"}, "'my_bench' names no factory; write module:name"),
+        ({"grabber": ""}, "patterns and grabber belong together"),
+        ({"patterns": "", "grabber": ""}, "bench.patterns: names no instrument"),
+        ({"macro_pixel": 20}, "bench.macro_pixel: is 20: the window has 1 blocks, 0 of them for data"),
+        ({"window_rows": 2000}, "bench.window_rows: is 2000, the array has 24; make it smaller"),
+        ({"readout_us": 1000.0}, "bench.readout_us: is 1000 us, which leaves no exposure"),
+    ],
+)
+def test_a_description_that_cannot_be_used_says_what_to_write(
+    bench: dict[str, Any], told: str, described: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        open_device("my_bench.toml", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS, bench=bench)
+
+
+def test_four_frames_take_part_in_a_projection(described: Path) -> None:
+    with pytest.raises(ConfigError, match="frames.frames_per_projection: 2: a bench shows 4"):
+        open_device("my_bench.toml", frames={"frames_per_projection": 2})
+
+
+# Training
+
+
+def test_a_network_trains_without_protection_from_the_description(described: Path) -> None:
+    run = opusim.train(
+        {
+            "epochs": 1,
+            "data": {"name": "digits"},
+            "model": {"hidden": [16]},
+            "trainer": {"kind": "pdfa"},
+            "device": {"name": "my_bench.toml", "bench": {"region_step": 4}},
+        },
+        folder=described / "run",
+    )
+    assert run.summary["test_accuracy"] > 0.1  # type: ignore[index]

@@ -217,6 +217,11 @@ class TrainerSection(KindSection):
         """The protection.kind of a run that gives none."""
         return "none"
 
+    @property
+    def update_clipping(self) -> dict[str, Any]:
+        """What an update does to the activations that enter it, as arguments of `ActivationClipping`."""
+        return {}
+
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Whether the run opens its device."""
         return False

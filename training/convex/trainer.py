@@ -493,17 +493,9 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
 
     @override
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        if self.config.protection.last_iterate:
-            return self.last_iterate(noise_multiplier)
-        return self.clipped_records(noise_multiplier, divisor=self.divisor)
-
-    def last_iterate(self, noise_multiplier: float) -> ConvexLastIterate:
-        """Return the release of only the last iterate.
-
-        Args:
-            noise_multiplier: z, the noise's standard deviation over C.
-        """
         config, options = self.config, self.options
+        if not config.protection.last_iterate:
+            return self.clipped_records(noise_multiplier, divisor=self.divisor)
         return ConvexLastIterate(
             objective=options.objective,
             clip=options.residual_clip,

@@ -76,6 +76,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
     processes = "steps"
+    layer_signals = "exact"
     fills_batches = True
     network: FullyConnected | AnyModule
     source: ClosedForm | ModuleGradients
@@ -427,3 +428,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     @override
     def noiseless(self) -> Mapping[str, Any]:
         return {"sigma": 0.0} if self.options.digital_sigma else {}
+
+    @property
+    @override
+    def noises_signals(self) -> bool:
+        options = self.options
+        if isinstance(options, PdfaConfig):
+            return options.encoding == "ternary"
+        return options.feedback_matrix and options.digital_sigma > 0

@@ -78,7 +78,7 @@ class Protection:
     def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
         self.plan, self.algorithm = plan, algorithm
         self.config, self.dataset = plan.config, plan.dataset
-        self.options: Any = plan.config.protection
+        self.options: Any = self.config.protection
 
     @property
     def correlation(self) -> tuple[float, ...]:
@@ -111,7 +111,7 @@ class Protection:
             NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
                 protected.
         """
-        require_covered(self.plan)
+        require_covered(self.config, self.dataset, self.plan.sampler.scheme)
 
     def calibrated(self) -> float | None:
         """Return the noise multiplier of the section, or the least that reaches its epsilon; None for neither.

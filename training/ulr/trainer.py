@@ -340,6 +340,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
 
     applies = frozenset({"gradients"})
     uses_public_randomness = True
+    layer_signals = "estimated"
     record_options: ClassVar[Mapping[str, Any]] = {"form": "proven", "noise": "digital"}
     network: ModuleSequence
     update: PlainUpdate | PublishedUpdate
@@ -523,6 +524,11 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     def noiseless(self) -> Mapping[str, Any] | None:
         """See Algorithm.noiseless; the published form's noise is that of its probes, and a device's is unknown."""
         return None if self.options.form == "published" or self.options.noise == "device" else {}
+
+    @property
+    @override
+    def leaves_directions(self) -> bool:
+        return (self.options.form, self.options.remedy) == ("published", "extra-noise")
 
 
 def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:

@@ -33,7 +33,7 @@ from opusim.training.convex.config import ConvexConfig
 from opusim.training.data import Dataset
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.functions import LOSSES
-from opusim.training.protections.config import LabelAmplifiedConfig, NoProtectionConfig
+from opusim.training.protections.config import NoProtectionConfig
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array
 from opusim.training.zeroth_order.config import ZoConfig
@@ -629,7 +629,7 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    floor = run.config.protection_as(LabelAmplifiedConfig).floor
+    protection: Any = run.config.protection  # of the kind label-amplified
     # the inputs of the tanh network's layers, each with the bias's constant 1
     first = np.append(run.dataset.train.x[0].double().numpy(), 1.0)
     weight, bias = (state[f"layer1.{part}"].double().numpy() for part in ("weight", "bias"))
@@ -639,7 +639,7 @@ def _whitened(
     for number, (names, h) in enumerate(zip(layers_of(list(total)), inputs, strict=True)):
         rows, signal = _matrix(total, names), _matrix(gradient, names) @ h
         size, length = float(np.linalg.norm(h)), float(h @ h)
-        ridge = floor * scale * length / len(h)
+        ridge = protection.floor * scale * length / len(h)
         along_h = rows @ h / size / math.sqrt(scale * length + ridge)
         turned = _reflected(along_h, signal / np.linalg.norm(signal))
         sums.append(turned[0])

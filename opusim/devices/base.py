@@ -234,10 +234,6 @@ class NoisyDevice(ABC):
         """
         self._is_credited = True
 
-    def _is_law_judged(self) -> bool:
-        """Return whether noise below the stated law is a fault, and not only a wrong assumption."""
-        return self._is_credited or self._certified is not None or self.description.medium is not None
-
     # Opening and closing
 
     def open(self) -> Self:
@@ -629,7 +625,9 @@ class NoisyDevice(ABC):
             n_inputs=self.n_inputs,
             read=self._read_vectors,
             law=self._law_as_decoded,
-            judges_law=self._is_law_judged,
+            judges_law=lambda: (
+                self._is_credited or self._certified is not None or self.description.medium is not None
+            ),
             saturated=self._saturated_share,
             show=self._pattern_frames,
             baseline=baseline,

@@ -75,14 +75,6 @@ class Baseline:
     shared_difference: float
     frames: FrameLook | None = None
 
-    def noise_ratio(self, variance: np.ndarray) -> float:
-        """New noise variance over the old.
-
-        Both are means over the outputs, weighed by what an independent half of the first look found, so that bright
-        outputs do not hide the others.
-        """
-        return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
-
     def correlation(self, reference: np.ndarray, kept: np.ndarray) -> float:
         """Return the correlation of one reading of each vector with `reference` at some outputs, noise taken out."""
         if not np.any(kept):

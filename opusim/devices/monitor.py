@@ -506,9 +506,12 @@ class Monitor(Unmonitored):
 
     def _check_change(self, variance: np.ndarray, blank: np.ndarray, law: NoiseModel | None) -> None:
         """Compare the noise with its first value; this needs no law."""
-        if not np.any(self.baseline.weights * self.baseline.variance):
+        # means over the outputs, weighed by what an independent half of the first look found, so that bright outputs do
+        # not hide the others
+        weights, before = self.baseline.weights, self.baseline.variance
+        if not np.any(weights * before):
             return
-        ratio = self.baseline.noise_ratio(variance)
+        ratio = float((variance * weights).mean() / (before * weights).mean())
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
         distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
         if louder and np.max(distances) > _FAR_OFF**2 * np.median(

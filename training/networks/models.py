@@ -312,12 +312,9 @@ class ConvolutionalNetwork(BlockModel):
 
 def _convolution(channels: int, width: int, stride: int, norm: ImageNorm) -> nn.Sequential:
     convolution = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
-    return nn.Sequential(convolution, _norm(norm, width), nn.ReLU())
-
-
-def _norm(norm: ImageNorm, width: int) -> nn.Module:
     checks.choice(("batch", "group"), norm=norm)
-    return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(math.gcd(4, width), width)
+    scale = nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(math.gcd(4, width), width)
+    return nn.Sequential(convolution, scale, nn.ReLU())
 
 
 def _image(record_shape: Sequence[int]) -> tuple[int, int, int]:

@@ -295,11 +295,11 @@ class Figure:
     label: str
     share: bool = False
 
-    def shown(self, value: float | None, *, digits: int = 2) -> str:
+    def shown(self, value: float | None) -> str:
         """Return a value as text, or a dash if there is none."""
         if value is None:
             return "–"
-        return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
+        return f"{100 * value:.2f} %" if self.share else f"{value:.4g}"
 
 
 MAIN_FIGURES: Mapping[str, Figure] = {

@@ -436,7 +436,9 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
     place = call.wrt[0].device
     before = _random_state(place)
     result = func(*args, **kwargs)
-    if not _is_random_state(before, place):
+    with _unfollowed():
+        draws = not torch.equal(before, _random_state(place))
+    if draws:
         raise ValueError(
             f"model: {call.site.where} draws random numbers, which a second call would not repeat; move dropout into a "
             "module of its own"
@@ -447,11 +449,6 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
 def _random_state(place: torch.device) -> Tensor:
     with _unfollowed():
         return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
-
-
-def _is_random_state(state: Tensor, place: torch.device) -> bool:
-    with _unfollowed():
-        return torch.equal(state, _random_state(place))
 
 
 @contextmanager

@@ -356,9 +356,7 @@ class TemperatureLaw:
                 f"std = {std:g}: cannot be reached by temperature, {coldest:g} to {hottest:g} degrees Celsius give "
                 f"{low:.6g} to {high:.6g}; change the exposure or the bias light, or add a digital share of noise"
             )
-        if (
-            self.thermal_e2_per_k
-        ):  # halve the range of a noise that grows with the temperature, to the last bits
+        if self.thermal_e2_per_k:  # a noise that grows with the temperature: halve its range to the last bits
             for _ in range(_HALVINGS):
                 middle = (coldest + hottest) / 2
                 coldest, hottest = (middle, hottest) if self.std(middle) < std else (coldest, middle)

@@ -258,20 +258,24 @@ def _calibrated(mechanism: Mechanism, epsilon: float, delta: float) -> Any:
     return calibrate_noise(mechanism, target_epsilon=epsilon, delta=delta)[0]
 
 
-class PoissonProtection(Protection, ABC):
-    """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
-
-    @abstractmethod
-    def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """Return one step at a noise multiplier."""
+class CalibratedProtection(Protection):
+    """Noise of which `whole_run` says what it costs, so that an epsilon has a noise multiplier."""
 
     def calibrated(self) -> float | None:
-        """See Protection.calibrated: all steps of the run together stay within epsilon."""
+        """See Protection.calibrated: the whole run stays within epsilon."""
         options = self.options
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
+
+
+class PoissonProtection(CalibratedProtection, ABC):
+    """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
+
+    @abstractmethod
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """Return one step at a noise multiplier."""
 
     @override
     def whole_run(self) -> Mechanism:

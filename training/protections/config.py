@@ -268,7 +268,6 @@ class LabelReadoutConfig(OneLookConfig):
     """Labels: one noisy reading of each label, kept and reused."""
 
     summary: ClassVar[str] = "Labels: one reading of each label through a device, kept; posterior targets."
-    formerly: ClassVar[tuple[str, ...]] = ("label-once",)
     dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {
         "noise": {
             "digital": f"{_MORE_ACCURATE}; or read labels through a device: 'device', 'counts', 'argmax'"
@@ -305,7 +304,6 @@ class LabelRandomizedResponseConfig(OneLookConfig):
     """Labels: each replaced once by randomized response."""
 
     summary: ClassVar[str] = "Labels: randomized response; posterior targets."
-    formerly: ClassVar[tuple[str, ...]] = ("label-response",)
     tested_records: ClassVar[int] = 4000
 
     kind: Literal["label-randomized-response"] = "label-randomized-response"

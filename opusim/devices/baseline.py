@@ -159,17 +159,14 @@ def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, r
     )
 
 
-def measure_noise(
-    read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int, readings: int = 64
-) -> MeasuredNoise:
+def measure_noise(read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int) -> MeasuredNoise:
     """Measure what a device that states no law needs for training: variances of blank and of repeated frames.
 
     Args:
         read: takes readings of ternary vectors, a row each; never of data.
         n_inputs: width of a vector.
-        readings: of nothing, of a half-dense and of a dense vector, each, at least 2.
     """
-    dense = reference_vectors(1, n_inputs)[0]
+    dense, readings = reference_vectors(1, n_inputs)[0], 64
     levels = sorted({0, -(-n_inputs // 2), n_inputs})
     shown = torch.stack([torch.where(torch.arange(n_inputs) < level, dense, 0.0) for level in levels])
     taken = read(shown.repeat(readings, 1)).cpu().double().numpy().reshape(readings, len(levels), -1)

@@ -61,6 +61,8 @@ from opusim.training.protections.noisy_labels import (
 from opusim.training.protections.record import LastIterateProtection
 from opusim.training.protections.released_model import LabelReleaseProtection
 
+_ERROR = 0.05
+"""Probability that any of the bounds is too high; all adversaries and estimators share it."""
 PARTS = 20
 """Parts in which the trials of a world are played, so that a progress bar moves."""
 
@@ -155,7 +157,6 @@ def played(
     trials: int,
     seed: int,
     delta: float,
-    error: float = 0.05,
     null: bool = False,
     on_trials: Callable[[int], None] = lambda count: None,
 ) -> list[Played]:
@@ -166,7 +167,6 @@ def played(
         trials: Trials of both worlds together, at least 40.
         seed: Repeats the game, in [0, 2^63), if its mechanism takes seeds.
         delta: Of the bounds, in [0, 1).
-        error: Probability that any of the bounds is too high; all adversaries and estimators share it.
         null: Whether the second world is the first one again, so that there is nothing to find.
         on_trials: Called with the number of trials done since the last call.
     """
@@ -188,7 +188,7 @@ def played(
     if values is not None:
         values = (values[0], values[0]) if null else values
         estimators.append(Estimator.DRAWN_NOISE)
-    confidence = 1 - error / (len(game.adversaries) * len(estimators))
+    confidence = 1 - _ERROR / (len(game.adversaries) * len(estimators))
     found = []
     for adversary, one, other in zip(game.adversaries, *worlds, strict=True):
         plans = [

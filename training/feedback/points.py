@@ -39,7 +39,6 @@ from opusim.training.feedback.layout import (
     Extent,
     LearntReadout,
     Rows,
-    Slice,
     View,
     chosen_rows,
     one_to_one,
@@ -104,9 +103,10 @@ class FeedbackAlignment(PointHooks):
             proportion to its size, right on average), "ternary" or "sign" (the entries above a threshold, and a
             constant for each row, for which B 1 is measured at the first step), "planes" (a reading a digit); or "real"
             without a device. See `opusim.training.feedback.projection`. None takes "stochastic" with a device, else
-        "real". threshold: Threshold of "ternary" in units of the row's root mean square, at least 0. planes: Digits of
-        "planes", from 1 to 24. normalised: Whether the feedback passes through the Jacobian of a layer norm of the
-        point's output, as the
+            "real".
+        threshold: Of "ternary", in units of the row's root mean square, at least 0.
+        planes: Digits of "planes", from 1 to 24.
+        normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
             does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
@@ -152,7 +152,6 @@ class FeedbackAlignment(PointHooks):
         batch_dim: int = 0,
         channel_dim: int | None = None,
     ) -> None:
-        super().__init__()
         if isinstance(rows, int) and not isinstance(rows, bool):
             checks.integer(rows=rows, minimum=1)
         else:
@@ -172,26 +171,16 @@ class FeedbackAlignment(PointHooks):
             _require_device(device)
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         refuse_second(model)
-        self.model = model
+        view = View(batch_dim=batch_dim, channel_dim=channel_dim)
+        super().__init__(model, rows=rows, shared=slices == "shared", view=view, device=device)
         self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
-        self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
         self._seed, self._draw_seed = seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
-        self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
-        self._noisy_device = device
         self.column_sum: Tensor | None = None
         """B 1 as measured on the device, or None before. Set it in a resumed run to spare the measurement."""
         self._projection: Projection | None = None
         self._place = torch.device("cpu")
-        self._n_inputs, self._slices, self._extent = 0, list[Slice](), Extent(0, 0, 0)
-        self._calls: list[tuple[str, Tensor]] | None = None
-        self._kept: list[tuple[str, Tensor]] = []
-        self._connected, self._learning = False, False
-        self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
-        self._told = self._outside = False
-        self._observed: list[Reading] | None = None
-        self._error: Tensor | None = None
         self.readout: LearntReadout | None = None
         """The learnt read-out; None before `start_readout` or `fit_readout`."""
         self.private_loops = 0

@@ -77,7 +77,7 @@ class Protection:
 
     def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
         self.plan, self.algorithm = plan, algorithm
-        self.config, self.dataset = plan.config, plan.dataset
+        self.config, self.dataset = algorithm.config, plan.dataset
         self.options: Any = self.config.protection
 
     @property

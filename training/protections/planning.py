@@ -93,8 +93,12 @@ class ProtectedAlgorithm(ABC):
     """What a protection asks of the algorithm that it protects.
 
     `opusim.training.engine.algorithm.Algorithm` is one.
+
+    Attributes:
+        config: The run's configuration.
     """
 
+    config: RunConfig
     applies: ClassVar[frozenset[str]] = frozenset()
     """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""
     fills_batches: ClassVar[bool] = False

@@ -378,7 +378,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     @property
     def device_shape(self) -> DeviceShape:
         """A reading holds the noise of every output of one record."""
-        outputs = sum(value.numel() for value in _blank_outputs(self.network, 1).values)
+        outputs = sum(value.numel() for value in _blank_outputs(self.network).values)
         return DeviceShape(n_inputs=1, n_outputs=min(outputs, _WIDEST_READING))
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
@@ -398,7 +398,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             parts = [parts_of_records(size, records) for size in sizes]
             draws = [size * part for size, found in zip(sizes, parts, strict=True) for part in found]
             return draws * options.copies
-        blank, matched = _blank_outputs(network, 1), options.shape == "matched"
+        blank, matched = _blank_outputs(network), options.shape == "matched"
         coordinates = [
             coordinates_of(jacobian, value, h, matched=matched)
             for jacobian, value, h in zip(network.jacobians, blank.values, blank.inputs, strict=True)
@@ -531,6 +531,6 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         return (self.options.form, self.options.remedy) == ("published", "extra-noise")
 
 
-def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:
-    """Return what the modules make of records of zeros."""
-    return network.forward(torch.zeros(n, network.n_inputs, device=network.parameters[0].device))
+def _blank_outputs(network: ModuleSequence) -> Outputs:
+    """Return what the modules make of a record of zeros."""
+    return network.forward(torch.zeros(1, network.n_inputs, device=network.parameters[0].device))

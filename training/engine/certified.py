@@ -51,7 +51,12 @@ def certificate_of(
                 "another; move that file away, or begin a new run"
             )
     found.check_device(description, n_outputs=0)  # the window is checked when the device is opened
-    found.require_fresh(chosen.certificate_days, date.today())
+    if (age := found.age_days(date.today())) > chosen.certificate_days:
+        reason = (
+            f"{found.date} is {age} days ago, and a certificate holds for device.certificate_days = "
+            f"{chosen.certificate_days}; calibrate again: opusim device calibrate {quoted(found.device)} --out FOLDER"
+        )
+        raise ConfigError(found.device, "certificate.date", reason)
     if found.beta >= delta:
         reason = (
             f"beta = {found.beta:g} is the certificate's own error and leaves nothing of protection.delta = {delta:g}; "

@@ -418,20 +418,6 @@ class SingleOutputTest:
         return 1 - largest if largest > 0 else math.nan
 
 
-def least_numbers(own: float, shared: float, degrees: int) -> float:
-    """Return how many squares a mean square counts as, where outputs share noise of few degrees of freedom.
-
-    The cumulants of both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
-
-    Args:
-        own: standard error of the mean square if outputs are independent, relative.
-        shared: standard error that comes from what they share.
-        degrees: its degrees of freedom, at least 1.
-    """
-    error2 = max(own**2 + shared**2, 1e-24)
-    return 2 / error2 if shared == 0 else min(2 / error2, degrees * error2 / shared**2)
-
-
 def relative_error(spread: float, numbers: Sequence[int]) -> float:
     """Return the relative error of a mean square: the relative spread of one square over the root of their number."""
     return spread / math.sqrt(max(math.prod(numbers), 1))

@@ -61,7 +61,6 @@ from opusim.devices.baseline import (
     ShiftTest,
     SingleOutputTest,
     blank_readings,
-    least_numbers,
     measure_baseline,
     noise_variance,
     output_weights,
@@ -276,7 +275,10 @@ class Monitor(Unmonitored):
         first_error = math.hypot(
             relative_error(first.spread, (half - 1, outputs)), first.shared_blank / (half - 1) ** 0.5
         )
-        numbers = least_numbers(own, shared_part, degrees)
+        # Squares that a mean square counts as, where outputs share noise of few degrees of freedom: the cumulants of
+        # both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
+        error2 = max(own**2 + shared_part**2, 1e-24)
+        numbers = 2 / error2 if shared_part == 0 else min(2 / error2, degrees * error2 / shared_part**2)
         let_pass = self._settings.noise_tolerance
         shared = level + (math.log(2) if self._certified else 0.0)  # two tests of the law share its part
         self._weaker = ShiftTest(0.0, error, 0.0, shared, numbers)

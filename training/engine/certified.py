@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger, LedgerContent
+from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
@@ -160,16 +160,3 @@ def doubt_text(alarm: Alarm, folder: RunFolder) -> str:
         f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
         f"with: opusim account run {quoted(folder.path)}"
     )
-
-
-def require_undoubted(content: LedgerContent, folder: RunFolder) -> None:
-    """Refuse to resume a run whose later steps no guarantee would cover.
-
-    Raises:
-        RunFolderError: The device's monitor found the noise other than certified.
-    """
-    for alarm in content.doubts:
-        raise RunFolderError(
-            f"run folder {folder.path} cannot be resumed under its guarantee: {alarm.text}; begin a new run, and see "
-            f"what is covered with: opusim account run {quoted(folder.path)}"
-        )

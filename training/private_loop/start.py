@@ -164,13 +164,16 @@ def make_private(
         settings = ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
         )
-        physical = _physical_batches(
-            settings,
-            module,
-            len(data_loader.dataset),  # type: ignore[arg-type]
-            ranks,
-            size=max_physical_batch_size,
+        # Under add_or_remove_one the number of records is private, and that of rows follows from other constants.
+        is_public = settings.relation is Adjacency.ZERO_OUT
+        records = len(data_loader.dataset)  # type: ignore[arg-type]
+        physical = PhysicalBatches.of_steps(
+            settings.sample_rate * records if is_public else settings.batch_size,
+            records=records if is_public else None,
+            processes=ranks.world,
+            on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
             fixed=fixed_batches,
+            size=max_physical_batch_size,
         )
         args, kwargs = arguments_for(module, data_loader, example_inputs)
         gradients = RecordGradients(
@@ -208,30 +211,6 @@ def make_private(
 
 def _one_loop_less(points: FeedbackAlignment) -> None:
     points.private_loops -= 1
-
-
-def _physical_batches(
-    settings: PrivacySettings,
-    module: nn.Module,
-    records: int,
-    ranks: Ranks,
-    *,
-    size: int | None,
-    fixed: bool | None,
-) -> PhysicalBatches:
-    """Return how the records of a step run; the arguments are those of `make_private`.
-
-    Under add_or_remove_one the number of records is private, and the number of rows follows from other constants.
-    """
-    is_public = settings.relation is Adjacency.ZERO_OUT
-    return PhysicalBatches.of_steps(
-        settings.sample_rate * records if is_public else settings.batch_size,
-        records=records if is_public else None,
-        processes=ranks.world,
-        on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
-        fixed=fixed,
-        size=size,
-    )
 
 
 def _settings(

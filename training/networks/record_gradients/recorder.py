@@ -34,7 +34,6 @@ from opusim.training.networks.record_gradients.layers import (
     CELLS,
     RECURRENT,
     group_norm,
-    require_no_packing,
     unrolled,
     unrolled_cell,
 )
@@ -324,7 +323,6 @@ class Recorder:
                 return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
             if func in CELLS:
                 return unrolled_cell(self._linear, func, *args, **options)
-            require_no_packing(args)
             return unrolled(self._linear, func, *args, **options)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,13 +31,7 @@ from opusim.accounting.mechanism import (
     counted,
     require_text,
 )
-from opusim.accounting.theorems import (
-    NOISY_SUM,
-    SEED_IS_SECRET,
-    Theorem,
-    about_relation,
-    about_rounding,
-)
+from opusim.accounting.theorems import NOISY_SUM, SEED_IS_SECRET, Theorem, about_relation, about_rounding
 
 _CHECKED = (
     "the noise of every step is fresh",

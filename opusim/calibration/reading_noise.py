@@ -58,14 +58,7 @@ from opusim.calibration.independence import (
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import TrustedProperty
-from opusim.p_values import (
-    FAMILY_ALARM,
-    PropertyTest,
-    bonferroni,
-    decide,
-    gamma_p_value,
-    normal_p_value,
-)
+from opusim.p_values import FAMILY_ALARM, PropertyTest, bonferroni, decide, gamma_p_value, normal_p_value
 
 _CORRELATED = 5.0  # standard errors of the correlation of successive readings
 _STATISTICS_IN_TIME, _STATISTICS_OF_LAW = (

@@ -29,12 +29,7 @@ from opusim.devices.inputs import (
     ternary_batch,
     write_intensities,
 )
-from opusim.devices.kinds import (
-    CAPABILITIES,
-    Capability,
-    WorksWithMatrices,
-    devices_that,
-)
+from opusim.devices.kinds import CAPABILITIES, Capability, WorksWithMatrices, devices_that
 from opusim.devices.monitor import BEFORE_ALL, Monitor, Unmonitored
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown

@@ -23,11 +23,7 @@ from opusim.training.data import Dataset
 from opusim.training.data.public_maps import Augmentation
 from opusim.training.feedback.choice import OUTPUT
 from opusim.training.feedback.closed_form import Batch, Learned, require_finite
-from opusim.training.feedback.config import (
-    BpConfig,
-    FeedbackConfig,
-    PointsConfig,
-)
+from opusim.training.feedback.config import BpConfig, FeedbackConfig, PointsConfig
 from opusim.training.feedback.diagnosis import Control
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule

@@ -29,11 +29,7 @@ from opusim.training.data import Dataset
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
-from opusim.training.feedback.config import (
-    EncodedConfig,
-    FeedbackConfig,
-    PdfaConfig,
-)
+from opusim.training.feedback.config import EncodedConfig, FeedbackConfig, PdfaConfig
 from opusim.training.feedback.diagnosis import BATCHES
 from opusim.training.feedback.hooks import refuse_second
 from opusim.training.feedback.modules import (

@@ -41,12 +41,7 @@ from opusim.randomness.streams import CorrelatedStream, NoiseStream, SystemUnifo
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import PhysicalBatches, PoissonSampler
-from opusim.training.networks.clipping import (
-    MOST_RECORDS,
-    SUM_ERROR,
-    Clip,
-    bounded_factors,
-)
+from opusim.training.networks.clipping import MOST_RECORDS, SUM_ERROR, Clip, bounded_factors
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.optimizers import rate_share
 from opusim.training.networks.record_gradients.tape import RecordTape

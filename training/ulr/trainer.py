@@ -30,12 +30,7 @@ from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.errors import RunFolderError, TrainingDiverged
 from opusim.training.networks.base import require_class_scores
-from opusim.training.networks.clipping import (
-    bounded_factors,
-    by_record,
-    finite_rows,
-    row_norms,
-)
+from opusim.training.networks.clipping import bounded_factors, by_record, finite_rows, row_norms
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.network import FullyConnected, build_model
 from opusim.training.networks.optimizers import make_optimizer

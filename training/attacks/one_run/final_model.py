@@ -45,12 +45,7 @@ from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Played
-from opusim.training.attacks.one_run.audit import (
-    CONFIDENCE,
-    audit_of_scores,
-    started_again,
-    with_records,
-)
+from opusim.training.attacks.one_run.audit import CONFIDENCE, audit_of_scores, started_again, with_records
 from opusim.training.attacks.run_audit import audit_place, drawn_seed, read_run
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Arrays

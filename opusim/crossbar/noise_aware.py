@@ -161,9 +161,8 @@ class _WeightNoise(nn.Module):
                 change.mul_(self._relative)
             else:  # a draw of what the device holds minus the weights, from the table of its moments
                 relative = rows / scale
-                index = (
-                    relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()
-                )  # NaN stays one by `add_`
+                # NaN stays one by `add_`
+                index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()
                 mean = self._shift.to(weight.device)[index].add_(relative)
                 # <w, mean> becomes <w, w> over the layer, as `DeviceLinear` compensates drift
                 factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)

@@ -516,9 +516,8 @@ class Monitor(Unmonitored):
         ratio = float((variance * weights).mean() / (before * weights).mean())
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
         distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
-        if louder and np.max(distances) > _FAR_OFF**2 * np.median(
-            distances
-        ):  # some are far off, most are not
+        # some are far off, most are not
+        if louder and np.max(distances) > _FAR_OFF**2 * np.median(distances):
             raise self._seen() or self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)

@@ -617,9 +617,8 @@ class LastIterateGame(TwoWorlds):
         """
         own = self.actual
         rates = learning_rates(own)
-        kept = np.append(
-            np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0
-        )  # from a step to the end
+        # from a step to the end
+        kept = np.append(np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0)
         noises = rates * own.noise_multiplier
         noises[-1] = math.hypot(noises[-1], own.final_noise * own.learning_rate * own.noise_multiplier)
         distance = (2 * rates * kept).reshape(own.epochs, own.batches).sum(axis=0)

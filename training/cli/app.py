@@ -379,9 +379,8 @@ def _without_exit(command: Callable[[], Any]) -> Any:
         if "_OPUSIM_COMPLETE" in os.environ:
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        *_, place = (
-            frame for frame in frames if not frame.filename.startswith("<frozen")
-        )  # `exit` itself is
+        # the caller of `exit`, which stands in a frozen module itself
+        *_, place = (frame for frame in frames if not frame.filename.startswith("<frozen"))
         raise PluginError(
             f"exit({error.code!r}) at {place.filename}:{place.lineno} would end the command in silence; "
             "let that code raise an error instead"

@@ -81,9 +81,8 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
     def command(**values: Any) -> None:
         changes = changes_of(options, values)
         config = resolved(kind, values["config"], values["settings"] or (), changes)
-        if config.uses_device and not _follows(
-            config
-        ):  # its driver must be there before anything else begins
+        # its driver must be there before anything else begins
+        if config.uses_device and not _follows(config):
             from opusim.description.schema import load_description
             from opusim.devices.access import require_present
 

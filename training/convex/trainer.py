@@ -174,9 +174,8 @@ def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
     """
     with full_precision():
         values = x @ hyperplanes.t()
-    rounding = ((x.shape[1] + 4) * 2.0**-23 * row_norms(hyperplanes)).to(
-        values.dtype
-    )  # twice, for |x| = 1 + 2^-23
+    # twice, for |x| = 1 + 2^-23
+    rounding = ((x.shape[1] + 4) * 2.0**-23 * row_norms(hyperplanes)).to(values.dtype)
     gates = values >= 0
     for entries in (values.abs() <= rounding).nonzero().split(max(1, _FLOAT64_CHUNK // x.shape[1])):
         record, plane = entries.unbind(1)

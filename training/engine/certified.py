@@ -137,9 +137,8 @@ def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[No
         yield
     except DeviceError as error:
         checkpoints = list_checkpoints(folder.checkpoints)
-        judged = error.alarm and isinstance(
-            error, DeviceFault | NoiseBelowCertificate
-        )  # not a cable that fell out
+        # not a cable that fell out
+        judged = error.alarm and isinstance(error, DeviceFault | NoiseBelowCertificate)
         if not judged or not checkpoints or not folder.ledger_file.exists():
             raise
         newest = read_checkpoint(checkpoints[-1])

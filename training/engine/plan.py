@@ -134,9 +134,8 @@ class RunPlan(Plan):
         dataset = with_maps(config, dataset, folder)
         require_room(dataset)
         if description is not None and certificate is not None and description.monitor is None:
-            monitor = MonitorSettings(
-                every_steps=1
-            )  # a run under a certificate is monitored before each step
+            # a run under a certificate is monitored before each step
+            monitor = MonitorSettings(every_steps=1)
             description = description.model_copy(update={"monitor": monitor})
         plan = cls(
             config=config,

@@ -68,9 +68,8 @@ class ModuleGradients:
         self._feedback, self._seed, self._tape = feedback, seed, tape
         self._augmentation, self._new_control = augmentation, new_control
         self._control: Control | None = None
-        self._column_sum = (
-            None if self.device is None else torch.zeros(self.device.n_outputs)
-        )  # zeros until it is measured
+        # zeros until it is measured
+        self._column_sum = None if self.device is None else torch.zeros(self.device.n_outputs)
 
     @property
     def state(self) -> dict[str, Tensor]:

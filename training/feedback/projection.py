@@ -183,9 +183,8 @@ class StochasticTernary(Encoding):
         torch.rand(self._before, error.shape[1], generator=generator)  # those of other processes' rows
         drawn = torch.rand(error.shape, generator=generator).to(error.device)
         median = error.median(dim=1, keepdim=True).values
-        offset = (
-            median if error.shape[1] > 1 else torch.zeros_like(median)
-        )  # the device is shown a single entry
+        # the device is shown a single entry
+        offset = median if error.shape[1] > 1 else torch.zeros_like(median)
         rest = error - offset
         scale = rest.abs().amax(dim=1, keepdim=True)
         frames = rest.sign().mul_(drawn * scale < rest.abs())

@@ -220,9 +220,8 @@ class ConvolutionBlock(nn.Module):
     def __init__(self, channels: int, width: int, stride: int, norm: ImageNorm) -> None:
         super().__init__()
         self.first = _convolution(channels, width, stride, norm)
-        self.second = nn.Sequential(
-            *list(_convolution(width, width, 1, norm))[:-1]
-        )  # the ReLU follows the sum
+        # the ReLU follows the sum
+        self.second = nn.Sequential(*list(_convolution(width, width, 1, norm))[:-1])
         self.shortcut = PoolShortcut(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:

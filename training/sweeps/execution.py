@@ -176,9 +176,8 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     folder = RunFolder(run_path)
     started = time.perf_counter()
     try:
-        names_code = is_import_path(config.model.name) or is_import_path(
-            config.loss
-        )  # the sweep itself names it
+        # the sweep itself names it
+        names_code = is_import_path(config.model.name) or is_import_path(config.loss)
         run = None
         while run is None and not folder.finished:
             try:

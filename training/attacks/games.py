@@ -120,15 +120,19 @@ class TwoWorlds(ABC):
     is_gaussian: bool = False
     together: int = 1
 
-    @abstractmethod
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """Play trials in one world; return each adversary's scores, shape (adversaries, count).
+        """Play trials in one world, by default in passes; return each adversary's scores, shape (adversaries, count).
 
         Args:
             count: Number of trials, at least 1.
             first: Which world.
             seed: In [0, 2^63); games of different seeds share no randomness. A release run's mechanism ignores it.
         """
+        return in_passes(count, self.together, lambda own: self._pass(own, first=first), seed=seed)
+
+    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        """Return the scores of one pass, shape (adversaries, together)."""
+        raise NotImplementedError(f"{type(self).__name__} must override _pass, or scores")
 
     def values(self) -> tuple[float, float] | None:
         """Return the score of each world without noise, if all trials of a world have one and Gaussian noise is added.
@@ -389,17 +393,13 @@ class AmplifiedGame(TwoWorlds):
         self.mechanism = self.actual if accounted is None else accounted
 
     @override
-    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
-
-    @override
     def weakened(self) -> AmplifiedGame:
         # a quarter of the noise at every step
         quarter = self._plan.protection.noise_multiplier / 4
         return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self.mechanism)
 
+    @override
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
-        """Scores of one pass, shape (adversaries, RECORDS)."""
         accounted, section = self.mechanism, self._plan.protection.options
         q, shift = accounted.sampling_probability, 1 / accounted.noise_multiplier
         plan = on_one_layer(self._plan, seed, {"scheme": "poisson", "sampling_probability": q})
@@ -526,16 +526,13 @@ class ReleasedModelGame(TwoWorlds):
         self._from_others = others.sum(dim=0) - others.diagonal()
 
     @override
-    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        # a pass is one model
-        return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
-
-    @override
     def weakened(self) -> ReleasedModelGame:
         # a quarter of the noise
         return ReleasedModelGame(self._plan, self.mechanism, louder=4 * self._louder)
 
+    @override
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        # a pass is one model
         plan = self._plan.unchecked(seed=seed)
         x, y = plan.dataset.train.x, plan.dataset.train.y.clone()
         y[:RECORDS] = 0 if first else 1
@@ -631,11 +628,6 @@ class LastIterateGame(TwoWorlds):
         return float(self.exact_mus()[self._position] / proven_mu(self.actual))
 
     @override
-    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        # a pass is a whole run on `TRIALS` trials
-        return in_passes(count, TRIALS, lambda own: self._pass(own, first=first), seed=seed)
-
-    @override
     def values(self) -> tuple[float, float] | None:
         # residuals that depend on the model make trials differ
         if self._lean < LEAN:
@@ -652,7 +644,9 @@ class LastIterateGame(TwoWorlds):
         plan = self._plan.unchecked(protection={"noise_multiplier": quarter})
         return LastIterateGame(plan, self.mechanism, position=self._position, lean=self._lean)
 
+    @override
     def _pass(self, seed: int, *, first: bool, noisy: bool = True) -> np.ndarray:
+        # a pass is a whole run on `TRIALS` trials
         plan = self._crafted(seed, first=first)
         if not noisy:
             plan = plan.unchecked(protection={"noise_multiplier": 0.0, "noise": "digital"})

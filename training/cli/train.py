@@ -61,12 +61,7 @@ class TrainGroup(LazyGroup):
             self.later(name, summary, partial(built, name, command), panel="Other commands")
 
 
-app = typer.Typer(
-    cls=TrainGroup,
-    help="Train a network by one of these trainers, resume a run, or list the keys of the configuration.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(cls=TrainGroup, no_args_is_help=True, rich_markup_mode="rich")
 
 
 @app.callback()
@@ -363,13 +358,7 @@ class TuneGroup(LazyGroup):
         return list(super().parse_args(ctx, args))
 
 
-tune_app = typer.Typer(
-    cls=TuneGroup,
-    help="Choose a run's settings privately: the best of a Poisson number of trials, and its epsilon.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    add_completion=False,
-)
+tune_app = typer.Typer(cls=TuneGroup, no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
 
 
 @tune_app.callback()

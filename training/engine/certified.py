@@ -90,23 +90,6 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
     )
 
 
-def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, vouched: int) -> Alarm | None:
-    """Return what the ledger says of an error, or None if it is no alarm of the monitor.
-
-    Args:
-        error: What the device raised.
-        device: The device.
-        step: The step before which it was raised.
-        vouched: The step of the last check of an earlier process that confirmed the noise before it, or -1.
-    """
-    if not device.monitor.changed:
-        return None
-    found = _without_remedy(error)
-    if device.monitor.doubtful_from is None:
-        return Alarm(step=step, since=step, found=found, covered=True)
-    return Alarm(step=step, since=vouched_step(device, step, vouched), found=found, covered=False)
-
-
 def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     """Return the step of the last check that confirmed the device's noise in all steps before it.
 
@@ -119,7 +102,8 @@ def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     return found if 0 <= found <= step else min(earlier, step)
 
 
-def _without_remedy(error: DeviceError) -> str:
+def without_remedy(error: DeviceError) -> str:
+    """Return what a device found, without what to do."""
     return str(error).split("; ")[0]
 
 
@@ -143,7 +127,7 @@ def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[No
             raise
         newest = read_checkpoint(checkpoints[-1])
         since = newest.step if error.covered else min(newest.progress.get(VOUCHED, -1), newest.step)
-        alarm = Alarm(step=newest.step, since=since, found=_without_remedy(error), covered=error.covered)
+        alarm = Alarm(step=newest.step, since=since, found=without_remedy(error), covered=error.covered)
         content = folder.read_ledger()
         if not content.payments or content.doubts or not alarm.doubts:  # a line would undo a clean stop
             raise

@@ -409,9 +409,7 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
     return dataset, "test"
 
 
-def read_npz(
-    path: Path,
-) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
+def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
 
     Raises:

@@ -562,10 +562,9 @@ def _configured(
     except BadKey as error:
         raise ConfigError("--set", error.key, error.reason) from error
     if protection.protects == "nothing":
-        name = options["protection"]["kind"]
         raise NoGuarantee(
-            f"protection.kind = {name!r}: no guarantee covers the steps of {kind}, so there is nothing to test; use "
-            "protection.kind=record"
+            f"protection.kind = {options['protection']['kind']!r}: no guarantee covers the steps of {kind}, so there "
+            "is nothing to test; use protection.kind=record"
         )
     if model != "mlp" and protection.protects != "records":
         reason = (

@@ -570,12 +570,7 @@ def _scalars(run: FinishedRun) -> Released:
     sums = np.array(along)
     return Released(
         noise=np.array(noise),
-        sums=Sums(
-            along=sums,
-            along_std=z / mechanism.spread,
-            by_layer=sums[:, None],
-            shares=np.ones(1),
-        ),
+        sums=Sums(along=sums, along_std=z / mechanism.spread, by_layer=sums[:, None], shares=np.ones(1)),
         batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
     )
 
@@ -609,12 +604,7 @@ def _label_sums(run: FinishedRun, sums: Sequence[Gradient], gradients: Sequence[
     return Released(
         noise=free / (z * protection.clip),
         signal_noise=signals / (z * protection.clip),
-        sums=Sums(
-            along=np.sum(layered * weights, axis=1),
-            along_std=z,
-            by_layer=layered,
-            shares=stated[0],
-        ),
+        sums=Sums(along=np.sum(layered * weights, axis=1), along_std=z, by_layer=layered, shares=stated[0]),
         batch=BatchLaw.binomial(len(run.dataset.train), float(run.mechanism.sampling_probability)),
     )
 

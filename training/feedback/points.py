@@ -39,6 +39,7 @@ from opusim.training.feedback.layout import (
     Extent,
     LearntReadout,
     Rows,
+    Slice,
     View,
     chosen_rows,
     one_to_one,
@@ -59,6 +60,7 @@ from opusim.training.feedback.projection import (
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
 """Number from which on readings to fit a read-out are counted."""
+_NO_PASS = "loss() returns a value that no forward pass of the model led to; run it on a batch"
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
@@ -187,6 +189,13 @@ class FeedbackAlignment(PointHooks):
         """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
         self._handles = self._install()
+
+    def _sized(self) -> list[Slice]:
+        if not self._slices:
+            raise RuntimeError(
+                "the sizes of the points are not known yet; call shape(x) with two records first"
+            )
+        return self._slices
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
@@ -346,11 +355,7 @@ class FeedbackAlignment(PointHooks):
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
             ValueError: The layer has another shape, or the point's positions have outputs of their own.
         """
-        if not self._slices:
-            raise RuntimeError(
-                "the sizes of the points are not known yet; call shape(x) with two records first"
-            )
-        part = self._slices[-1]
+        part = self._sized()[-1]
         wanted = (self._n_inputs, part.channels)
         if tuple(linear.weight.shape) != wanted or part.positions > 1:
             raise ValueError(
@@ -404,9 +409,7 @@ class FeedbackAlignment(PointHooks):
         try:
             reached, found = learnt_gradients(*self._ran(loss), parameters)
             if not self._observed:
-                raise ValueError(
-                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
-                )
+                raise ValueError(_NO_PASS)
             seen = self._observed[-1]
             with self.backpropagating():
                 true, reference = true_gradients(*self._ran(loss), parameters)
@@ -428,13 +431,9 @@ class FeedbackAlignment(PointHooks):
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
         """
         if self.readout is None:
-            if not self._slices:
-                raise RuntimeError(
-                    "the sizes of the points are not known yet; call shape(x) with two records first"
-                )
-            device = self._noisy_device
+            slices, device = self._sized(), self._noisy_device
             outputs = self._shape.n_outputs if device is None else device.n_outputs
-            self.readout = LearntReadout(self._slices, outputs)
+            self.readout = LearntReadout(slices, outputs)
         return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor]) -> None:
@@ -462,9 +461,7 @@ class FeedbackAlignment(PointHooks):
             with self.backpropagating():
                 value, calls = self._ran(loss)
             if not calls or self._error is None:
-                raise ValueError(
-                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
-                )
+                raise ValueError(_NO_PASS)
             outputs = [h for _, h in calls]
             gradient, *true = torch.autograd.grad(value, [self._error, *outputs])
         finally:

@@ -173,20 +173,7 @@ def _mechanism_command(kind: type[Mechanism]) -> None:
         ]
     )
     summary = (inspect.getdoc(kind) or kind.kind).split("\n\n")[0]
-    name = kind.kind.replace("_", "-")
-    app.command(name, help=_escaped(" ".join(summary.split())))(command)
-    for old in kind.formerly:
-        _former_command(old.replace("_", "-"), name)
-
-
-def _former_command(old: str, new: str) -> None:
-    """Add a hidden command that names the one which replaced it."""
-
-    def command() -> None:
-        raise ValueError(f"opusim account {old}: is now `opusim account {new}`; use that")
-
-    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(old, hidden=True, context_settings=anything)(command)
+    app.command(kind.kind.replace("_", "-"), help=_escaped(" ".join(summary.split())))(command)
 
 
 def _option(parameter: Parameter) -> tuple[Any, Any]:

@@ -167,9 +167,8 @@ class Journal:
         self._file.append(line, end=self._end)
         with self._file.refusing_after_errors():
             _write_head(self.path, Position(lines=before.lines + 1, digest=digest))
-        self._lines.append(
-            _Line(entry, digest, self._end + len(line))
-        )  # in one act, which Ctrl-C cannot divide
+        # in one act, which Ctrl-C cannot divide
+        self._lines.append(_Line(entry, digest, self._end + len(line)))
 
     def close(self) -> None:
         """Close the file."""

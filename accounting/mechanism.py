@@ -210,7 +210,6 @@ class Mechanism(ABC):
         priced: Whether `opusim account` has a command for it.
         taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
         audited: Whether an audit of opusim attacks the code that releases it (benchmarks/attacks/README.md).
-        formerly: Earlier names of this kind; a ledger or a command that uses one is told the new name.
     """
 
     steps: Annotated[Count, Doc("How often it ran, at least 1.")] = 1
@@ -228,7 +227,6 @@ class Mechanism(ABC):
     priced: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = False
     audited: ClassVar[bool] = False
-    formerly: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, *, joint: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -615,16 +613,6 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
     """
     values = dict(content)
     kind, version = values.pop("kind", None), values.pop("schema_version", None)
-    known = mechanism_kinds()
-    for name in known if str(kind) not in known else ():
-        try:
-            former = mechanism_class(name).formerly
-        except ValueError:  # a broken package has no say about other names
-            continue
-        if str(kind) in former:
-            raise ValueError(
-                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
-            )
     found = mechanism_class(str(kind))
     if version != SCHEMA_VERSION:
         raise ValueError(

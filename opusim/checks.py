@@ -94,9 +94,7 @@ def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> Non
             _refuse(name, value, f"must lie in [{low:g}, {high:g}]", remedy)
 
 
-def in_unit_interval(
-    *, closed: Literal["left", "right", "both", "neither"] = "both", remedy: str = "", **values: Any
-) -> None:
+def in_unit_interval(*, closed: Literal["left", "right", "both", "neither"] = "both", **values: Any) -> None:
     """Every value lies between 0 and 1 (arrays: every element); `closed` names the ends that are allowed.
 
     Raises:
@@ -109,7 +107,7 @@ def in_unit_interval(
         above = array >= 0 if left else array > 0
         below = array <= 1 if right else array < 1
         if not bool(np.all(above & below)):
-            _refuse(name, value, f"must lie in {'[' if left else '('}0, 1{']' if right else ')'}", remedy)
+            _refuse(name, value, f"must lie in {'[' if left else '('}0, 1{']' if right else ')'}", "")
 
 
 def integer(

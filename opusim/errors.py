@@ -34,9 +34,8 @@ class ConfigError(OpusimError, ValueError):
         return type(self), (self.file, self.key, self.reason)
 
 
-def _cut(text: str, longest: int = 1200) -> str:
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
+def _cut(text: str) -> str:
+    return text if len(text) <= 1200 else f"{text[:600]} ... {text[-600:]}"
 
 
 class DeviceError(OpusimError):

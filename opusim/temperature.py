@@ -356,18 +356,14 @@ class TemperatureLaw:
                 f"std = {std:g}: cannot be reached by temperature, {coldest:g} to {hottest:g} degrees Celsius give "
                 f"{low:.6g} to {high:.6g}; change the exposure or the bias light, or add a digital share of noise"
             )
-        if self.thermal_e2_per_k:
-            return self._bisected(std, coldest, hottest)
+        if self.thermal_e2_per_k:  # a noise that grows with the temperature: halve its range to the last bits
+            for _ in range(_HALVINGS):
+                middle = (coldest + hottest) / 2
+                coldest, hottest = (middle, hottest) if self.std(middle) < std else (coldest, middle)
+            return (coldest + hottest) / 2
         charge = (std**2 - self.floor_variance) / self.variance_per_e
         charge = min(max(charge, self.dark_e(coldest)), self.dark_e(hottest))
         return self.dark.temperature_c(charge / (self.exposure_us * 1e-6))
-
-    def _bisected(self, std: float, coldest: float, hottest: float) -> float:
-        """Return the temperature of a noise that grows with it, within the last bits."""
-        for _ in range(_HALVINGS):
-            middle = (coldest + hottest) / 2
-            coldest, hottest = (middle, hottest) if self.std(middle) < std else (coldest, middle)
-        return (coldest + hottest) / 2
 
     def _steady_variance(self, temperature_c: float) -> float:
         """Return what is not the dark current's part, squared projection units."""

@@ -6,6 +6,7 @@ Lower a number when the tree improves; delete it when its goal is reached.
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ GOALS = {
     "files of the product": 260,
     "files with a single caller in their own folder": 0,
     "function-level imports outside command modules": 20,
+    "reads of a plan's configuration outside the engine": 0,
     "comparisons of protection.kind outside its configuration": 0,
 }
 TODAY: dict[str, int] = {"files with a single caller in their own folder": 10}
@@ -324,6 +326,18 @@ def test_kinds_of_protection_are_compared_in_their_configuration_only() -> None:
         for line in kind_comparisons(path.read_text())
     ]
     require("comparisons of protection.kind outside its configuration", found)
+
+
+def test_the_configuration_of_a_plan_is_bound_in_the_engine() -> None:
+    """Algorithms and protections hold it; a second way to a key of the configuration is a second thing to change."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for module, path in product_files().items()
+        if room_of(module) != ("training", "engine")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"plan\.config\b", line)
+    ]
+    require("reads of a plan's configuration outside the engine", found)
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,6 @@ class LabelReadout(_OfMu):
 
     kind: ClassVar[str] = "label_readout"
     taken_upfront: ClassVar[bool] = True
-    formerly: ClassVar[tuple[str, ...]] = ("label_once",)
     theorem = LABEL_READOUT
     device_assumption = (
         "the device's noise is Gaussian, the same for every label, and at least as strong as stated"

@@ -309,30 +309,19 @@ def box_rdp(noise: PhotonCountNoise, order: float) -> float:
     return float(np.sum(worst))
 
 
-def total_variation_limit(root_distance: float, distance: float) -> float:
-    """Return an upper limit of the total variation distance of two products of Poisson laws, rounded up.
+def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
+    """Return an upper limit of the total variation distance of any two points of the boxes, over several readings.
 
-    min( sqrt(1 - exp(-root_distance)), 1 - exp(-distance) ), where root_distance = sum (sqrt a - sqrt b)^2 and
-    distance = sum |a - b| over pixels and frames. The first is sqrt(1 - BC^2) with the Bhattacharyya coefficient
+    min( sqrt(1 - exp(-root_distance)), 1 - exp(-distance) ), rounded up, where root_distance = sum (sqrt a - sqrt b)^2
+    and distance = sum |a - b| over pixels and frames. The first is sqrt(1 - BC^2) with the Bhattacharyya coefficient
     BC = exp(-root_distance / 2); the second couples the counts, b = a + Poisson(b - a), which differ with that
     probability. If it is at most delta, (0, delta) holds, which no Renyi curve proves.
-
-    Args:
-        root_distance: At least 0, may be infinite.
-        distance: At least 0, may be infinite.
     """
-    checks.non_negative(limits=np.minimum([root_distance, distance], 1e300))
+    low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
+    root_distance = readings * float(np.sum(np.square(np.sqrt(high) - np.sqrt(low)))) * _ROUNDING_UP
+    distance = readings * float(np.sum(high - low)) * _ROUNDING_UP
     limit = min(math.sqrt(-math.expm1(-root_distance)), -math.expm1(-distance))
     return min(1.0, limit * _ROUNDING_UP)
-
-
-def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
-    """Return `total_variation_limit` of any two points of the boxes, over several readings."""
-    low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
-    roots = float(np.sum(np.square(np.sqrt(high) - np.sqrt(low))))
-    return total_variation_limit(
-        readings * roots * _ROUNDING_UP, readings * float(np.sum(high - low)) * _ROUNDING_UP
-    )
 
 
 def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) -> float:

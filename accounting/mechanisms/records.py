@@ -32,18 +32,14 @@ from opusim.accounting.mechanism import (
     counted,
     require_text,
 )
-from opusim.accounting.theorems import (
-    NOISY_SUM,
-    SEED_IS_SECRET,
-    Theorem,
-    about_relation,
-)
+from opusim.accounting.theorems import NOISY_SUM, SEED_IS_SECRET, Theorem, about_relation
 
 _CHECKED = (
     "the noise of every step is fresh",
     "each record's contribution is clipped to norm C before the sum, across all layers together",
     "the sum is divided by a public constant, never by the batch's own size",
 )
+STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
 _SAMPLED = "every record enters every batch independently with probability q"
 _SECRET_BATCHES = "batches stay secret"
 _TRUSTED = ("neither the noise nor the seed that it came from is ever revealed",)
@@ -115,7 +111,7 @@ CLIPPED_RECORDS = Theorem(
         "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
         "one factor min(1, C / norm) over all layers clips each record's update, and a value that is not finite counts "
         "as 0",
-        "the features were standardised with public constants, not with statistics of the data",
+        STANDARDISED,
         "the noise is fresh at each step, Gaussian, and not quantised before it is added",
     ),
     trusted=(
@@ -153,7 +149,7 @@ BANDED_RECORDS = Theorem(
         "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
         "one factor min(1, L / norm) over all layers clips each record's update, with the same L at every step, and a "
         "value that is not finite counts as 0",
-        "the features were standardised with public constants, not with statistics of the data",
+        STANDARDISED,
         "the rows of Z are fresh at each step and Gaussian; a run that resumes in release mode begins C anew and pays "
         "for that",
     ),

@@ -460,9 +460,8 @@ def refined_delta(mu: float, mean: float, epsilon: float) -> float:
     # the smaller of both tails: in doubles Phi is 1 from 8.3 on, where r is largest
     masses = np.where(x[:-1] > 0, -np.diff(numerics.normal_cdf(-x)), np.diff(numerics.normal_cdf(x)))
     inside = float(np.sum(masses * worst)) + float(numerics.normal_cdf(x[0]) * worst[0])
-    return mean * (
-        inside + float(numerics.normal_cdf(mu - x[-1]))
-    )  # beyond the grid the sum is at most E[r; x large]
+    # beyond the grid the sum is at most E[r; x large]
+    return mean * (inside + float(numerics.normal_cdf(mu - x[-1])))
 
 
 @lru_cache

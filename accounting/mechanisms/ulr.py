@@ -192,9 +192,8 @@ def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int)
         return 1.0, 1.0
     probability = 1 / (1 + (1 - q) / q * math.exp(min(from_least - below, 0.0)))
     # E[X | X >= L] - E[X | X >= L - 1] = p (E[X | X >= L] - (L - 1)), p = P(X = L - 1 | X >= L - 1)
-    mean = (
-        n * q * math.exp(numerics.binomial(n - 1, q).logsf(least - 2) - from_least)
-    )  # E[X 1(X >= L)] = N q P(Bin(N-1) >= L-1)
+    # E[X 1(X >= L)] = N q P(Bin(N-1) >= L-1)
+    mean = n * q * math.exp(numerics.binomial(n - 1, q).logsf(least - 2) - from_least)
     share = math.exp(law.logpmf(least - 1) - below) * (mean - (least - 1))
     return probability, min(max(share, 0.0), 1.0)
 

@@ -561,9 +561,8 @@ class TiltedLaw:
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
         """Return upper bounds on delta, from 0 to 1."""
         found = (self._excess() + self.error * self.powers) * np.exp(self.scale + self.shift) + self.beyond
-        at = (
-            np.searchsorted(self.losses, epsilons, side="right") - 1
-        )  # the curve falls, by at most 1 per epsilon
+        # the curve falls, by at most 1 per epsilon
+        at = np.searchsorted(self.losses, epsilons, side="right") - 1
         return np.clip(np.where(at < 0, 1.0, found[at] + self.shift), 0.0, 1.0)
 
 

@@ -393,10 +393,8 @@ def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
 def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, int], float]:
     """`_worst` of rates in row order, kept because a search asks first for the pair and then for the bounds."""
     rates = np.frombuffer(content).reshape(patterns, -1)
-    bounds, level = (
-        np.full((patterns, patterns), np.inf),
-        _FAIR,
-    )  # upper bounds, and the number of the next finer grid
+    # upper bounds, and the number of the next finer grid
+    bounds, level = np.full((patterns, patterns), np.inf), _FAIR
     if patterns > 2:
         renyi = RenyiBounds.of(rates, delta)
         few = np.count_nonzero(renyi.bounds > _CLOSE * renyi.bounds.max()) <= _MANY

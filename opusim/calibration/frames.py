@@ -259,7 +259,6 @@ def decorrelation_time(
     *,
     elapsed_s: float,
     confidence: float,
-    groups: int = GROUPS,
 ) -> Estimate:
     """Return the time tau after which the field's correlation has fallen to 1/e, from intensities.
 
@@ -272,7 +271,6 @@ def decorrelation_time(
         later: the same patterns, after the time elapsed.
         elapsed_s: seconds, above 0; best about a third of the time sought.
         confidence: of the interval, in (0, 1).
-        groups: of pixels.
 
     Raises:
         ValueError: shapes differ, or the frames show no correlation.
@@ -280,16 +278,14 @@ def decorrelation_time(
     checks.positive(elapsed_s=elapsed_s)
     checks.shape(first.shape, again=again, later=later)
     checks.integer(patterns=len(first), minimum=2)
-    a, b, c = (
-        frames - frames.mean(axis=0, dtype=np.float64) for frames in (first, again, later)
-    )  # no fixed pattern
+    # without the fixed pattern
+    a, b, c = (frames - frames.mean(axis=0, dtype=np.float64) for frames in (first, again, later))
     columns = np.stack([np.ones_like(a), a, b, c, a * b, a * c])  # (6, patterns, pixels)
-    sums = np.stack([columns[:, :, g::groups].sum(axis=2) for g in range(groups)])
+    sums = np.stack([columns[:, :, g::GROUPS].sum(axis=2) for g in range(GROUPS)])
 
     def log_ratio(total: np.ndarray) -> dict[str, float]:
-        mean_a, mean_b, mean_c, ab, ac = (
-            total[1:] / total[0]
-        )  # each (patterns,): patterns differ in their means
+        # each (patterns,): patterns differ in their means
+        mean_a, mean_b, mean_c, ab, ac = total[1:] / total[0]
         same, apart = float(np.mean(ab - mean_a * mean_b)), float(np.mean(ac - mean_a * mean_c))
         if same <= 0 or apart <= 0:
             raise ValueError(

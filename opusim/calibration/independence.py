@@ -47,13 +47,7 @@ from scipy.sparse.linalg import eigsh
 from scipy.special import betainc, betaincinv, chdtr, gammaln, ndtr, ndtri, pdtr, pdtrc
 
 from opusim.devices.certificate import TrustedProperty
-from opusim.p_values import (
-    bonferroni,
-    chi_squared_p_value,
-    cosine_p_value,
-    gamma_p_value,
-    normal_p_value,
-)
+from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, gamma_p_value, normal_p_value
 
 FAR_OUT = (1000.0, 300.0, 100.0, 30.0)
 """Expected numbers of readings beyond the limits at which tails are counted."""

@@ -263,9 +263,8 @@ class PhotonTransfer:
         Args:
             blank: blank frames, DN, shape (frames, pixels), besides those of the series.
         """
-        least = (
-            _LEAST_TOGGLING * self.is_rounded
-        )  # the sum of few codes that change has no chi-squared variance
+        # the sum of few codes that change has no chi-squared variance
+        least = _LEAST_TOGGLING * self.is_rounded
         dark = [
             (part, i)
             for part in (self.light, self.dark)

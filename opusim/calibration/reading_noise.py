@@ -58,20 +58,11 @@ from opusim.calibration.independence import (
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import TrustedProperty
-from opusim.p_values import (
-    FAMILY_ALARM,
-    PropertyTest,
-    bonferroni,
-    decide,
-    gamma_p_value,
-    normal_p_value,
-)
+from opusim.p_values import FAMILY_ALARM, PropertyTest, bonferroni, decide, gamma_p_value, normal_p_value
 
 _CORRELATED = 5.0  # standard errors of the correlation of successive readings
-_STATISTICS_IN_TIME, _STATISTICS_OF_LAW = (
-    25,
-    6,
-)  # the five of a lag, of five frequencies; of the law at one input
+# the five of a lag, of five frequencies; of the law at one input
+_STATISTICS_IN_TIME, _STATISTICS_OF_LAW = 25, 6
 
 
 _REFERENCE_NUMBERS, _MOST_REFERENCE, _LEAST_REFERENCE = 2_000_000, 4000, 500

@@ -434,9 +434,8 @@ def number_law(
     well = math.inf if sensor.full_well_e is None else sensor.full_well_e
     base = black + gain * np.asarray(offset_e, dtype=float)
     slope = gain * (1 - nonlinearity)  # least mean slope, at saturation
-    full = math.ceil(
-        min(well, (sensor.top_dn + 1 + _FAR * std - float(base.min())) / slope)
-    )  # more change no code
+    # more electrons change no code
+    full = math.ceil(min(well, (sensor.top_dn + 1 + _FAR * std - float(base.min())) / slope))
     least = min(_electrons(float(np.min(rates)), -1), full)
     most = min(_electrons(float(np.max(rates)), 1), full)
     low = float(base.min()) + slope * min(least, well) - _FAR * std
@@ -450,9 +449,8 @@ def number_law(
     masses = np.empty((*np.shape(rates), last - first + 1))
     for pixel in range(np.shape(rates)[1]):
         rate = np.asarray(rates)[:, pixel, None]
-        counts = np.exp(
-            xlogy(electrons, rate) - gammaln(electrons + 1) - rate
-        )  # Poisson, (inputs, electrons)
+        # Poisson, (inputs, electrons)
+        counts = np.exp(xlogy(electrons, rate) - gammaln(electrons + 1) - rate)
         counts[:, -1] += pdtrc(most, rate[:, 0])
         codes = _code_masses(base[pixel] + centres, std, first, last)
         masses[:, pixel] = counts @ codes

@@ -291,10 +291,7 @@ class TiledProduct:
         settings, most = self._settings, 0.0
         by_weight = settings.current_std**2 + self._thermal
         for part in self._split(self._magnitudes):
-            most = max(
-                most,
-                float(by_weight * part.sum(1).max()) + settings.weight_std**2 * part.shape[1],
-            )
+            most = max(most, float(by_weight * part.sum(1).max()) + settings.weight_std**2 * part.shape[1])
         return settings.output_std, (settings.output_std**2 + most) ** 0.5
 
     def largest_output(self) -> float:

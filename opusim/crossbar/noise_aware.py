@@ -156,26 +156,19 @@ class _WeightNoise(nn.Module):
         rows = weight.flatten(1)
         scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         with torch.no_grad():
-            normal = self._stream.normal(rows.shape, device=weight.device)
-            q = self._relative
-            change = self._change(rows / scale, normal) if q is None else normal.mul_(q)
+            change = self._stream.normal(rows.shape, device=weight.device)
+            if self._relative is not None:
+                change.mul_(self._relative)
+            else:  # a draw of what the device holds minus the weights, from the table of its moments
+                relative = rows / scale
+                # NaN stays one by `add_`
+                index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()
+                mean = self._shift.to(weight.device)[index].add_(relative)
+                # <w, mean> becomes <w, w> over the layer, as `DeviceLinear` compensates drift
+                factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
+                drawn = mean.addcmul_(self._std.to(weight.device)[index], change)
+                change = drawn.mul_(factor).sub_(relative)
         return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
-
-    def _change(self, relative: Tensor, normal: Tensor) -> Tensor:
-        """Return a draw of what the device holds minus the weights themselves, from the table of its moments.
-
-        Mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as `DeviceLinear`
-        compensates drift.
-
-        Args:
-            relative: weights in [-1, 1].
-            normal: standard normal numbers.
-        """
-        index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()  # NaN stays one by `add_`
-        mean = self._shift.to(relative.device)[index].add_(relative)
-        factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
-        drawn = mean.addcmul_(self._std.to(relative.device)[index], normal)
-        return drawn.mul_(factor).sub_(relative)
 
 
 def _with_output_noise(

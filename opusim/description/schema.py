@@ -32,7 +32,7 @@ from opusim.description.section import StrictSection, did_you_mean, first_proble
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.tables import Shown
-from opusim.temperature import DarkCurrent, TemperatureLaw, thermal_charge_e2_per_k
+from opusim.temperature import TemperatureLaw, thermal_charge_e2_per_k
 
 
 class LightonSettings(StrictSection):
@@ -273,18 +273,15 @@ class TemperatureSettings(StrictSection):
         Raises:
             ValueError: its numbers contradict each other.
         """
-        load = self.load_ohm
+        load, section = self.load_ohm, ArrheniusSettings if self.doubling_k is None else DoublingSettings
+        dark = section(**{key: getattr(self, key) for key in section.model_fields}).dark_current()
         return TemperatureLaw(
             floor_variance=self.sigma_0**2,
             variance_per_e=self.variance_per_e,
             exposure_us=self.exposure_us,
-            dark=self._dark_current().credited(),
+            dark=dark.credited(),
             thermal_e2_per_k=0.0 if load is None else thermal_charge_e2_per_k(load, self.exposure_us),
         )
-
-    def _dark_current(self) -> DarkCurrent:
-        section = ArrheniusSettings if self.doubling_k is None else DoublingSettings
-        return section(**{key: getattr(self, key) for key in section.model_fields}).dark_current()
 
 
 class NoiseSettings(StrictSection):

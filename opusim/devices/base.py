@@ -29,12 +29,7 @@ from opusim.devices.inputs import (
     ternary_batch,
     write_intensities,
 )
-from opusim.devices.kinds import (
-    CAPABILITIES,
-    Capability,
-    WorksWithMatrices,
-    devices_that,
-)
+from opusim.devices.kinds import CAPABILITIES, Capability, WorksWithMatrices, devices_that
 from opusim.devices.monitor import BEFORE_ALL, Monitor, Unmonitored
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown
@@ -249,10 +244,6 @@ class NoisyDevice(Shown, ABC):
         A certified law, and that of a simulation, are always compared with.
         """
         self._is_credited = True
-
-    def _is_law_judged(self) -> bool:
-        """Return whether noise below the stated law is a fault, and not only a wrong assumption."""
-        return self._is_credited or self._certified is not None or self.description.medium is not None
 
     # Opening and closing
 
@@ -645,7 +636,9 @@ class NoisyDevice(Shown, ABC):
             n_inputs=self.n_inputs,
             read=self._read_vectors,
             law=self._law_as_decoded,
-            judges_law=self._is_law_judged,
+            judges_law=lambda: (
+                self._is_credited or self._certified is not None or self.description.medium is not None
+            ),
             saturated=self._saturated_share,
             show=self._pattern_frames,
             baseline=baseline,

@@ -75,14 +75,6 @@ class Baseline:
     shared_difference: float
     frames: FrameLook | None = None
 
-    def noise_ratio(self, variance: np.ndarray) -> float:
-        """New noise variance over the old.
-
-        Both are means over the outputs, weighed by what an independent half of the first look found, so that bright
-        outputs do not hide the others.
-        """
-        return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
-
     def correlation(self, reference: np.ndarray, kept: np.ndarray) -> float:
         """Return the correlation of one reading of each vector with `reference` at some outputs, noise taken out."""
         if not np.any(kept):
@@ -175,7 +167,7 @@ def measure_noise(
     Args:
         read: takes readings of ternary vectors, a row each; never of data.
         n_inputs: width of a vector.
-        readings: of nothing, of a half-dense and of a dense vector, each, at least 2.
+        readings: of each of at most three vectors.
     """
     dense = reference_vectors(1, n_inputs)[0]
     levels = sorted({0, -(-n_inputs // 2), n_inputs})
@@ -427,20 +419,6 @@ class SingleOutputTest:
         found = (-degrees * np.log(self._ratios) - 2 * self._level / self._power) / (1 / self._ratios - 1)
         largest = float(np.max(found)) / most
         return 1 - largest if largest > 0 else math.nan
-
-
-def least_numbers(own: float, shared: float, degrees: int) -> float:
-    """Return how many squares a mean square counts as, where outputs share noise of few degrees of freedom.
-
-    The cumulants of both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
-
-    Args:
-        own: standard error of the mean square if outputs are independent, relative.
-        shared: standard error that comes from what they share.
-        degrees: its degrees of freedom, at least 1.
-    """
-    error2 = max(own**2 + shared**2, 1e-24)
-    return 2 / error2 if shared == 0 else min(2 / error2, degrees * error2 / shared**2)
 
 
 def relative_error(spread: float, numbers: Sequence[int]) -> float:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
-from opusim.files import parse_toml, quoted, read_text, to_toml
+from opusim.files import parse_toml, read_text, to_toml
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
 from opusim.tables import Shown
 
@@ -367,25 +367,6 @@ class Certificate(Shown, StrictSection):
             reason = f"{self.date} lies after today, {today.isoformat()}; set the clock, or calibrate the device again"
             raise ConfigError(self.device, "certificate.date", reason)
         return max(age, 0)
-
-    def require_fresh(self, most_days: int, today: datetime.date) -> int:
-        """Return its age in days; refuse one that is too old.
-
-        Args:
-            most_days: its largest age.
-            today: the day of use.
-
-        Raises:
-            ConfigError: it is older, or its date is wrong.
-        """
-        age = self.age_days(today)
-        if age > most_days:
-            reason = (
-                f"{self.date} is {age} days ago, and a certificate holds for device.certificate_days = {most_days}; "
-                f"calibrate again: opusim device calibrate {quoted(self.device)} --out FOLDER"
-            )
-            raise ConfigError(self.device, "certificate.date", reason)
-        return age
 
     def certified(self, noise: NoiseModel) -> NoiseModel:
         """Return the law with the certificate's limits in place of the description's numbers.

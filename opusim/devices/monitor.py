@@ -61,7 +61,6 @@ from opusim.devices.baseline import (
     ShiftTest,
     SingleOutputTest,
     blank_readings,
-    least_numbers,
     measure_baseline,
     noise_variance,
     output_weights,
@@ -276,7 +275,10 @@ class Monitor(Unmonitored):
         first_error = math.hypot(
             relative_error(first.spread, (half - 1, outputs)), first.shared_blank / (half - 1) ** 0.5
         )
-        numbers = least_numbers(own, shared_part, degrees)
+        # Squares that a mean square counts as, where outputs share noise of few degrees of freedom: the cumulants of
+        # both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
+        error2 = max(own**2 + shared_part**2, 1e-24)
+        numbers = 2 / error2 if shared_part == 0 else min(2 / error2, degrees * error2 / shared_part**2)
         let_pass = self._settings.noise_tolerance
         shared = level + (math.log(2) if self._certified else 0.0)  # two tests of the law share its part
         self._weaker = ShiftTest(0.0, error, 0.0, shared, numbers)
@@ -506,14 +508,16 @@ class Monitor(Unmonitored):
 
     def _check_change(self, variance: np.ndarray, blank: np.ndarray, law: NoiseModel | None) -> None:
         """Compare the noise with its first value; this needs no law."""
-        if not np.any(self.baseline.weights * self.baseline.variance):
+        # means over the outputs, weighed by what an independent half of the first look found, so that bright outputs do
+        # not hide the others
+        weights, before = self.baseline.weights, self.baseline.variance
+        if not np.any(weights * before):
             return
-        ratio = self.baseline.noise_ratio(variance)
+        ratio = float((variance * weights).mean() / (before * weights).mean())
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
         distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
-        if louder and np.max(distances) > _FAR_OFF**2 * np.median(
-            distances
-        ):  # some are far off, most are not
+        # some are far off, most are not
+        if louder and np.max(distances) > _FAR_OFF**2 * np.median(distances):
             raise self._seen() or self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)

@@ -177,7 +177,6 @@ class SharedDevice(NoisyDevice):
         ProcessLost: Another process ended or did not answer in time.
     """
 
-    can = frozenset({"project", "draw"})
     reads_noise = True
 
     def __init__(self, opener: Callable[[], NoisyDevice], ranks: Ranks) -> None:
@@ -202,11 +201,6 @@ class SharedDevice(NoisyDevice):
             raise
 
     # What the held device answers; the other processes know what does not change
-
-    @classmethod
-    @override
-    def capabilities_of(cls, description: DeviceDescription) -> frozenset[Any]:
-        return cls.can
 
     @property
     @override

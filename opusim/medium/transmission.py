@@ -211,9 +211,8 @@ class Medium:
                     return self.dense(x.device)[rows.start : rows.stop, columns.start : columns.stop]
                 if not on_cpu:
                     return self.tile(columns, rows, x.device)
-                self._fill(
-                    room[: len(rows)].numpy(), columns, rows
-                )  # fresh memory costs as much as the entries
+                # fresh memory costs as much as the entries
+                self._fill(room[: len(rows)].numpy(), columns, rows)
                 return room[: len(rows)]
 
             y[:, part.start : part.stop] = exact_product(x, tile, len(columns))

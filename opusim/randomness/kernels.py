@@ -419,9 +419,8 @@ def _nearest(
         nearest = np.rint(part)
         size = abs(x)
         reach = abs(part - nearest) + trig * (size + abs(y)) + radius * size
-        found[i] = (
-            (whole + nearest) * grid if reach < _SLACK else np.nan
-        )  # NaN and infinity are never certain
+        # NaN and infinity are never certain
+        found[i] = (whole + nearest) * grid if reach < _SLACK else np.nan
 
 
 @numba.njit(nogil=True, error_model="numpy")

@@ -306,7 +306,10 @@ class SystemStream(NoiseStream):
         block = _CHUNKS_PER_CIPHER_CALL * kernels.CHUNK
         for start in range(0, flat.size, block):
             part = flat[start : start + block]
-            kernels.fill_from_words(part, self._words(-(-part.size // kernels.CHUNK)))
+            chunks = -(-part.size // kernels.CHUNK)  # of three random words for each pair of numbers
+            cipher = self._current_cipher().update(bytes(chunks * 3 * kernels.PAIRS * 4))
+            words = np.frombuffer(cipher, dtype=np.uint32).reshape(chunks, 3, kernels.PAIRS)
+            kernels.fill_from_words(part, words)
         return out.to(device)
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
@@ -336,11 +339,6 @@ class SystemStream(NoiseStream):
     def _more(self) -> int:
         """Return 64 random bits."""
         return int.from_bytes(self._current_cipher().update(bytes(8)), "little")
-
-    def _words(self, chunks: int) -> np.ndarray:
-        """Return random words, uint32, shape (chunks, 3, PAIRS)."""
-        stream = self._current_cipher().update(bytes(chunks * 3 * kernels.PAIRS * 4))
-        return np.frombuffer(stream, dtype=np.uint32).reshape(chunks, 3, kernels.PAIRS)
 
     def _current_cipher(self) -> CipherContext:
         """Return the cipher of the running process; a fork gets another key."""

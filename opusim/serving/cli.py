@@ -15,7 +15,7 @@ _NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in
 _JOURNAL = Annotated[
     Path | None, typer.Option("--journal", help="File with one line of JSON for each minute of use.")
 ]
-keys_app = typer.Typer(name="keys", help="Make the keys that open served devices.", no_args_is_help=True)
+keys_app = typer.Typer(name="keys", no_args_is_help=True)
 
 
 @keys_app.callback()

@@ -264,9 +264,8 @@ class ServerSocket:
 
     def __init__(self, users: Users, bind: str, *, largest: int, silence_s: float) -> None:
         require_zmq()
-        soft, hard = resource.getrlimit(
-            resource.RLIMIT_NOFILE
-        )  # each connection is an open file of this process
+        # each connection is an open file of this process
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._users, self._largest = users, largest

@@ -129,7 +129,6 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
         ("pdfa-published --layer 1,2,3", "--layer 1,2,3: must be FAN_IN,WIDTH,GMIN,GMAX"),
         ("pdfa-published --batch-size 4", "--layer is missing: give it"),
         ("label-budget --budget-mu 1 --order no", "--order 'no': must be 'published' or 'hardware'"),
-        ("label-once --mu 1", "opusim account label-once: is now `opusim account label-readout`; use that"),
         ("randomized-response --target-epsilon 50 --n-classes 10", "so large that the label always stays"),
         ("run nowhere", "nowhere: there is no ledger; give a run folder that has one"),
         ("convex-plan --target-epsilon 3 --batches 0", "--batches 0: must be at least 1"),

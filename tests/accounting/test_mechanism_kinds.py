@@ -157,12 +157,6 @@ def test_a_value_of_another_type_is_no_description(changes: dict[str, object], m
         mechanism_from_json(RECORD.to_json() | changes)
 
 
-def test_a_former_kind_is_told_its_new_name() -> None:
-    content = LabelReadout(mu=1.0).to_json() | {"kind": "label_once"}
-    with pytest.raises(ValueError, match="^kind = 'label_once': is now 'label_readout'; use that"):
-        mechanism_from_json(content)
-
-
 def test_a_subclass_may_not_inherit_a_kind() -> None:
     """A ledger would be read back as the parent, and priced by the parent's theorem."""
     with pytest.raises(

@@ -44,23 +44,25 @@ from opusim.accounting.mechanisms.labels import (
 )
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary, crafted
-from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import GatedNetwork, GatedRelu
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.protections.amplified_labels import AmplifiedLabelProtection
-from opusim.training.protections.base import PrivateGradients
-from opusim.training.protections.config import LabelAmplifiedConfig
+from opusim.training.protections.base import PrivateGradients, Protection
 from opusim.training.protections.noisy_labels import (
     OneLookProtection,
     StagedResponseProtection,
     StagedResponses,
     drawn_parts,
 )
+from opusim.training.protections.record import LastIterateProtection
 from opusim.training.protections.released_model import LabelReleaseProtection
 
+_ERROR = 0.05
+"""Probability that any of the bounds is too high; all adversaries and estimators share it."""
 PARTS = 20
 """Parts in which the trials of a world are played, so that a progress bar moves."""
 
@@ -118,15 +120,19 @@ class TwoWorlds(ABC):
     is_gaussian: bool = False
     together: int = 1
 
-    @abstractmethod
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """Play trials in one world; return each adversary's scores, shape (adversaries, count).
+        """Play trials in one world, by default in passes; return each adversary's scores, shape (adversaries, count).
 
         Args:
             count: Number of trials, at least 1.
             first: Which world.
             seed: In [0, 2^63); games of different seeds share no randomness. A release run's mechanism ignores it.
         """
+        return in_passes(count, self.together, lambda own: self._pass(own, first=first), seed=seed)
+
+    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        """Return the scores of one pass, shape (adversaries, together)."""
+        raise NotImplementedError(f"{type(self).__name__} must override _pass, or scores")
 
     def values(self) -> tuple[float, float] | None:
         """Return the score of each world without noise, if all trials of a world have one and Gaussian noise is added.
@@ -155,7 +161,6 @@ def played(
     trials: int,
     seed: int,
     delta: float,
-    error: float = 0.05,
     null: bool = False,
     on_trials: Callable[[int], None] = lambda count: None,
 ) -> list[Played]:
@@ -166,7 +171,6 @@ def played(
         trials: Trials of both worlds together, at least 40.
         seed: Repeats the game, in [0, 2^63), if its mechanism takes seeds.
         delta: Of the bounds, in [0, 1).
-        error: Probability that any of the bounds is too high; all adversaries and estimators share it.
         null: Whether the second world is the first one again, so that there is nothing to find.
         on_trials: Called with the number of trials done since the last call.
     """
@@ -188,7 +192,7 @@ def played(
     if values is not None:
         values = (values[0], values[0]) if null else values
         estimators.append(Estimator.DRAWN_NOISE)
-    confidence = 1 - error / (len(game.adversaries) * len(estimators))
+    confidence = 1 - _ERROR / (len(game.adversaries) * len(estimators))
     found = []
     for adversary, one, other in zip(game.adversaries, *worlds, strict=True):
         plans = [
@@ -215,6 +219,12 @@ def played(
             )
         )
     return found
+
+
+def protected(plan: RunPlan, kind: type) -> Any:
+    """Return the protection of a run, which must be of this class."""
+    checks.instance(kind, protection=plan.protection)
+    return plan.protection
 
 
 def in_passes(count: int, size: int, play: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
@@ -262,7 +272,7 @@ class LookGame(TwoWorlds):
 
     def __init__(self, plan: RunPlan, accounted: Mechanism | None = None) -> None:
         self._plan = plan
-        self.actual = _protection(plan).mechanism
+        self.actual = protected(plan, OneLookProtection).mechanism
         self.mechanism = self.actual if accounted is None else accounted
         self._labels = self._farthest()
         self.is_gaussian = isinstance(self.mechanism, LabelReadout)
@@ -287,13 +297,13 @@ class LookGame(TwoWorlds):
             plan, dataset=crafted(labels[:, None].float() * 0, labels, n_classes=plan.dataset.n_classes)
         )
         with plan.opened_device() as device:
-            seen = _protection(plan).look(device, lambda mechanism: None).double().numpy()
+            seen = protected(plan, OneLookProtection).look(device, lambda mechanism: None).double().numpy()
         return np.asarray(seen[:, own] - seen[:, other])[None]
 
     @override
     def weakened(self) -> LookGame:
         # the look at four times the epsilon
-        epsilon = 4.0 * float(self._plan.config.protection.epsilon or 0.0)
+        epsilon = 4.0 * float(self._plan.protection.options.epsilon or 0.0)
         return type(self)(self._plan.unchecked(protection={"epsilon": epsilon}), self.mechanism)
 
     def _farthest(self) -> tuple[int, int]:
@@ -330,9 +340,7 @@ class StagedLookGame(LookGame):
     @override
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         # each record of the last part is a trial
-        protection = self._plan.unchecked(seed=seed).protection
-        if not isinstance(protection, StagedResponseProtection):
-            raise TypeError("plan: does not randomize labels in stages")
+        protection = protected(self._plan.unchecked(seed=seed), StagedResponseProtection)
         mechanism, past = protection.mechanism, np.random.default_rng(_PAST)
         parts = drawn_parts(mechanism.stages * max(count, _LEAST_KNOWN), mechanism.stages, past)
         labels, known, trials = np.arange(len(parts) * len(parts[0])) % 2, parts[0][0], parts[-1]
@@ -342,15 +350,6 @@ class StagedLookGame(LookGame):
             responses.answer(labels, source)
         ratios, priors = (half[:, 0] - half[:, 1] for half in np.split(responses.kept, 2, axis=1))
         return np.asarray(ratios[trials] + priors[trials] - priors[known])[None, :count]
-
-
-def _protection(plan: RunPlan) -> OneLookProtection:
-    found = plan.protection
-    if not isinstance(found, OneLookProtection):
-        raise TypeError(
-            f"plan: protection.kind = {plan.config.protection.kind!r} does not look at labels once"
-        )
-    return found
 
 
 # Labels that are protected at every step by secret batches: the auditor owns a layer and its records. Record i has the
@@ -372,9 +371,6 @@ class AmplifiedGame(TwoWorlds):
     Args:
         plan: A run whose labels are protected by noise on its gradients.
         accounted: What the run is accounted as; None takes the plan's own mechanism.
-
-    Raises:
-        TypeError: The plan has another protection.
     """
 
     mechanism: LabelAmplified
@@ -392,17 +388,9 @@ class AmplifiedGame(TwoWorlds):
     together = RECORDS
 
     def __init__(self, plan: RunPlan, accounted: LabelAmplified | None = None) -> None:
-        self._plan, protection = plan, plan.protection
-        if not isinstance(protection, AmplifiedLabelProtection):
-            raise TypeError(
-                f"plan: protection.kind = {plan.config.protection.kind!r} protects no labels at every step"
-            )
+        self._plan, protection = plan, protected(plan, AmplifiedLabelProtection)
         self.actual = protection.mechanism(protection.noise_multiplier).repeated(plan.total_steps)
         self.mechanism = self.actual if accounted is None else accounted
-
-    @override
-    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
 
     @override
     def weakened(self) -> AmplifiedGame:
@@ -410,9 +398,9 @@ class AmplifiedGame(TwoWorlds):
         quarter = self._plan.protection.noise_multiplier / 4
         return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self.mechanism)
 
+    @override
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
-        """Scores of one pass, shape (adversaries, RECORDS)."""
-        accounted, section = self.mechanism, self._plan.config.protection_as(LabelAmplifiedConfig)
+        accounted, section = self.mechanism, self._plan.protection.options
         q, shift = accounted.sampling_probability, 1 / accounted.noise_multiplier
         plan = on_one_layer(self._plan, seed, {"scheme": "poisson", "sampling_probability": q})
         plan = plan.unchecked(protection={"divisor": 1.0, "reference_size": RECORDS})
@@ -444,10 +432,10 @@ def on_one_layer(plan: RunPlan, seed: int, sampler: Mapping[str, Any]) -> RunPla
 @contextmanager
 def writer_of(plan: RunPlan) -> Iterator[PrivateGradients]:
     """Yield the writer of a plan's protection, which draws on the run's own device if that is credited."""
-    with plan.unchecked(seed=plan.config.seed).opened_device() as device:
+    with plan.opened_device() as device:
         writer = plan.protection.gradients(device)
         if writer is None:
-            raise TypeError(f"plan: protection.kind = {plan.config.protection.kind!r} writes no gradients")
+            raise TypeError(f"plan: protection.kind = {plan.protection.options.kind!r} writes no gradients")
         yield writer
 
 
@@ -521,11 +509,7 @@ class ReleasedModelGame(TwoWorlds):
     )
 
     def __init__(self, plan: RunPlan, accounted: LabelRelease | None = None, *, louder: float = 1.0) -> None:
-        protection = plan.protection
-        if not isinstance(protection, LabelReleaseProtection):
-            raise TypeError(
-                f"plan: protection.kind = {plan.config.protection.kind!r} releases no linear model"
-            )
+        protection = protected(plan, LabelReleaseProtection)
         self.mechanism = protection.mechanism if accounted is None else accounted
         self._mu = louder * protection.mechanism.mu
         self.actual = replace(self.mechanism, mu=self._mu)
@@ -542,22 +526,17 @@ class ReleasedModelGame(TwoWorlds):
         self._from_others = others.sum(dim=0) - others.diagonal()
 
     @override
-    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        # a pass is one model
-        return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
-
-    @override
     def weakened(self) -> ReleasedModelGame:
         # a quarter of the noise
         return ReleasedModelGame(self._plan, self.mechanism, louder=4 * self._louder)
 
+    @override
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        # a pass is one model
         plan = self._plan.unchecked(seed=seed)
         x, y = plan.dataset.train.x, plan.dataset.train.y.clone()
         y[:RECORDS] = 0 if first else 1
-        protection = plan.protection
-        if not isinstance(protection, LabelReleaseProtection):
-            raise TypeError("plan: releases no linear model")
+        protection = protected(plan, LabelReleaseProtection)
         with plan.opened_device() as device:
             noisy, _ = protection.drawn(self._design, x, y, mu=self._mu, device=device)
         seen = (noisy[0] - noisy[1]) @ self._directions.t()  # difference of two columns along each direction
@@ -621,10 +600,8 @@ class LastIterateGame(TwoWorlds):
         lean: float = LEAN,
     ) -> None:
         self._plan, self._lean = plan, lean
-        algorithm = plan.algorithm
-        if not isinstance(algorithm, ConvexTrainer):
-            raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
-        self.actual = algorithm.last_iterate(plan.protection.noise_multiplier)
+        protection = protected(plan, LastIterateProtection)
+        self.actual = protection.algorithm.mechanism(protection.noise_multiplier)
         self.mechanism = self.actual if accounted is None else accounted
         self._position = int(np.argmax(self.exact_mus())) if position is None else position
         self._values: tuple[float, float] | None = None
@@ -637,9 +614,8 @@ class LastIterateGame(TwoWorlds):
         """
         own = self.actual
         rates = learning_rates(own)
-        kept = np.append(
-            np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0
-        )  # from a step to the end
+        # from a step to the end
+        kept = np.append(np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0)
         noises = rates * own.noise_multiplier
         noises[-1] = math.hypot(noises[-1], own.final_noise * own.learning_rate * own.noise_multiplier)
         distance = (2 * rates * kept).reshape(own.epochs, own.batches).sum(axis=0)
@@ -650,11 +626,6 @@ class LastIterateGame(TwoWorlds):
     def exact_share(self) -> float:
         """Mu of the linear instance over what is proven, at most 1."""
         return float(self.exact_mus()[self._position] / proven_mu(self.actual))
-
-    @override
-    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        # a pass is a whole run on `TRIALS` trials
-        return in_passes(count, TRIALS, lambda own: self._pass(own, first=first), seed=seed)
 
     @override
     def values(self) -> tuple[float, float] | None:
@@ -673,7 +644,9 @@ class LastIterateGame(TwoWorlds):
         plan = self._plan.unchecked(protection={"noise_multiplier": quarter})
         return LastIterateGame(plan, self.mechanism, position=self._position, lean=self._lean)
 
+    @override
     def _pass(self, seed: int, *, first: bool, noisy: bool = True) -> np.ndarray:
+        # a pass is a whole run on `TRIALS` trials
         plan = self._crafted(seed, first=first)
         if not noisy:
             plan = plan.unchecked(protection={"noise_multiplier": 0.0, "noise": "digital"})
@@ -684,7 +657,7 @@ class LastIterateGame(TwoWorlds):
             for step in range(plan.total_steps):
                 if step == self._position:
                     drawn_before = _difference(weights)
-                set_learning_rate(trainer.optimizer, plan.config.optimizer, step / plan.total_steps)
+                set_learning_rate(trainer.optimizer, plan.algorithm.config.optimizer, step / plan.total_steps)
                 batch = plan.sampler.indices(step)
                 trainer.step(train.x[batch], train.y[batch], step=step)
         later = learning_rates(self.actual)[self._position :]
@@ -725,3 +698,17 @@ def _difference(weights: torch.Tensor) -> np.ndarray:
     """Return the weights of each e_i for class 1 less those for class 0, float64, shape (TRIALS,)."""
     found = weights.detach()[:TRIALS, 0].double().numpy()
     return np.asarray(found[:, 1] - found[:, 0])
+
+
+_GAMES: tuple[tuple[type[Protection], Callable[[RunPlan], TwoWorlds]], ...] = (
+    (LabelReleaseProtection, ReleasedModelGame),
+    (StagedResponseProtection, StagedLookGame),
+    (OneLookProtection, LookGame),
+    (AmplifiedLabelProtection, AmplifiedGame),
+    (LastIterateProtection, LastIterateGame),
+)
+
+
+def game_of(plan: RunPlan) -> TwoWorlds | None:
+    """Return the game that audits a run whose guarantee is about labels or its last model; None of any other run."""
+    return next((game(plan) for kind, game in _GAMES if isinstance(plan.protection, kind)), None)

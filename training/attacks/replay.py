@@ -38,7 +38,6 @@ from opusim.training.attacks.base import (
 from opusim.training.data import Split
 from opusim.training.engine.algorithm import Trainer, require_applied
 from opusim.training.engine.plan import RunPlan
-from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.networks.base import Network
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
@@ -81,10 +80,8 @@ class AuditedRun:
         Args:
             plan: The run as it is to be played: another seed, maybe another protection.
         """
-        algorithm = type(plan.algorithm)
-        network = algorithm.rebuild_network(self.network_facts, deepcopy(self.model))
+        network = plan.algorithm.rebuild_network(self.network_facts, deepcopy(self.model))
         copy_parameters(self.checkpoint, network.tensors, self.checkpoint_file)
-        network.model.to(plan.config.torch_device)
         return plan.on_network(network)
 
 
@@ -100,7 +97,7 @@ class ReplayedStep:
     def __init__(self, run: AuditedRun, plan: RunPlan, trainer: Trainer) -> None:
         self.plan, self.dataset = plan, plan.dataset
         self._trainer = trainer
-        options = plan.config.optimizer
+        options = plan.algorithm.config.optimizer
         set_learning_rate(trainer.optimizer, options, min(run.progress, _LATEST_PROGRESS))
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         load_optimizer_tensors(trainer.optimizer, run.checkpoint.named("optimizer."))
@@ -262,8 +259,8 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
         yield None
         return
     silent = plain_descent(silent).with_silent_device()  # at learning rate 1 it shows the gradients
-    if isinstance(silent.config.trainer, FeedbackConfig) and isinstance(plan.network, FullyConnected):
-        divisor = silent.config.divisor
+    if plan.algorithm.layer_signals == "exact" and isinstance(plan.network, FullyConnected):
+        divisor = silent.algorithm.config.divisor
 
         def noting(writer: PrivateGradients) -> PrivateGradients:
             """Note outer products, if the writer writes clipped sums."""
@@ -411,25 +408,24 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
     Raises:
         NoGuarantee: The algorithm protects no records.
     """
-    config, algorithm = plan.config, plan.algorithm
-    options, multiplier = config.protection, algorithm.equivalent_noise(noise_multiplier)
+    algorithm, options = plan.algorithm, plan.protection.options
+    multiplier = algorithm.equivalent_noise(noise_multiplier)
     sampler: dict[str, Any] = {"scheme": "poisson", "min_batch_size": None}
     if plan.sampler.scheme == "full-batch":  # which leaves its batch_size unused
         sampler["batch_size"] = plan.sampler.n_records
-    control = config.unchecked(
+    protected = plan.unchecked(
         trainer=algorithm.record_options,
         sampler=sampler,
         protection=RecordConfig(
             relation=getattr(options, "relation", None),
             delta=options.delta,
             noise_multiplier=multiplier,
-            clip_norm=algorithm.clip_norm(config, plan.dataset.n_classes),
-            divisor=config.divisor,
+            clip_norm=algorithm.own_clip,
+            divisor=algorithm.config.divisor,
         ),
     )
-    if control.relation is Adjacency.REPLACE_ONE:
-        control = control.unchecked(protection={"noise_multiplier": 2 * multiplier})
-    protected = plan.configured(control)
+    if protected.algorithm.config.relation is Adjacency.REPLACE_ONE:
+        protected = protected.unchecked(protection={"noise_multiplier": 2 * multiplier})
     require_applied(protected.algorithm)
     return protected
 
@@ -442,14 +438,11 @@ def without_noise(plan: RunPlan) -> RunPlan | None:
     own = plan.algorithm.noiseless
     if own is None:
         return None
-    silent = plan.config.unchecked(trainer=own)
-    if silent.protection.protects != "nothing":
-        without = {"noise_multiplier": 0.0, "noise": "digital"}
-        own_keys = type(silent.protection).model_fields
-        silent = silent.unchecked(
-            protection={key: value for key, value in without.items() if key in own_keys}
-        )
-    return plan.configured(silent)
+    silent = plan.unchecked(trainer=own)
+    if plan.protects == "nothing":
+        return silent
+    without, keys = {"noise_multiplier": 0.0, "noise": "digital"}, type(plan.protection.options).model_fields
+    return silent.unchecked(protection={key: value for key, value in without.items() if key in keys})
 
 
 _DELTAS = (1e-4, 1e-3, 1e-2, 0.1, 0.3)

@@ -22,15 +22,7 @@ from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
-from opusim.training.attacks.games import (
-    AmplifiedGame,
-    LastIterateGame,
-    LookGame,
-    ReleasedModelGame,
-    StagedLookGame,
-    TwoWorlds,
-    played,
-)
+from opusim.training.attacks.games import TwoWorlds, game_of, played
 from opusim.training.attacks.replay import (
     AuditedRun,
     MembershipGame,
@@ -48,17 +40,11 @@ from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.steps import torch_threads
 from opusim.training.errors import RunFolderError
-from opusim.training.feedback.config import FeedbackConfig, PdfaConfig
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.network import LayerShape
-from opusim.training.protections.amplified_labels import AmplifiedLabelProtection
-from opusim.training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
-from opusim.training.protections.record import LastIterateProtection
-from opusim.training.protections.released_model import LabelReleaseProtection
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import require_kind
-from opusim.training.ulr.config import UlrConfig
 
 ROOM = 16
 """Directions that a batch's inputs must leave free for the row space to tell anything."""
@@ -75,25 +61,21 @@ def applicable_attacks(
         noiseless: The noiseless step, or None if there is none.
         batch_size: Expected number of records in a batch.
     """
-    options, protected = plan.config.trainer, plan.config.protection.protects != "nothing"
+    algorithm, protected = plan.algorithm, plan.protects != "nothing"
     layers = [LayerShape(**layer) for layer in run.network_facts.get("layers", [])]
     attacks: list[Attack] = []
     spans = False  # whether a batch's inputs span the rows of the first layer's gradient and leave room for others
     if layers:
         first, depth = layers[0], len(layers)
         fan_in = int(run.network_facts["n_inputs"]) + first.bias
-        spans = isinstance(options, FeedbackConfig | UlrConfig) and (
+        spans = algorithm.layer_signals != "none" and (
             batch_size + ROOM <= fan_in and batch_size <= first.n_outputs
         )
-        # whether every hidden layer's signal has noise of one standard deviation, before the slope
-        noised = isinstance(options, PdfaConfig) and options.encoding == "ternary"
-        if isinstance(options, FeedbackConfig) and not isinstance(options, PdfaConfig):
-            noised = options.feedback_matrix and options.digital_sigma > 0
-        clipping = update_clipping(options)
+        clipping = ActivationClipping(**algorithm.options.update_clipping)
         if spans:
             attacks.append(RowSpaceAttack(clipping, width=first.n_outputs, depth=depth, bias=first.bias))
-        elif noised and noiseless is not None and not protected:
-            through_clip = isinstance(options, FeedbackConfig) and options.through_clip
+        elif algorithm.noises_signals and noiseless is not None and not protected:
+            through_clip = algorithm.options.through_clip
             attacks.append(
                 CovarianceAttack(noiseless, clipping, through_clip=through_clip, depth=depth, bias=first.bias)
             )
@@ -101,24 +83,12 @@ def applicable_attacks(
         # groups of parameters with one noise each: the layers of a feedback or of ulr; without protection only the last
         # layer, whose signal a published feedback leaves without noise
         groups = [list(plan.network.tensors)]
-        if isinstance(options, FeedbackConfig | UlrConfig):
+        if algorithm.layer_signals != "none":
             groups = [list(names) for _, names in groupby(groups[0], lambda name: name.partition(".")[0])]
-        if isinstance(options, FeedbackConfig) and not protected:
+        if algorithm.layer_signals == "exact" and not protected:
             groups = groups[-1:]
         attacks.append(DifferenceAttack(noiseless, groups=groups))
     return attacks
-
-
-def update_clipping(options: object) -> ActivationClipping:
-    """Return what an update does to the activations that enter it."""
-    if not isinstance(options, FeedbackConfig):
-        return ActivationClipping()
-    return ActivationClipping(
-        tau_h_max=options.tau_h_max,
-        tau_h_min=options.tau_h_min,
-        layers=options.clipped_layers,
-        width=options.clip_width,
-    )
 
 
 GAME_TRIALS = 20_000
@@ -183,10 +153,9 @@ def audit_run(
     folder = RunFolder(path)
     place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
-    config = run.plan.config
     stated = folder.read_ledger().guarantees(delta=delta)
-    delta = config.protection.delta if delta is None else delta
-    game = next((make(run.plan) for kind, make in _GAMES if isinstance(run.plan.protection, kind)), None)
+    delta = run.plan.protection.options.delta if delta is None else delta
+    game = game_of(run.plan)
     trials = trials or (_STEP_TRIALS if game is None else GAME_TRIALS)
     control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials
     on_start(trials + 2 * control_trials)
@@ -197,7 +166,7 @@ def audit_run(
         done += more
         on_trial(done)
 
-    with torch_threads(config.threads):
+    with torch_threads(run.plan.algorithm.config.threads):
         if game is not None:
             findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
         else:
@@ -206,7 +175,7 @@ def audit_run(
                 count = trials if role is Role.RUN else control_trials
                 own: dict[str, Any] = {"trials": count, "seed": derive_seed(seed, "audit", role.value)}
                 findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=advance)
-    release = game is not None and config.mode == "release"
+    release = game is not None and run.plan.mode == "release"
     found = Audit(
         findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
         guarantees=tuple(stated),
@@ -239,7 +208,7 @@ def drawn_seed(seed: int | None) -> int:
 
 def keep(found: Audit, place: Path, run: AuditedRun) -> None:
     """Write what was found; of a release run where only its owner may enter."""
-    if run.plan.config.mode == "release":
+    if run.plan.mode == "release":
         make_private_folder(place)
     found.keep(place)
 
@@ -305,10 +274,10 @@ def _of_step(
 ) -> list[Finding]:
     """Play the membership game on the step of a run or of a control, and bound what its attacks found."""
     # noise of its own, and public draws that the attacker can repeat
-    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
+    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.mode
     meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
     # what is proven of one step whose batch is known (q = 1)
-    protects = meant.config.protection.protects == "records"
+    protects = meant.protects == "records"
     known = [mechanism.known_batch() for mechanism in meant.mechanisms] if protects else []
     claim = guarantees(known, delta=delta)[0] if protects else None
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
@@ -349,16 +318,6 @@ def _of_step(
             shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
             found.append(Finding.of(subject, attack.name, seen, result, **shown))
     return found
-
-
-_GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
-    (LabelReleaseProtection, ReleasedModelGame),
-    (StagedResponseProtection, StagedLookGame),
-    (OneLookProtection, LookGame),
-    (AmplifiedLabelProtection, AmplifiedGame),
-    (LastIterateProtection, LastIterateGame),
-)
-"""The game that audits each protection whose guarantee is about labels or about the last model only."""
 
 
 def _of_game(

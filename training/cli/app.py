@@ -169,7 +169,10 @@ def main() -> None:
         for word in sys.argv[1:]:  # the files of a run could not name a word that is not UTF-8
             require_utf8(Path(word), "command line")
         _take_wait()
-        _require_one_process()
+        found, first = launched_processes(), sys.argv[1:2]
+        if found > 1 and first != ["train"]:  # refused before it writes anything
+            reason = f"{found} processes share `opusim train` only; start `opusim {' '.join(first)}` without torchrun"
+            raise ConfigError("command line", "torchrun", reason)
         command = typer.main.get_command(app)
         line = CommandLine.of(command, sys.argv[1:])
         line.require_unambiguous()
@@ -392,9 +395,8 @@ def _without_exit(command: Callable[[], Any]) -> Any:
         if "_OPUSIM_COMPLETE" in os.environ:
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        *_, place = (
-            frame for frame in frames if not frame.filename.startswith("<frozen")
-        )  # `exit` itself is
+        # the caller of `exit`, which stands in a frozen module itself
+        *_, place = (frame for frame in frames if not frame.filename.startswith("<frozen"))
         raise PluginError(
             f"exit({error.code!r}) at {place.filename}:{place.lineno} would end the command in silence; "
             "let that code raise an error instead"
@@ -415,18 +417,6 @@ def _take_wait() -> None:
         del sys.argv[place : place + 2]
         os.environ["OPUSIM_WAIT"] = seconds
     environment_number("OPUSIM_WAIT", 0.0, least=0.0, what="seconds")
-
-
-def _require_one_process() -> None:
-    """Refuse every command but those that several processes can share, before it writes anything.
-
-    Raises:
-        ConfigError: torchrun started several.
-    """
-    found, command = launched_processes(), sys.argv[1:2]
-    if found > 1 and command != ["train"]:
-        reason = f"{found} processes share `opusim train` only; start `opusim {' '.join(command)}` without torchrun"
-        raise ConfigError("command line", "torchrun", reason)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from opusim.accounting.explanation import Statement
     from opusim.training.attacks.findings import Audit
 
-zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
-runs_app = typer.Typer(help="List the runs of a folder, or remove some.", no_args_is_help=True)
+zo_app = typer.Typer(no_args_is_help=True)
+runs_app = typer.Typer(no_args_is_help=True)
 
 
 @zo_app.callback()

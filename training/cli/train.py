@@ -61,12 +61,7 @@ class TrainGroup(LazyGroup):
             self.later(name, summary, partial(built, name, command), panel="Other commands")
 
 
-app = typer.Typer(
-    cls=TrainGroup,
-    help="Train a network by one of these trainers, resume a run, or list the keys of the configuration.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(cls=TrainGroup, no_args_is_help=True, rich_markup_mode="rich")
 
 
 @app.callback()
@@ -81,9 +76,8 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
     def command(**values: Any) -> None:
         changes = changes_of(options, values)
         config = resolved(kind, values["config"], values["settings"] or (), changes)
-        if config.uses_device and not _follows(
-            config
-        ):  # its driver must be there before anything else begins
+        # its driver must be there before anything else begins
+        if config.uses_device and not _follows(config):
             from opusim.description.schema import load_description
             from opusim.devices.access import require_present
 
@@ -366,13 +360,7 @@ class TuneGroup(LazyGroup):
         return list(super().parse_args(ctx, args))
 
 
-tune_app = typer.Typer(
-    cls=TuneGroup,
-    help="Choose a run's settings privately: the best of a Poisson number of trials, and its epsilon.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    add_completion=False,
-)
+tune_app = typer.Typer(cls=TuneGroup, no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
 
 
 @tune_app.callback()

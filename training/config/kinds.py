@@ -36,8 +36,6 @@ class KindSection(Section):
 
     summary: ClassVar[str] = ""
     """One line for help pages."""
-    formerly: ClassVar[tuple[str, ...]] = ()
-    """Earlier names of this kind; a configuration that uses one is told the new name."""
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys of other kinds that this kind lacks for a reason: what to do instead."""
     implementation: ClassVar[str] = ""
@@ -217,6 +215,11 @@ class TrainerSection(KindSection):
         """The protection.kind of a run that gives none."""
         return "none"
 
+    @property
+    def update_clipping(self) -> dict[str, Any]:
+        """What an update does to the activations that enter it, as arguments of `ActivationClipping`."""
+        return {}
+
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Whether the run opens its device."""
         return False
@@ -260,11 +263,8 @@ class Kinds(Generic[SectionT]):
         """
         names = self.names()
         if kind not in (*names, *self.stored):
-            former = [name for name, section in self.every().items() if kind in section.formerly]
             known = f"; known are {', '.join(map(repr, names))}"
             reason = f"{kind!r} is no {self.section}{did_you_mean(str(kind), names, otherwise=known)}"
-            if former:
-                reason = f"{kind!r} is now {former[0]!r}; use that"
             raise BadKey(f"{self.section}.kind", reason)
         try:
             return self._loaded(kind)

@@ -48,7 +48,6 @@ from opusim.training.config.sections import (
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 SectionT = TypeVar("SectionT", bound=TrainerSection)
-ProtectionT = TypeVar("ProtectionT", bound=ProtectionSection)
 SCHEMA_VERSION: Literal[2] = 2
 """Version of the configuration's format, and so of run folders."""
 _FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
@@ -210,16 +209,6 @@ class RunConfig(Section):
         if not isinstance(self.trainer, section):
             raise TypeError(f"trainer.kind = {self.trainer.kind!r} has no {section.__name__}")
         return self.trainer
-
-    def protection_as(self, section: type[ProtectionT]) -> ProtectionT:
-        """Return the section `protection`, which must be one of this class.
-
-        Raises:
-            TypeError: It is another protection's.
-        """
-        if not isinstance(self.protection, section):
-            raise TypeError(f"protection.kind = {self.protection.kind!r} has no {section.__name__}")
-        return self.protection
 
     def digest(self) -> str:
         """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""

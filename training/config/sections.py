@@ -42,10 +42,8 @@ class Section(BaseSection):
     @model_validator(mode="after")
     def _check_magnitudes(self) -> Self:
         for name in type(self).model_fields:
-            value, limit = (
-                getattr(self, name),
-                self.largest.get(name, 1e12),
-            )  # squares stay below float32's 3e38
+            # squares stay below float32's 3e38
+            value, limit = getattr(self, name), self.largest.get(name, 1e12)
             if isinstance(value, float) and abs(value) > limit:
                 raise ValueError(
                     f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"

@@ -184,9 +184,8 @@ def open_gates(x: Tensor, hyperplanes: Tensor, *, exact: bool = True) -> Tensor:
         values = x @ hyperplanes.t()
     if not exact:
         return values >= 0
-    rounding = ((x.shape[1] + 4) * 2.0**-23 * row_norms(hyperplanes)).to(
-        values.dtype
-    )  # twice, for |x| = 1 + 2^-23
+    # twice, for |x| = 1 + 2^-23
+    rounding = ((x.shape[1] + 4) * 2.0**-23 * row_norms(hyperplanes)).to(values.dtype)
     gates = values >= 0
     for entries in (values.abs() <= rounding).nonzero().split(max(1, _FLOAT64_CHUNK // x.shape[1])):
         record, plane = entries.unbind(1)
@@ -518,17 +517,9 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
 
     @override
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        if self.config.protection.last_iterate:
-            return self.last_iterate(noise_multiplier)
-        return self.clipped_records(noise_multiplier, divisor=self.divisor)
-
-    def last_iterate(self, noise_multiplier: float) -> ConvexLastIterate:
-        """Return the release of only the last iterate.
-
-        Args:
-            noise_multiplier: z, the noise's standard deviation over C.
-        """
         config, options = self.config, self.options
+        if not config.protection.last_iterate:
+            return self.clipped_records(noise_multiplier, divisor=self.divisor)
         return ConvexLastIterate(
             objective=options.objective,
             clip=options.residual_clip,

@@ -69,11 +69,6 @@ def on_disk(blocks: Iterable[Tensor]) -> Tensor:
         ) from error
 
 
-def changed_on_disk(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return change(x) of records on disk, on disk."""
-    return on_disk(change(x[part]) for part in row_blocks(tuple(x.shape)))
-
-
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
 PADDING = -100
@@ -558,7 +553,9 @@ def _mapped(dataset: Dataset, change: Callable[[Tensor], Tensor]) -> Dataset:
 
     def mapped(split: Split) -> Split:
         if split.on_disk:
-            return replace(split, x=changed_on_disk(change, split.x))
+            return replace(
+                split, x=on_disk(change(split.x[part]) for part in row_blocks(tuple(split.x.shape)))
+            )
         return Split(change(split.x), split.y)
 
     return replace(

@@ -685,7 +685,7 @@ def _fitted(
     return PrincipalComponents.fit(x, n_components, whitening=whitening, public=True)
 
 
-def random_shapes(shape: tuple[int, ...], count: int, *, seed: int = _IMAGE_SEED) -> Tensor:
+def random_shapes(shape: tuple[int, ...], count: int) -> Tensor:
     """Return images of ellipses and rectangles in front of each other, on black.
 
     Every other image has up to 6 shapes near its middle, the others up to 30 all over. Each shape is there with
@@ -696,12 +696,11 @@ def random_shapes(shape: tuple[int, ...], count: int, *, seed: int = _IMAGE_SEED
     Args:
         shape: Of an image: (c, h, w).
         count: Number of images.
-        seed: Public.
 
     Returns:
         Values in [0, 1], shape (count, c, h, w).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_IMAGE_SEED)
 
     def uniform(*size: int) -> Tensor:
         return torch.rand(count, *size, generator=generator)

@@ -252,6 +252,9 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     counts_own_sums: ClassVar[bool] = False
     """Whether that noise also makes up for the rounding of its sum, as `Protection.counted_sums` says."""
     uses_public_randomness: ClassVar[bool] = False
+    layer_signals: ClassVar[Literal["none", "estimated", "exact"]] = "none"
+    """Whether a layer's update is made of outer products of its inputs with signals of its own (else "none"), and
+    whether these are estimates or exact; an audit attacks it accordingly."""
     processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
     """What several processes share: nothing (they are refused), the steps that the first one leads
     (`opusim.training.engine.session`), or batches of runs that each process keeps itself."""
@@ -414,6 +417,11 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return config.protection.clip
 
+    @property
+    def own_clip(self) -> float:
+        """C of this run."""
+        return self.clip_norm(self.config, self.dataset.n_classes)
+
     def mechanism(self, noise_multiplier: float) -> Mechanism:
         """Return what a run releases of whole records: by default a step of clipped contributions."""
         return self.clipped_records(noise_multiplier, divisor=self.config.divisor)
@@ -434,7 +442,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         parameters: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "sampling_probability": self.plan.sampling_probability,
-            "clip_norm": self.clip_norm(config, self.dataset.n_classes),
+            "clip_norm": self.own_clip,
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
             "correlation": self.protection.correlation,
@@ -459,6 +467,16 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         return self.protection.released()
 
     # What its audit needs
+
+    @property
+    def noises_signals(self) -> bool:
+        """Whether the signal of every hidden layer has noise of one standard deviation, before the slope."""
+        return False
+
+    @property
+    def leaves_directions(self) -> bool:
+        """Whether directions that a batch's inputs do not span get next to no noise."""
+        return False
 
     @property
     def noiseless(self) -> Mapping[str, Any] | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger, LedgerContent
+from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
@@ -51,7 +51,12 @@ def certificate_of(
                 "another; move that file away, or begin a new run"
             )
     found.check_device(description, n_outputs=0)  # the window is checked when the device is opened
-    found.require_fresh(chosen.certificate_days, date.today())
+    if (age := found.age_days(date.today())) > chosen.certificate_days:
+        reason = (
+            f"{found.date} is {age} days ago, and a certificate holds for device.certificate_days = "
+            f"{chosen.certificate_days}; calibrate again: opusim device calibrate {quoted(found.device)} --out FOLDER"
+        )
+        raise ConfigError(found.device, "certificate.date", reason)
     if found.beta >= delta:
         reason = (
             f"beta = {found.beta:g} is the certificate's own error and leaves nothing of protection.delta = {delta:g}; "
@@ -85,23 +90,6 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
     )
 
 
-def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, vouched: int) -> Alarm | None:
-    """Return what the ledger says of an error, or None if it is no alarm of the monitor.
-
-    Args:
-        error: What the device raised.
-        device: The device.
-        step: The step before which it was raised.
-        vouched: The step of the last check of an earlier process that confirmed the noise before it, or -1.
-    """
-    if not device.monitor.changed:
-        return None
-    found = _without_remedy(error)
-    if device.monitor.doubtful_from is None:
-        return Alarm(step=step, since=step, found=found, covered=True)
-    return Alarm(step=step, since=vouched_step(device, step, vouched), found=found, covered=False)
-
-
 def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     """Return the step of the last check that confirmed the device's noise in all steps before it.
 
@@ -114,7 +102,8 @@ def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     return found if 0 <= found <= step else min(earlier, step)
 
 
-def _without_remedy(error: DeviceError) -> str:
+def without_remedy(error: DeviceError) -> str:
+    """Return what a device found, without what to do."""
     return str(error).split("; ")[0]
 
 
@@ -132,14 +121,13 @@ def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[No
         yield
     except DeviceError as error:
         checkpoints = list_checkpoints(folder.checkpoints)
-        judged = error.alarm and isinstance(
-            error, DeviceFault | NoiseBelowCertificate
-        )  # not a cable that fell out
+        # not a cable that fell out
+        judged = error.alarm and isinstance(error, DeviceFault | NoiseBelowCertificate)
         if not judged or not checkpoints or not folder.ledger_file.exists():
             raise
         newest = read_checkpoint(checkpoints[-1])
         since = newest.step if error.covered else min(newest.progress.get(VOUCHED, -1), newest.step)
-        alarm = Alarm(step=newest.step, since=since, found=_without_remedy(error), covered=error.covered)
+        alarm = Alarm(step=newest.step, since=since, found=without_remedy(error), covered=error.covered)
         content = folder.read_ledger()
         if not content.payments or content.doubts or not alarm.doubts:  # a line would undo a clean stop
             raise
@@ -155,16 +143,3 @@ def doubt_text(alarm: Alarm, folder: RunFolder) -> str:
         f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
         f"with: opusim account run {quoted(folder.path)}"
     )
-
-
-def require_undoubted(content: LedgerContent, folder: RunFolder) -> None:
-    """Refuse to resume a run whose later steps no guarantee would cover.
-
-    Raises:
-        RunFolderError: The device's monitor found the noise other than certified.
-    """
-    for alarm in content.doubts:
-        raise RunFolderError(
-            f"run folder {folder.path} cannot be resumed under its guarantee: {alarm.text}; begin a new run, and see "
-            f"what is covered with: opusim account run {quoted(folder.path)}"
-        )

@@ -23,7 +23,7 @@ from opusim.training.data import Split
 from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.cards import StepMemory, exhausted, to_device
-from opusim.training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
+from opusim.training.engine.certified import VOUCHED, doubt_text, vouched_step, without_remedy
 from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
@@ -282,10 +282,13 @@ class Engine:
             step: The step.
             noted: Whether to record it in the ledger.
         """
-        if self._certified is None:
+        device = self._certified
+        if device is None or not device.monitor.changed:  # no alarm of the monitor
             return None
-        alarm = alarm_of(error, self._certified, step=step, vouched=self._vouched)
-        if noted and alarm is not None:
+        covered = device.monitor.doubtful_from is None
+        since = step if covered else vouched_step(device, step, self._vouched)
+        alarm = Alarm(step=step, since=since, found=without_remedy(error), covered=covered)
+        if noted:
             self.steps.ledger.note_alarm(alarm)
         return alarm
 

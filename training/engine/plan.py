@@ -138,9 +138,8 @@ class RunPlan(Plan):
         dataset = with_maps(config, dataset, folder)
         require_room(dataset)
         if description is not None and certificate is not None and description.monitor is None:
-            monitor = MonitorSettings(
-                every_steps=1
-            )  # a run under a certificate is monitored before each step
+            # a run under a certificate is monitored before each step
+            monitor = MonitorSettings(every_steps=1)
             description = description.model_copy(update={"monitor": monitor})
         plan = cls(
             config=config,
@@ -172,8 +171,15 @@ class RunPlan(Plan):
         Args:
             config: It differs in no key of the sections data and device.
         """
-        network = config.trainer.implementing_class().build_network(config, self.dataset, None)
-        return self.configured(config).on_network(network)._with_choices()._require_covered()
+        plan = self.configured(config)
+        return plan.on_network(plan.new_network())._with_choices()._require_covered()
+
+    def new_network(self) -> Network:
+        """Return a network as the configuration builds it."""
+        network: Network = self.config.trainer.implementing_class().build_network(
+            self.config, self.dataset, None
+        )
+        return network
 
     @classmethod
     def stored(
@@ -261,7 +267,8 @@ class RunPlan(Plan):
         return replace(self, config=self.config.unchecked(threads=threads), noise=noise)
 
     def on_network(self, network: Network) -> Self:
-        """Return the plan with another network of the same shape."""
+        """Return the plan with another network of the same shape, moved to the torch device of the run."""
+        network.model.to(self.config.torch_device)
         return replace(self, network=network)
 
     def with_silent_device(self) -> Self:

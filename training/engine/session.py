@@ -24,11 +24,13 @@ from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
+from opusim.files import quoted
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks, exchange_backend, init_process_group
 from opusim.training.config.kinds import KINDS
 from opusim.training.config.run import RunConfig, load_config
+from opusim.training.config.sections import is_import_path
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
@@ -36,7 +38,7 @@ from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, Watchers
 from opusim.training.engine.cards import to_device
-from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted
+from opusim.training.engine.certified import facts_of, noted_alarms
 from opusim.training.engine.loop import Engine, follow
 from opusim.training.engine.plan import (
     Forecast,
@@ -50,7 +52,7 @@ from opusim.training.engine.plan import (
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.record_independence import system_generators
-from opusim.training.networks.user_code import code_of, require_importable, require_trusted
+from opusim.training.networks.user_code import code_facts, require_importable, require_trusted
 from opusim.training.runs.checkpoints import held_by_devices, hold_on_devices
 from opusim.training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from opusim.training.runs.run import Run, load_run
@@ -246,7 +248,11 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
             if resume:
                 _check_same(folder, facts)
                 if plan.certificate is not None and folder.ledger_file.exists():
-                    require_undoubted(folder.read_ledger(), folder)
+                    for alarm in folder.read_ledger().doubts:
+                        raise RunFolderError(
+                            f"run folder {folder.path} cannot be resumed under its guarantee: {alarm.text}; begin a "
+                            f"new run, and see what is covered with: opusim account run {quoted(folder.path)}"
+                        )
                 engine.resume()
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
@@ -351,7 +357,9 @@ def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
             data["test_fingerprint"] = fingerprint(dataset.test)
     elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
         data["features_fingerprint"] = fingerprint(dataset.train, labels=False)
-    code = code_of(config, plan.network.facts)
+    built = "recipe" in plan.network.facts  # else the module was user-supplied
+    names = [config.model.name if built else "", config.data.factory or "", config.loss]
+    code = [code_facts(name) for name in names if is_import_path(name)]
     features = _features_usage(config, dataset)
     # The kinds that the run uses, which other packages may bring, each with its entry-point group.
     used = [(kinds.group, getattr(config, name).kind) for name, kinds in KINDS.items()]

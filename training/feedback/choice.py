@@ -347,14 +347,8 @@ class Choosing:
     """
 
     model: nn.Module
-    points: tuple[str, ...]
-    error_at: str | None
     gain: float
-    _full: bool
     _normalised: bool | None
-    _vocabulary: str | None
-    _reasons: dict[str, str]
-    """Why each argument that was not given was chosen as it is, in a few words."""
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -441,6 +435,7 @@ class Choosing:
             ValueError: There is no such submodule, or the error's place is a point.
         """
         self._reasons = {} if normalised is not None else {"normalised": ""}
+        """Why each argument that was not given was chosen as it is, in a few words."""
         found = choose_points(self.model) if points is None else None
         if found is not None:
             self._reasons["points"] = found.reason
@@ -452,7 +447,8 @@ class Choosing:
         self.gain = 1.0 if gain is None else gain
         if gain is None:
             self._reasons["gain"] = "normalised feedback is large while the stream is small"
-        self.error_at, self._vocabulary = None, None
+        self.error_at: str | None = None
+        self._vocabulary: str | None = None
         if error_at is None:
             declared = getattr(self.model, "error_at", False)
             if declared is not None and not isinstance(declared, str):

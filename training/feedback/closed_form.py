@@ -168,12 +168,7 @@ class ClosedForm:
         self.noises = (self.device, noise)  # what is positioned at the start of each step
         self._loss = LOSSES[loss]
         self._before = 0  # records of the batch that processes of lower rank have
-        self._clipping = ActivationClipping(
-            tau_h_max=config.tau_h_max,
-            tau_h_min=config.tau_h_min,
-            layers=config.clipped_layers,
-            width=config.clip_width,
-        )
+        self._clipping = ActivationClipping(**config.update_clipping)
         depth, widths = network.depth, network.widths
         self._clips = any(self._clipping.applies_to(layer, depth) for layer in range(depth))
         # 1. Factors that bring a record's signal to tau_B, and digital noise.

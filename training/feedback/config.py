@@ -111,6 +111,12 @@ class FeedbackConfig(TrainerSection):
         return {}
 
     @property
+    @override
+    def update_clipping(self) -> dict[str, Any]:
+        limits = {"tau_h_max": self.tau_h_max, "tau_h_min": self.tau_h_min}
+        return {**limits, "layers": self.clipped_layers, "width": self.clip_width}
+
+    @property
     def digital_sigma(self) -> float:
         """Standard deviation of the digital noise; 0 for a feedback whose noise is the device's."""
         return 0.0

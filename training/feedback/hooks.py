@@ -42,26 +42,29 @@ class PointHooks(Choosing, nn.Module):
     """Records feedback points in a forward pass of `model` and connects them to the error.
 
     It stands in for the plain model: parameters, buffers and submodules have the model's names, in state dicts and in
-    `named_parameters`. Subclasses set all attributes, install the hooks and project the error.
+    `named_parameters`. Subclasses choose the points, install the hooks and project the error.
 
+    Args:
+        model: The model.
+        rows: See FeedbackAlignment.
+        shared: Whether all points use the same outputs of B.
+        view: Where outputs have their records and channels.
+        device: See FeedbackAlignment.
     """
 
-    _rows: Rows
-    _shared: bool
-    _view: View
-    _noisy_device: NoisyDevice | None
-    _n_inputs: int
-    _slices: list[Slice]
-    _extent: Extent
-    _calls: list[tuple[str, Tensor]] | None
-    _kept: list[tuple[str, Tensor]]
-    _connected: bool
-    _learning: bool
-    _state: Literal["learning", "measuring", "backpropagating"]
-    _told: bool
-    _outside: bool
-    _observed: list[Reading] | None
-    _error: Tensor | None
+    def __init__(
+        self, model: nn.Module, *, rows: Rows, shared: bool, view: View, device: NoisyDevice | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._rows, self._shared, self._view, self._noisy_device = rows, shared, view, device
+        self._n_inputs, self._slices, self._extent = 0, list[Slice](), Extent(0, 0, 0)
+        self._calls: list[tuple[str, Tensor]] | None = None
+        self._kept: list[tuple[str, Tensor]] = []
+        self._connected = self._learning = self._told = self._outside = False
+        self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
+        self._observed: list[Reading] | None = None
+        self._error: Tensor | None = None
 
     @abstractmethod
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from opusim import checks
 from opusim.randomness.seeds import derive_seed
 
 Rows = Literal["each", "sum"] | int
@@ -218,6 +217,10 @@ def _root_mean_square(rows: Tensor) -> Tensor:
     return rows.square().mean(dim=-1, keepdim=True).add_(1e-5).sqrt_()
 
 
+_DECAY, _RIDGE = 0.9, 1e-3
+"""Of the learnt read-out: weight of earlier updates against each newer one, and ridge in mean squares of a reading."""
+
+
 class LearntReadout:
     """A learnt read-out: the matrices M_l of all calls of points, and the sums that they are fitted to.
 
@@ -238,18 +241,11 @@ class LearntReadout:
     Args:
         slices: The outputs of B of each call of a point, at which the read-out starts: plain feedback.
         n_outputs: Outputs of B that are read.
-        decay: Weight of earlier updates against each newer one, in (0, 1].
-        ridge: Of the fit, in parts of the mean square of a reading, above 0.
     """
 
-    def __init__(
-        self, slices: Sequence[Slice], n_outputs: int, *, decay: float = 0.9, ridge: float = 1e-3
-    ) -> None:
-        checks.positive(decay=decay, ridge=ridge)
-        checks.in_range(0, 1, decay=decay)
+    def __init__(self, slices: Sequence[Slice], n_outputs: int) -> None:
         self.updates = 0
         """Batches that it was fitted to."""
-        self._decay, self._ridge = decay, ridge
         self._matrices = [torch.eye(n_outputs)[part.offset : part.end] for part in slices]
         self._squares = [torch.zeros(n_outputs, n_outputs, dtype=torch.float64) for _ in slices]
         self._products = [torch.zeros(len(m), n_outputs, dtype=torch.float64) for m in self._matrices]
@@ -276,11 +272,11 @@ class LearntReadout:
         place = features.device
         squares, products = self._squares[number].to(place), self._products[number].to(place)
         features = features[:, : len(squares)].double()
-        squares = self._decay * squares + features.T @ features
-        products = self._decay * products + gradient.double().T @ features
+        squares = _DECAY * squares + features.T @ features
+        products = _DECAY * products + gradient.double().T @ features
         self._squares[number], self._products[number] = squares, products
         # 2. Solve the normal equations.
-        ridge = self._ridge * squares.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        ridge = _RIDGE * squares.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         damped = squares + ridge * torch.eye(len(squares), dtype=torch.float64, device=place)
         self._matrices[number] = torch.linalg.solve(damped, products.T).T.float()
 

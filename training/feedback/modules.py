@@ -23,11 +23,7 @@ from opusim.training.data import Dataset
 from opusim.training.data.public_maps import Augmentation
 from opusim.training.feedback.choice import OUTPUT
 from opusim.training.feedback.closed_form import Batch, Learned, require_finite
-from opusim.training.feedback.config import (
-    BpConfig,
-    FeedbackConfig,
-    PointsConfig,
-)
+from opusim.training.feedback.config import BpConfig, FeedbackConfig, PointsConfig
 from opusim.training.feedback.diagnosis import Control
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule
@@ -73,9 +69,8 @@ class ModuleGradients:
         self._feedback, self._seed, self._tape = feedback, seed, tape
         self._augmentation, self._new_control = augmentation, new_control
         self._control: Control | None = None
-        self._column_sum = (
-            None if self.device is None else torch.zeros(self.device.n_outputs)
-        )  # zeros until it is measured
+        # zeros until it is measured
+        self._column_sum = None if self.device is None else torch.zeros(self.device.n_outputs)
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ from opusim.training.networks.clipping import finite_rows
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
 """Number from which on readings to fit a read-out are counted."""
+_NO_PASS = "loss() returns a value that no forward pass of the model led to; run it on a batch"
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
@@ -105,9 +106,10 @@ class FeedbackAlignment(PointHooks):
             proportion to its size, right on average), "ternary" or "sign" (the entries above a threshold, and a
             constant for each row, for which B 1 is measured at the first step), "planes" (a reading a digit); or "real"
             without a device. See `opusim.training.feedback.projection`. None takes "stochastic" with a device, else
-        "real". threshold: Threshold of "ternary" in units of the row's root mean square, at least 0. planes: Digits of
-        "planes", from 1 to 24. normalised: Whether the feedback passes through the Jacobian of a layer norm of the
-        point's output, as the
+            "real".
+        threshold: Of "ternary", in units of the row's root mean square, at least 0.
+        planes: Digits of "planes", from 1 to 24.
+        normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
             does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
@@ -153,7 +155,6 @@ class FeedbackAlignment(PointHooks):
         batch_dim: int = 0,
         channel_dim: int | None = None,
     ) -> None:
-        super().__init__()
         if isinstance(rows, int) and not isinstance(rows, bool):
             checks.integer(rows=rows, minimum=1)
         else:
@@ -173,32 +174,29 @@ class FeedbackAlignment(PointHooks):
             _require_device(device)
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         refuse_second(model)
-        self.model = model
+        view = View(batch_dim=batch_dim, channel_dim=channel_dim)
+        super().__init__(model, rows=rows, shared=slices == "shared", view=view, device=device)
         self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
-        self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
         self._seed, self._draw_seed = seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
-        self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
-        self._noisy_device = device
         self.column_sum: Tensor | None = None
         """B 1 as measured on the device, or None before. Set it in a resumed run to spare the measurement."""
         self._projection: Projection | None = None
         self._place = torch.device("cpu")
-        self._n_inputs, self._slices, self._extent = 0, list[Slice](), Extent(0, 0, 0)
-        self._calls: list[tuple[str, Tensor]] | None = None
-        self._kept: list[tuple[str, Tensor]] = []
-        self._connected, self._learning = False, False
-        self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
-        self._told = self._outside = False
-        self._observed: list[Reading] | None = None
-        self._error: Tensor | None = None
         self.readout: LearntReadout | None = None
         """The learnt read-out; None before `start_readout` or `fit_readout`."""
         self.private_loops = 0
         """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
         self._handles = self._install()
+
+    def _sized(self) -> list[Slice]:
+        if not self._slices:
+            raise RuntimeError(
+                "the sizes of the points are not known yet; call shape(x) with two records first"
+            )
+        return self._slices
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
@@ -358,11 +356,7 @@ class FeedbackAlignment(PointHooks):
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
             ValueError: The layer has another shape, or the point's positions have outputs of their own.
         """
-        if not self._slices:
-            raise RuntimeError(
-                "the sizes of the points are not known yet; call shape(x) with two records first"
-            )
-        part = self._slices[-1]
+        part = self._sized()[-1]
         wanted = (self._n_inputs, part.channels)
         if tuple(linear.weight.shape) != wanted or part.positions > 1:
             raise ValueError(
@@ -416,9 +410,7 @@ class FeedbackAlignment(PointHooks):
         try:
             reached, found = learnt_gradients(*self._ran(loss), parameters)
             if not self._observed:
-                raise ValueError(
-                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
-                )
+                raise ValueError(_NO_PASS)
             seen = self._observed[-1]
             with self.backpropagating():
                 true, reference = true_gradients(*self._ran(loss), parameters)
@@ -440,13 +432,9 @@ class FeedbackAlignment(PointHooks):
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
         """
         if self.readout is None:
-            if not self._slices:
-                raise RuntimeError(
-                    "the sizes of the points are not known yet; call shape(x) with two records first"
-                )
-            device = self._noisy_device
+            slices, device = self._sized(), self._noisy_device
             outputs = self._shape.n_outputs if device is None else device.n_outputs
-            self.readout = LearntReadout(self._slices, outputs)
+            self.readout = LearntReadout(slices, outputs)
         return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor]) -> None:
@@ -474,9 +462,7 @@ class FeedbackAlignment(PointHooks):
             with self.backpropagating():
                 value, calls = self._ran(loss)
             if not calls or self._error is None:
-                raise ValueError(
-                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
-                )
+                raise ValueError(_NO_PASS)
             outputs = [h for _, h in calls]
             gradient, *true = torch.autograd.grad(value, [self._error, *outputs])
         finally:

@@ -183,9 +183,8 @@ class StochasticTernary(Encoding):
         torch.rand(self._before, error.shape[1], generator=generator)  # those of other processes' rows
         drawn = torch.rand(error.shape, generator=generator).to(error.device, non_blocking=True)
         median = error.median(dim=1, keepdim=True).values
-        offset = (
-            median if error.shape[1] > 1 else torch.zeros_like(median)
-        )  # the device is shown a single entry
+        # the device is shown a single entry
+        offset = median if error.shape[1] > 1 else torch.zeros_like(median)
         rest = error - offset
         scale = rest.abs().amax(dim=1, keepdim=True)
         frames = rest.sign().mul_(drawn * scale < rest.abs())
@@ -346,7 +345,11 @@ class DeviceProjection(Projection):
         if ones is None and encoding.has_offset:
             ones = self._measured(torch.ones(1, n))[0]
         self.ones = ones
-        self._law = device.stated_noise or self._measured_noise(n)
+        law = device.stated_noise
+        if law is None:  # measure the variances
+            device.seek(_CALIBRATION_STEP)
+            law = measure_noise(lambda rows: device.project_for_all(self._padded(rows)), n)
+        self._law = law
         self._std = torch.as_tensor(self._law.variance_bounds()[1], dtype=torch.float32).sqrt()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
@@ -389,11 +392,6 @@ class DeviceProjection(Projection):
         self._device.seek(_CALIBRATION_STEP)
         readings = self._device.project_for_all(self._padded(vectors.repeat(_CALIBRATION_READINGS, 1)))
         return readings.view(_CALIBRATION_READINGS, len(vectors), -1).mean(dim=0)
-
-    def _measured_noise(self, n_inputs: int) -> MeasuredNoise:
-        """Return the variances of a device that states no law."""
-        self._device.seek(_CALIBRATION_STEP)
-        return measure_noise(lambda rows: self._device.project_for_all(self._padded(rows)), n_inputs)
 
     def _padded(self, vectors: Tensor) -> Tensor:
         """Return vectors with zeros at the device's further inputs."""

@@ -29,11 +29,7 @@ from opusim.training.data import Dataset
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
-from opusim.training.feedback.config import (
-    EncodedConfig,
-    FeedbackConfig,
-    PdfaConfig,
-)
+from opusim.training.feedback.config import EncodedConfig, FeedbackConfig, PdfaConfig
 from opusim.training.feedback.diagnosis import BATCHES
 from opusim.training.feedback.hooks import refuse_second
 from opusim.training.feedback.modules import (
@@ -76,6 +72,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
     processes = "steps"
+    layer_signals = "exact"
     fills_batches = True
     network: FullyConnected | AnyModule
     source: ClosedForm | ModuleGradients
@@ -433,3 +430,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     @override
     def noiseless(self) -> Mapping[str, Any]:
         return {"sigma": 0.0} if self.options.digital_sigma else {}
+
+    @property
+    @override
+    def noises_signals(self) -> bool:
+        options = self.options
+        if isinstance(options, PdfaConfig):
+            return options.encoding == "ternary"
+        return options.feedback_matrix and options.digital_sigma > 0

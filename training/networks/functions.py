@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -294,19 +295,10 @@ def measure(
         if objective.target == "tokens" and objective.name == "cross-entropy":
             figures["bits_per_token"] = float(bits) / decisions / math.log(2)
     if objective.target == "real":
-        figures |= _regression(float(squares), y)
+        figures["rmse"] = math.sqrt(float(squares) / y.numel())
+        total = float(((known := y.cpu().double()) - known.mean(dim=0)).square().sum())
+        figures |= {"r2": 1 - float(squares) / total} if total > 0 else {}
     return figures
-
-
-def _regression(squares: float, y: Tensor) -> dict[str, float]:
-    figures = {"rmse": math.sqrt(squares / y.numel())}
-    wide = y.cpu().double()
-    total = float((wide - wide.mean(dim=0)).square().sum())
-    return {**figures, "r2": 1 - squares / total} if total > 0 else figures
-
-
-def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(output, y, reduction="none")
 
 
 def _token_cross_entropy(output: Tensor, y: Tensor) -> Tensor:
@@ -329,7 +321,7 @@ def _binary_cross_entropy(output: Tensor, y: Tensor) -> Tensor:
 
 
 _LOSSES: dict[tuple[str, Target], Loss] = {
-    ("cross-entropy", "class"): _cross_entropy,
+    ("cross-entropy", "class"): partial(functional.cross_entropy, reduction="none"),
     ("squared-error", "class"): _squared_error_of_classes,
     ("cross-entropy", "tokens"): _token_cross_entropy,
     ("squared-error", "real"): _squared_error,

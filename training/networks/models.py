@@ -220,9 +220,8 @@ class ConvolutionBlock(nn.Module):
     def __init__(self, channels: int, width: int, stride: int, norm: ImageNorm) -> None:
         super().__init__()
         self.first = _convolution(channels, width, stride, norm)
-        self.second = nn.Sequential(
-            *list(_convolution(width, width, 1, norm))[:-1]
-        )  # the ReLU follows the sum
+        # the ReLU follows the sum
+        self.second = nn.Sequential(*list(_convolution(width, width, 1, norm))[:-1])
         self.shortcut = PoolShortcut(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -312,12 +311,9 @@ class ConvolutionalNetwork(BlockModel):
 
 def _convolution(channels: int, width: int, stride: int, norm: ImageNorm) -> nn.Sequential:
     convolution = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
-    return nn.Sequential(convolution, _norm(norm, width), nn.ReLU())
-
-
-def _norm(norm: ImageNorm, width: int) -> nn.Module:
     checks.choice(("batch", "group"), norm=norm)
-    return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(math.gcd(4, width), width)
+    scale = nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(math.gcd(4, width), width)
+    return nn.Sequential(convolution, scale, nn.ReLU())
 
 
 def _image(record_shape: Sequence[int]) -> tuple[int, int, int]:

@@ -22,7 +22,6 @@ from typing import Any
 from opusim.errors import ConfigError
 from opusim.files import quoted
 from opusim.plugins import FOREIGN_ERRORS
-from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import (
     DataConfig,
     SplitRule,
@@ -156,18 +155,6 @@ def _current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
-
-
-def code_of(config: RunConfig, network_facts: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what a run folder says of the user-supplied code of a run, which was imported.
-
-    Args:
-        config: The run.
-        network_facts: Its network; a user-supplied module was not built by the configuration.
-    """
-    names = [config.model.name] if "recipe" in network_facts else []
-    names += [config.data.factory] if config.data.factory else []
-    return [code_facts(name) for name in (*names, config.loss) if is_import_path(name)]
 
 
 def named_code(facts: Mapping[str, Any]) -> list[str]:

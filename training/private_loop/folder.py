@@ -34,7 +34,7 @@ from opusim.accounting.composition import Budget, calibrate_noise
 from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee
 from opusim.accounting.journal import Position
 from opusim.accounting.ledger import LEDGER_FILE, Mode
-from opusim.accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
+from opusim.accounting.mechanisms.records import CLIPPED_RECORDS, STANDARDISED, RecordCentral
 from opusim.accounting.theorems import NOISY_SUM, about_rounding
 from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.randomness.seeds import MAX_SEED
@@ -56,7 +56,6 @@ _HIDDEN_NUMBER = (
     "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records is "
     "private; give it, or take relation = 'zero_out', under which that number is public"
 )
-_STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
 _CHECKED = (
     "the criterion was called on one record at a time, with the module's outputs as they were returned, and neither it "
     "nor the module in training was given a number or a tensor without a row for each record",
@@ -235,7 +234,7 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
         several: Whether several processes shared the loop.
     """
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True)
-    enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
+    enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != STANDARDISED}
     enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     trusted = (*_TRUSTED, *((_TRUSTED_IF_SHARED,) if several else ()))

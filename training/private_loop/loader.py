@@ -236,13 +236,17 @@ class PrivateLoader:
         self._last, self._offers = (0, None, None), 0
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
-        source = self._source
-        generator = torch.Generator().manual_seed(self._seed_of_workers((last - 1) // len(self)))
+        source, seed, rank = self._source, self._settings.seed, self._steps.ranks.rank
+        if seed is None:
+            own = int.from_bytes(os.urandom(7), "little")
+        else:  # what workers draw differs from epoch to epoch, and from process to process
+            keys = ((last - 1) // len(self), *((rank,) if rank else ()))
+            own = derive_seed(seed, "private-loop", "workers", *keys) >> 1
         return DataLoader(
             _Indexed(source.dataset),
             batch_sampler=_Drawn(self.sampler, first, last, self._steps, self._physical),
             collate_fn=self._collate,
-            generator=generator,
+            generator=torch.Generator().manual_seed(own),
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
             timeout=source.timeout,
@@ -250,13 +254,6 @@ class PrivateLoader:
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
         )
-
-    def _seed_of_workers(self, epoch: int) -> int:
-        """Return the seed of what a process's workers draw, which is another one on each process."""
-        seed, rank = self._settings.seed, self._steps.ranks.rank
-        if seed is None:
-            return int.from_bytes(os.urandom(7), "little")
-        return derive_seed(seed, "private-loop", "workers", epoch, *((rank,) if rank else ())) >> 1
 
 
 def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:

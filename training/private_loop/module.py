@@ -398,10 +398,8 @@ class PrivateModule:
         except BaseException:
             for parameter in self.trained_parameters:
                 parameter.grad = None
-            batch.written, batch.failed = (
-                False,
-                batch.failed + 1,
-            )  # nothing was released; it may be tried again
+            # nothing was released; it may be tried again
+            batch.written, batch.failed = False, batch.failed + 1
             raise
         finally:
             self._writing = False

@@ -229,9 +229,13 @@ class ArgmaxReadout:
                 f"{least}"
             )
             raise ConfigError("configuration", "protection.delta", reason)
+        # The largest groups, and under a certificate smaller ones too: it leaves each pixel's dark charge open within
+        # limits, and what that may tell grows with the pixels of a group as the light that it collects does.
+        choices = [label_groups(frames.light)]
+        while frames.certified is not None and choices[-1].shape[1] > 1:
+            choices.append(label_groups(frames.light, most=choices[-1].shape[1] // 2))
         searches = [
-            _Search(frames, groups, epsilon, brightest, fluctuates=power_error > 0)
-            for groups in _choices(frames)
+            _Search(frames, groups, epsilon, brightest, fluctuates=power_error > 0) for groups in choices
         ]
         found = [search for search in searches if search.light is not None]
         if not found:
@@ -366,18 +370,6 @@ def own_light(light: np.ndarray, groups: np.ndarray) -> float:
         groups: Pixels of each label, shape (labels, pixels of a group).
     """
     return float(np.mean([row[group].mean() for row, group in zip(light, groups, strict=True)]))
-
-
-def _choices(frames: LabelFrames) -> list[np.ndarray]:
-    """Return the groups to choose from: the largest, and under a certificate also smaller ones.
-
-    A certificate leaves each pixel's dark charge open within limits. What that may tell grows with the pixels of a
-    group, while the light that it collects grows too, so under a certificate the best size lies between.
-    """
-    found = [label_groups(frames.light)]
-    while frames.certified is not None and found[-1].shape[1] > 1:
-        found.append(label_groups(frames.light, most=found[-1].shape[1] // 2))
-    return found
 
 
 def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarray:

@@ -78,8 +78,8 @@ class Protection:
 
     def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
         self.plan, self.algorithm = plan, algorithm
-        self.config, self.dataset = plan.config, plan.dataset
-        self.options: Any = plan.config.protection
+        self.config, self.dataset = algorithm.config, plan.dataset
+        self.options: Any = self.config.protection
 
     @property
     def correlation(self) -> tuple[float, ...]:
@@ -117,7 +117,7 @@ class Protection:
             NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
                 protected.
         """
-        require_covered(self.plan)
+        require_covered(self.config, self.dataset, self.plan.sampler.scheme)
 
     def calibrated(self) -> float | None:
         """Return the noise multiplier of the section, or the least that reaches its epsilon; None for neither.
@@ -264,20 +264,24 @@ def _calibrated(mechanism: Mechanism, epsilon: float, delta: float) -> Any:
     return calibrate_noise(mechanism, target_epsilon=epsilon, delta=delta)[0]
 
 
-class PoissonProtection(Protection, ABC):
-    """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
-
-    @abstractmethod
-    def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """Return one step at a noise multiplier."""
+class CalibratedProtection(Protection):
+    """Noise of which `whole_run` says what it costs, so that an epsilon has a noise multiplier."""
 
     def calibrated(self) -> float | None:
-        """See Protection.calibrated: all steps of the run together stay within epsilon."""
+        """See Protection.calibrated: the whole run stays within epsilon."""
         options = self.options
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
+
+
+class PoissonProtection(CalibratedProtection, ABC):
+    """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
+
+    @abstractmethod
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """Return one step at a noise multiplier."""
 
     @override
     def whole_run(self) -> Mechanism:

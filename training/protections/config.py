@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
@@ -82,16 +82,6 @@ class _NoisyStrength(_Strength):
     device: the device, whose noise must be Gaussian."""
 
 
-def is_stable(coefficients: Sequence[float]) -> bool:
-    """Return whether the inverse of a banded Toeplitz matrix of these coefficients cannot grow.
-
-    If c_0 >= c_1 >= ... >= 0, no root of the sum over k of c_k x^k lies inside the unit circle (Enestroem and Kakeya).
-    """
-    return coefficients[0] > 0 and all(
-        first >= second >= 0 for first, second in pairwise((*coefficients, 0.0))
-    )
-
-
 class RecordConfig(_NoisyStrength):
     """Whole records: clipped contributions, central Gaussian noise, Poisson batches."""
 
@@ -164,7 +154,10 @@ class RecordConfig(_NoisyStrength):
             given = len(self.correlation)
             reason = f"has {given} coefficients: protection.bands = {self.bands} needs as many; leave it out"
             raise BadKey("protection.correlation", reason)
-        if self.correlation is not None and not is_stable(self.correlation):
+        # If c_0 >= c_1 >= ... >= 0, no root of the sum over k of c_k x^k lies inside the unit circle (Enestroem and
+        # Kakeya), so that the inverse of the banded Toeplitz matrix of these coefficients cannot grow.
+        falls = all(first >= second >= 0 for first, second in pairwise((*(self.correlation or ()), 0.0)))
+        if self.correlation is not None and not (falls and self.correlation[0] > 0):
             reason = (
                 f"{list(self.correlation)} must not increase, with the first above 0 and none below 0: the noise is "
                 "what C^-1 makes of fresh numbers, and rounding would take its place; leave it out"
@@ -268,7 +261,6 @@ class LabelReadoutConfig(OneLookConfig):
     """Labels: one noisy reading of each label, kept and reused."""
 
     summary: ClassVar[str] = "Labels: one reading of each label through a device, kept; posterior targets."
-    formerly: ClassVar[tuple[str, ...]] = ("label-once",)
     dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {
         "noise": {
             "digital": f"{_MORE_ACCURATE}; or read labels through a device: 'device', 'counts', 'argmax'"
@@ -305,7 +297,6 @@ class LabelRandomizedResponseConfig(OneLookConfig):
     """Labels: each replaced once by randomized response."""
 
     summary: ClassVar[str] = "Labels: randomized response; posterior targets."
-    formerly: ClassVar[tuple[str, ...]] = ("label-response",)
     tested_records: ClassVar[int] = 4000
 
     kind: Literal["label-randomized-response"] = "label-randomized-response"
@@ -330,7 +321,6 @@ class LabelReleaseConfig(_Strength):
     labels_read_once = True
     tested_with: ClassVar[Mapping[str, Any]] = {"epsilon": 2.0}
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
-    cost_of_a_kill: ClassVar[str | None] = None
     summary: ClassVar[str] = "Labels: one noisy linear model of public features (ridge)."
 
     kind: Literal["label-release"] = "label-release"

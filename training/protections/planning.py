@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanism import Mechanism
@@ -49,6 +49,16 @@ class Plan(ABC):
     wrap_writer: Callable[[Any], Any] | None = None
 
     @property
+    def mode(self) -> str:
+        """Key `mode` of the run, experiment or release."""
+        return self.config.mode
+
+    @property
+    def protects(self) -> Literal["nothing", "records", "labels"]:
+        """What the run's guarantee is about."""
+        return self.config.protection.protects
+
+    @property
     def credit(self) -> Mapping[str, Any]:
         """Keywords `beta` and `certificate` of a mechanism that rests on the device's noise; empty without one."""
         if self.certificate is None or not self.config.protection.credits_device:
@@ -83,8 +93,12 @@ class ProtectedAlgorithm(ABC):
     """What a protection asks of the algorithm that it protects.
 
     `opusim.training.engine.algorithm.Algorithm` is one.
+
+    Attributes:
+        config: The run's configuration.
     """
 
+    config: RunConfig
     applies: ClassVar[frozenset[str]] = frozenset()
     """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""
     fills_batches: ClassVar[bool] = False
@@ -109,19 +123,24 @@ class ProtectedAlgorithm(ABC):
         """
 
 
-def require_covered(plan: Plan) -> None:
+def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
     """Refuse a protected run that no theorem covers, before anything is computed.
+
+    Args:
+        config: The run.
+        dataset: Its records.
+        scheme: That of its sampler.
 
     Raises:
         NoGuarantee: The sampling scheme, the split, the standardisation, the features or the number of classes leak
             what is protected.
     """
-    config, dataset, options = plan.config, plan.dataset, plan.config.protection
+    options = config.protection
     by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
     if dataset.split not in ("given", *by_position, *config.fitting_splits):
         raise NoGuarantee(split_refusal(config, dataset.split))
     if options.poisson and options.bands == 1:  # else RecordProtection looks at the sampler
-        require_poisson(plan.sampler.scheme, by=f"protection.kind = {options.kind!r}")
+        require_poisson(scheme, by=f"protection.kind = {options.kind!r}")
     if options.protects == "records" and not dataset.standardisation.public:
         raise NoGuarantee(
             "the features were standardised by statistics of the data, which no guarantee covers; "

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanism import Mechanism
@@ -53,9 +52,9 @@ from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.optimizers import rate_share
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.base import (
+    CalibratedProtection,
     PoissonProtection,
     PrivateGradients,
-    Protection,
     noise_std,
     rounds_exactly,
 )
@@ -202,18 +201,10 @@ class RecordProtection(PoissonProtection):
         return self.noise_work(sizes, n_outputs)
 
 
-class LastIterateProtection(Protection):
+class LastIterateProtection(CalibratedProtection):
     """Whole records, of which only the final model is published; the algorithm states its mechanism."""
 
     needs = frozenset({"own noise"})
-
-    @override
-    def calibrated(self) -> float | None:
-        options = self.options
-        if options.noise_multiplier is not None or options.epsilon is None:
-            return options.noise_multiplier
-        found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
-        return found.noise
 
     @override
     def whole_run(self) -> Mechanism:

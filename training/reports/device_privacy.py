@@ -252,9 +252,8 @@ class LabelCounts:
     def _credited(self, point: OperatingPoint) -> np.ndarray:
         """Expected counts of each label that a guarantee rests on, shape (labels, pixels of all frames)."""
         rates, dark = (self._limiting_rates(p) for p in (point, replace(point, light=NO_LIGHT)))
-        frames = (
-            1 if self.kept == "counts" else len(rates) // 2
-        )  # the negative part, of the second half, is empty
+        # the negative part, of the second half, is empty
+        frames = 1 if self.kept == "counts" else len(rates) // 2
         some = slice(None) if self.kept == "reading" else self._pixels
         counts = rates[:frames][:, :, some].transpose(1, 0, 2)
         return at_brightest(

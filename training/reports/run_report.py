@@ -32,12 +32,7 @@ _LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
 """Ends of the axis of cosines, unless one is lower."""
 
 
-def write_report(
-    run: StoredRun,
-    *,
-    audit: Audit | None = None,
-    folder: Path | None = None,
-) -> Path:
+def write_report(run: StoredRun, *, audit: Audit | None = None, folder: Path | None = None) -> Path:
     """Draw a run's figures and write `report.html`.
 
     Args:

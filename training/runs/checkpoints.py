@@ -230,7 +230,11 @@ def adopt_ledger(folder: RunFolder, source: Path) -> None:
         LedgerCorrupt: The other ledger was changed, cut or reordered.
         RunFolderError: The run is not finished, or its checkpoint or summary is damaged.
     """
-    position, summary = read_position(source), folder.require_summary()
+    position, summary = read_position(source), folder.read_summary()
+    if summary is None:
+        raise RunFolderError(
+            f"run folder {folder.path} holds no finished run; finish it with: {folder.resume_command}"
+        )
     write_file(folder.ledger_file, source.read_bytes())
     write_file(head_file(folder.ledger_file), head_file(source).read_bytes())
     newest = list_checkpoints(folder.checkpoints)[-1]

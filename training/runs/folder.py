@@ -289,19 +289,6 @@ class RunFolder:
         facts = {**summary, "schema_version": SUMMARY_VERSION}
         write_json(self.summary_file, sealed(facts, ledger=ledger.to_json()))
 
-    def require_summary(self) -> dict[str, Any]:
-        """Return the summary of a finished run.
-
-        Raises:
-            RunFolderError: The run is not finished, or its summary was changed.
-        """
-        summary = self.read_summary()
-        if summary is None:
-            raise RunFolderError(
-                f"run folder {self.path} holds no finished run; finish it with: {self.resume_command}"
-            )
-        return summary
-
     def read_summary(self) -> dict[str, Any] | None:
         """Return the summary, or None if the run is not finished.
 

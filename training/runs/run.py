@@ -57,20 +57,6 @@ conversion = Deferred("opusim.crossbar.conversion")
 _CHUNK = 4096
 
 
-def model_outputs(model: nn.Module | Network, x: Tensor) -> Tensor:
-    """Compute the outputs for records, some at a time.
-
-    Args:
-        model: Maps (batch, d) to (batch, n_outputs); or the network of a run.
-        x: Shape (n, d).
-
-    Returns:
-        Shape (n, n_outputs), for tokens (n, T, n_outputs).
-    """
-    with _evaluated(model) as (compute, at_once):
-        return torch.cat([compute(chunk) for chunk in x.split(at_once)])
-
-
 def evaluate_split(
     model: nn.Module | Network, split: Split, loss: LossName, target: Target = "class"
 ) -> dict[str, float]:
@@ -172,8 +158,9 @@ class Run(Shown, StoredRun):
             ValueError: The shape is wrong, or a value is not finite.
         """
         features = feature_array(x, self.columns, "x") if is_frame(x) else x
-        outputs = model_outputs(self._network, self._prepared(self.form.features(features, "x")))
-        found = outputs
+        prepared = self._prepared(self.form.features(features, "x"))
+        with _evaluated(self._network) as (compute, at_once):
+            found = outputs = torch.cat([compute(chunk) for chunk in prepared.split(at_once)])
         if self.form.target in ("class", "tokens"):
             found = outputs.argmax(dim=-1)
         elif self.form.target == "labels":

@@ -46,13 +46,6 @@ from opusim.training.errors import FolderBusy, RunFolderError
 
 LOCK_FILE = "lock"
 Kind = Literal["run", "search", "sweep", "audit", "private loop"]
-_WITH_ARTICLE: dict[Kind, str] = {
-    "run": "a run",
-    "search": "a search",
-    "sweep": "a sweep",
-    "audit": "an audit",
-    "private loop": "a private loop",
-}
 _MARKS: dict[Kind, tuple[str, ...]] = {
     "run": ("config.json", "checkpoints", "metrics.jsonl"),
     "search": ("tuning.json",),
@@ -79,7 +72,8 @@ def require_kind(folder: Path, kind: Kind) -> None:
     """
     found = kind_of(folder)
     if found is not None and found != kind:
-        raise RunFolderError(f"{kind} folder {folder} holds {_WITH_ARTICLE[found]}; choose an empty folder")
+        article = "an" if found == "audit" else "a"
+        raise RunFolderError(f"{kind} folder {folder} holds {article} {found}; choose an empty folder")
 
 
 @contextmanager

@@ -177,7 +177,8 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     folder = RunFolder(run_path)
     started = time.perf_counter()
     try:
-        named = (config.model.name, config.loss, config.data.factory or "")  # by the sweep itself
+        # the sweep itself names it
+        named = (config.model.name, config.loss, config.data.factory or "")
         names_code = any(is_import_path(name) for name in named)
         run = None
         while run is None and not folder.finished:

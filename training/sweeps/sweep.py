@@ -310,9 +310,8 @@ def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
     """Return the row of a finished run."""
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
-    if (
-        config.mode == "release"
-    ):  # its summary holds no figures of data, but public test records measure its model
+    # its summary holds no figures of data, but public test records measure its model
+    if config.mode == "release":
         found = evaluate_run(run.folder.path)
         summary |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
     noise = (run.facts.get("device") or {}).get("noise")  # in its description, directly or by a temperature

@@ -361,13 +361,7 @@ class Search:
         right = 0
         if len(held_out):
             right = round(len(held_out) * evaluate_split(run.model, held_out, run.config.loss)["accuracy"])
-        return noisy_score(
-            right,
-            trial.held_out,
-            self._selection.mu,
-            mode=run.config.mode,
-            seed=seed,
-        )
+        return noisy_score(right, trial.held_out, self._selection.mu, mode=run.config.mode, seed=seed)
 
     def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
         """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""

@@ -344,6 +344,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
 
     applies = frozenset({"gradients"})
     uses_public_randomness = True
+    layer_signals = "estimated"
     record_options: ClassVar[Mapping[str, Any]] = {"form": "proven", "noise": "digital"}
     network: ModuleSequence
     update: PlainUpdate | PublishedUpdate
@@ -381,7 +382,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     @property
     def device_shape(self) -> DeviceShape:
         """A reading holds the noise of every output of one record."""
-        outputs = sum(value.numel() for value in _blank_outputs(self.network, 1).values)
+        outputs = sum(value.numel() for value in _blank_outputs(self.network).values)
         return DeviceShape(n_inputs=1, n_outputs=min(outputs, _WIDEST_READING))
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
@@ -401,7 +402,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             parts = [parts_of_records(size, records) for size in sizes]
             draws = [size * part for size, found in zip(sizes, parts, strict=True) for part in found]
             return draws * options.copies
-        blank, matched = _blank_outputs(network, 1), options.shape == "matched"
+        blank, matched = _blank_outputs(network), options.shape == "matched"
         coordinates = [
             coordinates_of(jacobian, value, h, matched=matched)
             for jacobian, value, h in zip(network.jacobians, blank.values, blank.inputs, strict=True)
@@ -511,6 +512,11 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         """See Algorithm.noiseless; the published form's noise is that of its probes, and a device's is unknown."""
         return None if self.options.form == "published" or self.options.noise == "device" else {}
 
+    @property
+    @override
+    def leaves_directions(self) -> bool:
+        return (self.options.form, self.options.remedy) == ("published", "extra-noise")
+
 
 def _ignored(used: Tensor, records: Tensor | None, step: int) -> TrainingDiverged | None:
     """Warn of the records that a step ignored, or return an error if it ignored all."""
@@ -530,6 +536,6 @@ def _ignored(used: Tensor, records: Tensor | None, step: int) -> TrainingDiverge
     return None
 
 
-def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:
-    """Return what the modules make of records of zeros."""
-    return network.forward(torch.zeros(n, network.n_inputs, device=network.parameters[0].device))
+def _blank_outputs(network: ModuleSequence) -> Outputs:
+    """Return what the modules make of a record of zeros."""
+    return network.forward(torch.zeros(1, network.n_inputs, device=network.parameters[0].device))

@@ -139,18 +139,15 @@ class MemoryMappedTensors:
     Args:
         like: The tensors to copy.
         dtype: Type of the copies; None keeps each tensor's type.
-        scratch: Folder of the file; None for the system's temporary folder.
     """
 
-    def __init__(
-        self, like: Mapping[int, Tensor], *, dtype: torch.dtype | None = None, scratch: Path | None = None
-    ) -> None:
+    def __init__(self, like: Mapping[int, Tensor], *, dtype: torch.dtype | None = None) -> None:
         self.tensors: dict[int, Tensor] = {}
         types = {number: dtype or tensor.dtype for number, tensor in like.items()}
         size = sum(tensor.numel() * types[number].itemsize for number, tensor in like.items())
         if not size:
             return
-        with tempfile.TemporaryFile(dir=scratch, prefix="opusim-zo-") as file:
+        with tempfile.TemporaryFile(prefix="opusim-zo-") as file:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
         start = 0
@@ -179,25 +176,17 @@ class InPlacePerturbation:
         tensors: Floating-point, contiguous; moved in place.
         perturbation: phi > 0.
         weight_decay: lambda >= 0.
-        scratch: Folder of the files for half-precision tensors; None for the system's temporary folder.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        perturbation: float,
-        weight_decay: float = 0.0,
-        scratch: Path | None = None,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, perturbation: float, weight_decay: float = 0.0) -> None:
         self._tensors = list(tensors)
         self._phi, self._decay = perturbation, weight_decay
         self._pending: list[StepEntry | UnreadEntry] = []
         self._seed = 0  # of the current direction
         self._offsets = [0] * len(self._tensors)  # of each tensor along it, in phi z: 1, -1 or 0
         half = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
-        self._copies = MemoryMappedTensors(half, dtype=torch.float32, scratch=scratch)
-        self._drifted = MemoryMappedTensors(half, scratch=scratch)
+        self._copies = MemoryMappedTensors(half, dtype=torch.float32)
+        self._drifted = MemoryMappedTensors(half)
         self.copies, self.drifted = self._copies.tensors, self._drifted.tensors
         self._settled_temporarily = True
 

@@ -229,7 +229,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         config, ranks = self.config, Ranks()
         release = ScalarRelease(clip=None, divisor=config.divisor)
         if config.protection.protects != "nothing":
-            clip = self.clip_norm(config, self.dataset.n_classes)
+            clip = self.own_clip
             noise: NoiseStream = noise_stream(config.mode, config.seed_for("scalar-noise"), "scalar-noise")
             if device is not None:
                 noise = DeviceNormals(device, credit=self.plan.credit)
@@ -504,7 +504,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         config = self.config
         parameters: dict[str, Any] = {
             "sampling_probability": self.plan.sampling_probability,
-            "clip_norm": self.clip_norm(config, self.dataset.n_classes),
+            "clip_norm": self.own_clip,
             "divisor": config.divisor,
             "directions": self.options.directions,
             "relation": config.relation or Adjacency.ZERO_OUT,

@@ -14,12 +14,7 @@ import sklearn.exceptions
 from sklearn.base import BaseEstimator, TransformerMixin
 
 from opusim import checks
-from opusim.features.encoders import (
-    BitPlaneEncoder,
-    FloatBitsEncoder,
-    FrameEncoder,
-    ThresholdEncoder,
-)
+from opusim.features.encoders import BitPlaneEncoder, FloatBitsEncoder, FrameEncoder, ThresholdEncoder
 from opusim.features.encoders import MultiThresholdEncoder as ThermometerEncoder
 from opusim.lightonml.inputs import as_array, like
 

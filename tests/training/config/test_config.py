@@ -118,14 +118,6 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
             "trainer.projection: 'hadamard' was dropped; take 'gaus",
         ),
         ("protection={kind='label-readout', epsilon=1}", "protection.noise: 'digital' was dropped; take"),
-        (
-            "protection.kind=label-once",
-            "protection.kind: 'label-once' is now 'label-readout'; use that",
-        ),
-        (
-            "protection.kind=label-response",
-            "protection.kind: 'label-response' is now 'label-randomized-response'",
-        ),
         ("trainer.rows=3.5", r"trainer\.rows: 3\.5: must be 'each', 'sum' or a whole number of at least 1"),
         ("model.name=own.Net", "did you mean 'own:Net'"),
         ("model.name=nets/own.py", "is no model"),

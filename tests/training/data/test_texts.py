@@ -193,15 +193,14 @@ def test_a_guarantee_covers_a_text_whose_windows_do_not_move(text: Path, relatio
         }
     )
     data = load_text(text, context=5)
-    plan: Any = SimpleNamespace(config=config, dataset=data, sampler=SimpleNamespace(scheme="poisson"))
     if relation == "add_or_remove_one":
         with pytest.raises(
             NoGuarantee,
             match="'tail' does not fit .*would move the cut between the parts.*take protection.relation",
         ):
-            require_covered(plan)
+            require_covered(config, data, "poisson")
     else:
-        require_covered(plan)
+        require_covered(config, data, "poisson")
 
 
 class TestRefusals:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from opusim import checks
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.description.section import BadKey, merged, parse_setting
@@ -44,7 +45,6 @@ from opusim.training.attacks.mechanism.subjects import (
     Subject,
     require_free,
     require_known_laws,
-    require_steps,
 )
 from opusim.training.config.kinds import PROTECTIONS, ProtectionSection
 from opusim.training.config.run import RunConfig, load_config
@@ -561,7 +561,11 @@ def _configured(
         protection = PROTECTIONS.find(options["protection"]["kind"])
     except BadKey as error:
         raise ConfigError("--set", error.key, error.reason) from error
-    require_steps(kind, protection)
+    if protection.protects == "nothing":
+        raise NoGuarantee(
+            f"protection.kind = {options['protection']['kind']!r}: no guarantee covers the steps of {kind}, so there "
+            "is nothing to test; use protection.kind=record"
+        )
     if model != "mlp" and protection.protects != "records":
         reason = (
             f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"

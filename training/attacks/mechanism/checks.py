@@ -359,7 +359,7 @@ def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
             first = steps[steps // lag % 2 == phase]
             if first.size * len(sizes) >= _MIN_PAIRS:
                 pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
-    correlations = [(pearson(a, b), len(a) - 1) for a, b in pairs]
+    correlations = [(cosine(a - a.mean(), b - b.mean()), len(a) - 1) for a, b in pairs]  # Pearson's
     text = "a batch used again, or in another run"
     return [*found, Check.correlation("batch size: any two steps", correlations, text)]
 
@@ -449,8 +449,3 @@ def kolmogorov_distance(values: np.ndarray) -> float:
     n = len(expected)
     ranks = np.arange(n + 1) / n
     return float(max(np.max(ranks[1:] - expected), np.max(expected - ranks[:-1])))
-
-
-def pearson(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the sample correlation; for normal samples, `cosine_p_value` in n - 1 dimensions gives its p-value."""
-    return cosine(a - a.mean(), b - b.mean())

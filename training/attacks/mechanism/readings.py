@@ -33,7 +33,7 @@ from opusim.training.convex.config import ConvexConfig
 from opusim.training.data import Dataset
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.functions import LOSSES
-from opusim.training.protections.config import LabelAmplifiedConfig, NoProtectionConfig
+from opusim.training.protections.config import NoProtectionConfig
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array
 from opusim.training.zeroth_order.config import ZoConfig
@@ -570,12 +570,7 @@ def _scalars(run: FinishedRun) -> Released:
     sums = np.array(along)
     return Released(
         noise=np.array(noise),
-        sums=Sums(
-            along=sums,
-            along_std=z / mechanism.spread,
-            by_layer=sums[:, None],
-            shares=np.ones(1),
-        ),
+        sums=Sums(along=sums, along_std=z / mechanism.spread, by_layer=sums[:, None], shares=np.ones(1)),
         batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
     )
 
@@ -609,12 +604,7 @@ def _label_sums(run: FinishedRun, sums: Sequence[Gradient], gradients: Sequence[
     return Released(
         noise=free / (z * protection.clip),
         signal_noise=signals / (z * protection.clip),
-        sums=Sums(
-            along=np.sum(layered * weights, axis=1),
-            along_std=z,
-            by_layer=layered,
-            shares=stated[0],
-        ),
+        sums=Sums(along=np.sum(layered * weights, axis=1), along_std=z, by_layer=layered, shares=stated[0]),
         batch=BatchLaw.binomial(len(run.dataset.train), float(run.mechanism.sampling_probability)),
     )
 
@@ -629,7 +619,7 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    floor = run.config.protection_as(LabelAmplifiedConfig).floor
+    protection: Any = run.config.protection  # of the kind label-amplified
     # the inputs of the tanh network's layers, each with the bias's constant 1
     first = np.append(run.dataset.train.x[0].double().numpy(), 1.0)
     weight, bias = (state[f"layer1.{part}"].double().numpy() for part in ("weight", "bias"))
@@ -639,7 +629,7 @@ def _whitened(
     for number, (names, h) in enumerate(zip(layers_of(list(total)), inputs, strict=True)):
         rows, signal = _matrix(total, names), _matrix(gradient, names) @ h
         size, length = float(np.linalg.norm(h)), float(h @ h)
-        ridge = floor * scale * length / len(h)
+        ridge = protection.floor * scale * length / len(h)
         along_h = rows @ h / size / math.sqrt(scale * length + ridge)
         turned = _reflected(along_h, signal / np.linalg.norm(signal))
         sums.append(turned[0])

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.guarantee import NoGuarantee
 from opusim.description.schema import load_description
 from opusim.description.section import flat
 from opusim.errors import ConfigError
 from opusim.training.attacks.base import crafted
-from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.run import RunConfig
 from opusim.training.convex.trainer import GatedRelu
 from opusim.training.data import Dataset
@@ -365,20 +363,6 @@ def require_free(kind: str, asked: Mapping[str, Any]) -> None:
                 key,
                 "is reserved: the self-test chooses data, model and optimizer; leave it out",
             )
-
-
-def require_steps(kind: str, protection: type[ProtectionSection]) -> None:
-    """Refuse a protection without protected steps.
-
-    Raises:
-        NoGuarantee: Nothing is protected.
-    """
-    name = protection.model_fields["kind"].default
-    if protection.protects == "nothing":
-        raise NoGuarantee(
-            f"protection.kind = {name!r}: no guarantee covers the steps of {kind}, so there is nothing to test; use "
-            "protection.kind=record"
-        )
 
 
 def require_known_laws(config: RunConfig) -> None:

@@ -39,20 +39,19 @@ from opusim.training.attacks.one_run.observers import (
     weight_layers,
 )
 from opusim.training.attacks.replay import AuditedRun
-from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
+from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train_planned
-from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.network import FullyConnected, LayeredNetwork
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder
-from opusim.training.ulr.config import UlrConfig
 
 DEFAULT_CANARIES = 1000
 CONFIDENCE = 0.95
@@ -123,11 +122,11 @@ def audit_one_training(
 def started_again(run: AuditedRun, seed: int) -> RunPlan:
     """Return the run on a network as new, with seeds of its own; a user-supplied module starts as it was trained."""
     plan = run.plan
-    if plan.config.mode == "experiment":
+    if plan.mode == "experiment":
         plan = plan.unchecked(seed=derive_seed(seed, "one run") >> 1)
     if "layers" not in run.network_facts:
         return run.on_own_network(plan)
-    built = type(plan.algorithm).build_network(plan.config, plan.dataset, None)
+    built = plan.new_network()
     return plan.on_network(built) if built.facts == run.network_facts else run.on_own_network(plan)
 
 
@@ -157,15 +156,14 @@ def play_one_run(
     Raises:
         NoGuarantee: The run protects labels, or its trainer cannot carry canaries.
     """
-    protects = plan.config.protection.protects
-    if protects not in ("records", "nothing"):
+    if plan.protects == "labels":
         raise NoGuarantee(
-            f"protection.kind = {plan.config.protection.kind!r} protects {protects}, and this audit plants records; "
+            f"protection.kind = {plan.protection.options.kind!r} protects labels, and this audit plants records; "
             "play the game of single steps: opusim audit RUN"
         )
-    protected = protects == "records"
+    protected = plan.protects == "records"
     played, observer, inside, relation = (_crafted if protected else _planted)(plan, canaries, seed)
-    delta = plan.config.protection.delta if delta is None else delta
+    delta = plan.protection.options.delta if delta is None else delta
     on_start(played.total_steps)
     started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
@@ -317,7 +315,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     Raises:
         NoGuarantee: Its updates do not pass the writer of private gradients.
     """
-    config, algorithm = plan.config, plan.algorithm
+    algorithm, config = plan.algorithm, plan.algorithm.config
     if "gradients" not in algorithm.applies or not weight_layers(plan.network):
         if "gradients" in algorithm.applies:
             raise NoGuarantee(
@@ -325,7 +323,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
                 "steps: opusim audit RUN"
             )
         raise NoGuarantee(
-            f"trainer.kind = {config.trainer.kind!r} cannot carry crafted gradients: {_WRITERS}"
+            f"trainer.kind = {algorithm.options.kind!r} cannot carry crafted gradients: {_WRITERS}"
         )
     canaries = Canaries.drawn(
         plan.network,
@@ -334,7 +332,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
         replaces=config.relation is Adjacency.REPLACE_ONE,
         seed=seed,
     )
-    clip = algorithm.clip_norm(config, plan.dataset.n_classes)
+    clip = algorithm.own_clip
     shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
     blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
     labels = torch.zeros(len(blank), *plan.dataset.train.y.shape[1:], dtype=plan.dataset.train.y.dtype)
@@ -383,15 +381,15 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
         NoGuarantee: A batch's inputs do not span the rows of the first layer's update, or fill them; or the trainer is
             another one.
     """
-    network, options, batch = plan.network, plan.config.trainer, plan.sampler.expected_batch_size
-    quiet = isinstance(options, UlrConfig) and (options.form, options.remedy) == ("published", "extra-noise")
-    spans = isinstance(options, FeedbackConfig) and isinstance(network, FullyConnected)
+    network, algorithm, batch = plan.network, plan.algorithm, plan.sampler.expected_batch_size
+    quiet = algorithm.leaves_directions
+    spans = algorithm.layer_signals == "exact" and isinstance(network, FullyConnected)
     first = weight_layers(network)[:1]
     if not isinstance(network, LayeredNetwork) or not first or first[0][0] or not (quiet or spans):
         raise NoGuarantee(
-            f"trainer.kind = {options.kind!r} without protection: the attack on one training needs a fully connected "
-            "first layer, of a network under bp, dfa, tdfa or pdfa, or of ulr as published with trainer.remedy = "
-            "'extra-noise'; play the game of single steps: opusim audit RUN"
+            f"trainer.kind = {algorithm.options.kind!r} without protection: the attack on one training needs a fully "
+            "connected first layer, of a network under bp, dfa, tdfa or pdfa, or of ulr as published with "
+            "trainer.remedy = 'extra-noise'; play the game of single steps: opusim audit RUN"
         )
     _, weight, n_outputs, fan_in = first[0]
     others = [tensor.data_ptr() for tensor in network.layer_parameters(0)[1:]]
@@ -403,10 +401,12 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
             f"sampler.batch_size = {batch:g}: the first layer ({n_outputs} x {fan_in}) tells nothing of batches above "
             f"{most}; play the game of single steps: opusim audit RUN"
         )
-    layer: dict[str, Any] = {"weight": weight, "bias": bias, "options": plan.config.optimizer}
+    layer: dict[str, Any] = {"weight": weight, "bias": bias, "options": algorithm.config.optimizer}
     if quiet:
         return FirstLayerObserver(network, x, **layer, most_steps=plan.total_steps), False
-    inputs = update_clipping(options)(x, layer=0, depth=network.depth, n_layer=n_outputs)
+    inputs = ActivationClipping(**algorithm.options.update_clipping)(
+        x, layer=0, depth=network.depth, n_layer=n_outputs
+    )
     epoch = -(-(len(plan.dataset.train) + len(x)) // max(int(batch), 1))
     return FirstLayerObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
 

@@ -45,12 +45,7 @@ from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Played
-from opusim.training.attacks.one_run.audit import (
-    CONFIDENCE,
-    audit_of_scores,
-    started_again,
-    with_records,
-)
+from opusim.training.attacks.one_run.audit import CONFIDENCE, audit_of_scores, started_again, with_records
 from opusim.training.attacks.run_audit import audit_place, drawn_seed, read_run
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Arrays
@@ -112,10 +107,10 @@ class FinalModelGame:
             NoGuarantee: The run does not protect records, or its network is not fully connected.
         """
         network = plan.network
-        if plan.config.protection.protects != "records" or not isinstance(network, FullyConnected):
+        if plan.protects != "records" or not isinstance(network, FullyConnected):
             raise NoGuarantee(
-                f"trainer.kind = {plan.config.trainer.kind!r}, protection.kind = "
-                f"{plan.config.protection.kind!r}, {type(network).__name__}: the game of the final model plants a "
+                f"trainer.kind = {plan.algorithm.options.kind!r}, protection.kind = "
+                f"{plan.protection.options.kind!r}, {type(network).__name__}: the game of the final model plants a "
                 "record in a fully connected network with a loss of opusim, under protection.kind = 'record'; play "
                 "another: opusim audit RUN --one-run"
             )
@@ -130,7 +125,7 @@ class FinalModelGame:
         shape = plan.dataset.train.x.shape[1:]
         record = (_LENGTH * direction).to(plan.dataset.train.x).view(1, *shape)
         label = torch.zeros(1, dtype=plan.dataset.train.y.dtype)
-        replaces = plan.config.relation is Adjacency.REPLACE_ONE
+        replaces = plan.algorithm.config.relation is Adjacency.REPLACE_ONE
         nothing = torch.zeros(0, *shape)
         absent = with_records(plan, -record if replaces else nothing, label if replaces else label[:0])
         game = cls(
@@ -256,9 +251,9 @@ def audit_final_model(
     folder = RunFolder(path)
     place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
-    if run.plan.config.mode == "release":
+    if run.plan.mode == "release":
         make_private_folder(place)
-    own_delta = run.plan.config.protection.delta
+    own_delta = run.plan.protection.options.delta
     look = Look(trainings, own_delta if delta is None else delta)
     scores = _Scores(place / SCORES_FILE, worst_case=worst_case, seed=seed, folder=folder, delta=own_delta)
     game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
@@ -414,7 +409,7 @@ def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, 
         {game.adversary: np.array(scores)},
         {},
         game.coins(len(scores)),
-        game.present.config.relation or Adjacency.REPLACE_ONE,
+        game.present.algorithm.config.relation or Adjacency.REPLACE_ONE,
         game.mechanisms,
         guarantees(list(game.mechanisms), delta=delta),
         delta=delta,

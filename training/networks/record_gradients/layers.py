@@ -404,16 +404,6 @@ PACKED = (
 """What a packed sequence lacks, and what to give instead."""
 
 
-def require_no_packing(args: Sequence[Any]) -> None:
-    """Refuse the arguments of a packed sequence, (data, batch_sizes, ...).
-
-    Raises:
-        ValueError: The second argument holds whole numbers.
-    """
-    if len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point():
-        raise ValueError(f"model: a recurrent layer takes a packed sequence, {PACKED}")
-
-
 def unrolled(
     linear: Linear,
     func: Callable[..., Any],
@@ -427,21 +417,18 @@ def unrolled(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """Return what torch's function returns: the outputs, then the last states.
+    """Return what torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu returns: the outputs, then the last states.
 
-    Args:
-        linear: Takes part in every product with a weight.
-        func: torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu.
-        x: Inputs, shape (batch, T, n) or (T, batch, n).
-        initial: First states, shape (layers x directions, batch, width); two of them for torch.lstm.
-        weights: Of each layer and direction: for the input, for the state, their biases, for the projection.
-        has_biases: Whether there are biases.
-        num_layers: Number of layers.
-        dropout: Probability of dropping an output between layers.
-        train: Whether outputs are dropped.
-        bidirectional: Whether a second direction reads from the end.
-        batch_first: Whether records come first.
+    `linear` takes part in every product with a weight. The arguments behind `func`, which names the function, are its
+    own: inputs (batch, T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for
+    torch.lstm, and of each layer and direction the weights for the input, for the state, their biases, and for the
+    projection.
+
+    Raises:
+        ValueError: The arguments are those of a packed sequence, (data, batch_sizes, ...).
     """
+    if isinstance(initial, Tensor) and not initial.is_floating_point():
+        raise ValueError(f"model: a recurrent layer takes a packed sequence, {PACKED}")
     states = [initial] if isinstance(initial, Tensor) else list(initial)
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
@@ -475,18 +462,7 @@ def unrolled_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return what torch's function returns: the new state, or two of them for torch.lstm_cell.
-
-    Args:
-        linear: Takes part in every product with a weight.
-        func: torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell or torch.rnn_relu_cell.
-        x: Input, shape (batch, n).
-        initial: State, shape (batch, width); two of them for torch.lstm_cell.
-        w_ih: For the input.
-        w_hh: For the state.
-        b_ih: For the input.
-        b_hh: For the state.
-    """
+    """Return what a function of `CELLS` returns: the new state, or two of them for torch.lstm_cell; see `unrolled`."""
     state = [initial] if isinstance(initial, Tensor) else list(initial)
     _, found = _seen_layer(linear, CELLS[func](), x.unsqueeze(0), [w_ih, w_hh, b_ih, b_hh], state)
     return found[0] if len(found) == 1 else tuple(found)

@@ -23,18 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from opusim.training.networks.record_gradients.calls import (
-    Call,
-    FlatSpec,
-    Key,
-    Kinds,
-    Site,
-)
+from opusim.training.networks.record_gradients.calls import Call, FlatSpec, Key, Kinds, Site
 from opusim.training.networks.record_gradients.layers import (
     CELLS,
     RECURRENT,
     group_norm,
-    require_no_packing,
     unrolled,
     unrolled_cell,
 )
@@ -324,7 +317,6 @@ class Recorder:
                 return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
             if func in CELLS:
                 return unrolled_cell(self._linear, func, *args, **options)
-            require_no_packing(args)
             return unrolled(self._linear, func, *args, **options)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -436,7 +428,9 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
     place = call.wrt[0].device
     before = _random_state(place)
     result = func(*args, **kwargs)
-    if not _is_random_state(before, place):
+    with _unfollowed():
+        draws = not torch.equal(before, _random_state(place))
+    if draws:
         raise ValueError(
             f"model: {call.site.where} draws random numbers, which a second call would not repeat; move dropout into a "
             "module of its own"
@@ -447,11 +441,6 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
 def _random_state(place: torch.device) -> Tensor:
     with _unfollowed():
         return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
-
-
-def _is_random_state(state: Tensor, place: torch.device) -> bool:
-    with _unfollowed():
-        return torch.equal(state, _random_state(place))
 
 
 @contextmanager

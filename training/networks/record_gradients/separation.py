@@ -71,9 +71,8 @@ def require_separate_steps(
     modes = {module: module.training for module in model.modules()}
     try:
         with preserved_generators(x.device):
-            seeded_output(
-                model.train(), first_half(x)
-            )  # what this pass sets comes from these records and stays
+            # what this pass sets comes from these records and stays
+            seeded_output(model.train(), first_half(x))
         with preserved_generators(x.device), preserved_buffers(model):
             _require_nothing_kept(model.train(), x)
             with torch.no_grad():

@@ -188,9 +188,8 @@ class RecordTape:
                 call.require_inputs_kept()
                 made = call.site.made or FunctionUse
                 self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
-        if any(
-            len(uses) > 1 for uses in self._uses
-        ):  # longer records than the probe's may use a parameter again
+        # longer records than the probe's may use a parameter again
+        if any(len(uses) > 1 for uses in self._uses):
             self.several_uses = True
 
     @property

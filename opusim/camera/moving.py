@@ -15,8 +15,7 @@ Cholesky factor of this matrix.
 Different blocks are independent given the ends (Markov property). So all frames of a call, of successive calls and of
 training steps follow one Ornstein-Uhlenbeck process, up to the rounding of the ends' times to 2^-24 tau.
 
-A frame's noise from this motion is no noise of the camera: it depends on what is shown, and outputs have it although
-none of their counts is random. No law credits it.
+The motion adds noise to readings, which depends on what is shown and on tau. No law of a device credits it.
 
 Source for the bridge: Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends.
 """

@@ -221,6 +221,15 @@ def test_steps_are_found_again_and_calls_share_the_time(seed: int) -> None:
         device.flat_frames(4)
         device.intensities(x[:3].abs())
         assert device.speckle.point / STEPS_PER_TAU == pytest.approx(15 * FRAME_S / 100, abs=1e-6)
+        before = device.usage.frames
+        device.seek(0)
+        device.anchor_frames(2)
+        device.dimmed_frames(x[:3].abs(), 0.5)
+        assert device._pattern_frames(x[:2].abs()).shape == (4, 50)  # the monitor's frames move, too
+        device._saturated_share(x[:1])
+        shown = device.usage.frames - before
+        assert shown == 2 + 3 + 4 + 5
+        assert device.speckle.point / STEPS_PER_TAU == pytest.approx(shown * FRAME_S / 100, abs=1e-6)
 
 
 def test_a_moving_medium_states_no_law_and_no_moments_behind_cross_talk(seed: int) -> None:

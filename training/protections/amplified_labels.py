@@ -66,9 +66,8 @@ class AmplifiedLabelProtection(PoissonProtection):
         if config.mode != "release" or not rounds_exactly(config):
             return None
         most = most_records(sampler.expected_batch_size, records=sampler.n_records, processes=1)
-        return CountedSums(
-            records=most, processes=1, block=0
-        )  # the features, and so their number, are public
+        # Features are public, and so is their number.
+        return CountedSums(records=most, processes=1, block=0)
 
     @override
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:

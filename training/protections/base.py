@@ -147,7 +147,7 @@ class Protection:
         return {"epsilon": stated.epsilon if stated.epsilon_lower is None else stated.epsilon_lower}
 
     def resolved(self) -> Mapping[str, Any]:
-        """Return the keys of the section that a resolved run states, whoever computed them.
+        """Return the keys of the section that a resolved run states, however they were computed.
 
         Raises:
             NoGuarantee: No noise reaches epsilon.

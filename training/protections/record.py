@@ -114,9 +114,8 @@ class RecordProtection(PoissonProtection):
         if not self.rounds_exactly or self.config.mode != "release":
             return None
         drawn = self._drawn
-        drawn["expected"] = max(
-            drawn["expected"], self.config.divisor
-        )  # a constant that may be nearer to n q
+        # The divisor is a public constant that may be nearer to n q.
+        drawn["expected"] = max(drawn["expected"], self.config.divisor)
         return CountedSums.of(self.physical_batches.most(**drawn), processes=drawn["processes"])
 
     @property

@@ -107,7 +107,7 @@ class Contributions:
             factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record. One
                 whose gradient is not finite is removed in any case.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: Of `CountedSums`, whose error the sums then have at most; None if nobody counts it.
+            block: Of `CountedSums`, whose error the sums then have at most; None if the noise does not count it.
         """
         squares = self.squared_norms() if self._squares is None else self._squares
         found: list[tuple[Tensor, Tensor]] = []

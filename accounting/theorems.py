@@ -35,16 +35,17 @@ _EXACTLY_ROUNDED = (
 NOISY_SUM = "entry of a step's noisy sum"
 """What is exactly rounded in gradients, in a statement's words."""
 _SUMS_COUNT = (
-    "what one record changes of the rounding of a step's sum is bounded by public numbers for every batch, and the "
-    "noise is larger than its multiplier says by that bound"
+    "what one record changes of the rounding of a step's sum is bounded by public numbers, for every batch of at most "
+    "65,536 records or of twice those that are counted on, and the noise is larger than its multiplier says by that "
+    "bound"
 )
 _SUMS_ROUND = (
     "a step's sum is formed in floating-point numbers; what one record changes of its rounding is not counted, except "
     "in modules that use a parameter several times: only a release on a processor counts it"
 )
 _CONTRIBUTIONS_ROUND = (
-    "the machine computes the contributions of other records alike, to the last digit, whatever the number of records "
-    "in the batch"
+    "the machine computes the contributions of other records alike, to the last digit, whatever the number and the "
+    "places of the records in a batch"
 )
 _ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
 

@@ -127,7 +127,8 @@ class NoiseStream(ABC):
         such as a device or `CorrelatedStream`, it is `add_to`, which rounds noise before it is added.
 
         Args:
-            y: float32 tensor that needs no gradient. Numbers that are not finite stay.
+            y: float32 tensor that needs no gradient, or float64 where noise is rounded. Numbers that are not finite
+                stay.
             std: Standard deviation: 0, which changes nothing, or a normal float32 number above 0.
 
         Returns:
@@ -474,11 +475,11 @@ def _checked_grid(y: torch.Tensor, std: float) -> float:
     """Return the grid of noise that is added to y.
 
     Raises:
-        TypeError: y is not float32.
+        TypeError: y is neither float32 nor float64.
         ValueError: std is out of range, or y too long.
     """
-    if y.dtype != torch.float32:
-        raise TypeError(f"y has dtype {y.dtype}: must be torch.float32; convert it")
+    if y.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"y has dtype {y.dtype}: must be torch.float32 or torch.float64; convert it")
     if y.numel() > MAX_ELEMENTS:
         _check_shape(y.shape)
     return grid_of(_checked_std(std))

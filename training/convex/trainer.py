@@ -433,17 +433,16 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         if self.noise is not None and std:
             counted = self.protection.counted_sums
             self.noise.add_rounded(move, std if counted is None else std * (1 + counted.error))
-        torch.add(
-            move.mul_(rate / self.divisor), weight, alpha=1 - rate * self.options.regularisation, out=weight
-        )
+        move = move.float().mul_(rate / self.divisor)
+        torch.add(move, weight, alpha=1 - rate * self.options.regularisation, out=weight)
 
     def _products(self, x: Tensor, spread: Tensor) -> Tensor:
-        """Return the sum of the records' terms, in float32, or as the protection counts its rounding."""
+        """Return the sum of the records' terms, in float32, or as `CountedSums` says."""
         counted = self.protection.counted_sums
         if counted is None:
             return torch.mm(x.t(), spread)
         if not counted.block or len(x) > counted.records:
-            return torch.mm(x.double().t(), spread.double()).float()
+            return torch.mm(x.double().t(), spread.double())
         blocks = zip(x.split(counted.block), spread.split(counted.block), strict=True)
         first, *others = (torch.mm(rows.t(), residuals) for rows, residuals in blocks)
         for other in others:

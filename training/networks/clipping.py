@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,10 @@ MOST_RECORDS = 2**16
 _WANTED_ERROR, _LARGEST_ERROR = 0.04, 0.06
 """What one record may change of the rounding of float32 sums, over C: blocks are cut for the first; above the second
 sums are float64."""
-_MOST_POSITIONS = 2**24
+MOST_POSITIONS = 2**20
 """Positions of a record up to which the rounding of float64 sums is counted."""
+_LEAST_COUNTED = 2**16
+"""Records of a batch, at least, for which that rounding is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +86,13 @@ class CountedSums:
     whose products may cancel to 1 / 128 of their sizes (`MILD`), are added in float64 instead. Each of two neighbouring
     batches is off by that much.
 
-    The bound holds for every batch: records beyond `records` are added in float64. Their number enters where the whole
-    sum is rounded only, at which twice as many are counted on; more have a chance below 1e-18 a step.
+    Records beyond `records` are added in float64, and the whole sum then stays float64 until it is rounded with its
+    noise. So the bound holds for every batch of at most 2^16 records, or twice as many as are counted on, whatever
+    their number.
 
     Attributes:
         records: Records of a step on one process that are added in float32, at least 1; a public number.
-        processes: The processes that add their sums, in float32.
+        processes: The processes that add their sums, in float64.
         block: Records that are added at once, all as they come if float32 bears it; 0 for float64.
     """
 
@@ -116,8 +119,9 @@ class CountedSums:
         """What one record may change of the rounding of the sum, and of its own contribution, over C."""
         count = self.records * self.processes
         terms = self.block + math.ceil(self.records / self.block) if self.block else 0
-        rounded = 2 * (2 + self.processes)  # each part, all parts, and the sums of other processes
-        exact = count * (count + _MOST_POSITIONS) * 2.0**-52 / MILD
+        rounded = 2 if self.block else 0  # each part, and all of them, to float32
+        most = max(2 * count, _LEAST_COUNTED)
+        exact = most * (most + MOST_POSITIONS) * 2.0**-52 / MILD
         return 1.01 * (2 * count * (terms + rounded) * 2.0**-24 + exact) + 2.0**-19
 
 
@@ -328,12 +332,18 @@ def full_precision(place: str = "cpu") -> Iterator[None]:
     too: its fast convolutions round by more than `product_slack`.
     """
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
+    on_processor: Any = getattr(torch.backends.mkldnn, "conv", None)  # from torch 2.9
+    convolutions = getattr(on_processor, "fp32_precision", None)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.enabled = False
+    if convolutions is not None:
+        on_processor.fp32_precision = "ieee"
     try:
         with torch.no_grad(), torch.autocast(place, enabled=False):
             yield
     finally:
+        if convolutions is not None:
+            on_processor.fp32_precision = convolutions
         torch.backends.cudnn.enabled = cudnn
         torch.set_float32_matmul_precision(precision)
 

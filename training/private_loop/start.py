@@ -265,7 +265,8 @@ def _facts(
     A data set that draws numbers is compared by the number of its records only.
     """
     parameters = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()
+        (name, tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad)
+        for name, p in module.named_parameters()
     ]
     groups = [
         (len(group["params"]), *((name, repr(value)) for name, value in group.items() if name != "params"))

@@ -143,6 +143,7 @@ class AmplifiedLabels(PrivateGradients):
         self._clip_norm = clip_norm
         std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._noise_std = std * (1 + error)
+        self._kind = torch.float64 if error else torch.float32  # of sums until they have their noise
         self._divisor = divisor
         self._floor = floor
         self._features = reference
@@ -199,7 +200,7 @@ class AmplifiedLabels(PrivateGradients):
         finite = torch.isfinite(norms)
         for use, delta, row, metric in zip(uses, deltas, white, metrics, strict=True):
             scaled = finite_rows(delta, finite) * factors[:, None]
-            total = (scaled.t() @ finite_rows(row, finite)).float()  # (n_l, n_(l-1) + 1), whitened
+            total = (scaled.t() @ finite_rows(row, finite)).to(self._kind)  # (n_l, n_(l-1) + 1), whitened
             noisy = metric.colour(self._noise.add_rounded(total, self._noise_std))
             write_gradient(use, noisy.div_(self._divisor).float())
 

@@ -114,8 +114,6 @@ class RecordProtection(PoissonProtection):
         if not self.rounds_exactly or self.config.mode != "release":
             return None
         drawn = self._drawn
-        # The divisor is a public constant that may be nearer to n q.
-        drawn["expected"] = max(drawn["expected"], self.config.divisor)
         return CountedSums.of(self.physical_batches.most(**drawn), processes=drawn["processes"])
 
     @property
@@ -436,9 +434,10 @@ class RecordGradients(PrivateGradients):
                 rows += part.records
                 block = counted.block if rows <= counted.records else 0
             sizes = [parameter.numel() for parameter in parameters]
-            own = torch.empty(sum(sizes), device=parameters[0].device)
+            kind = torch.float64 if block == 0 else torch.float32
+            own = torch.empty(sum(sizes), device=parameters[0].device, dtype=kind)
             into = {id(p): place.view_as(p) for place, p in zip(own.split(sizes), parameters, strict=True)}
-            found = part.totals(self._factors(part.squared_norms()), into, block)
+            found = part.totals(self._factors(part.squared_norms()), into if block != 0 else {}, block)
             formed = [(into[id(p)], total) for p, total in found if total is not into[id(p)]]
             if formed:
                 torch._foreach_copy_([place for place, _ in formed], [total for _, total in formed])
@@ -446,10 +445,11 @@ class RecordGradients(PrivateGradients):
             several = several or part.several_uses
         if flat is None:
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
-        total = flat.float()
+        exact = counted is not None and (block == 0 or self._ranks.world > 1)
+        total = flat.double() if exact else flat.float()
         self._finish(total, error=SUM_ERROR * several + (0.0 if counted is None else counted.error))
         for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter).float()
 
     def _finish(self, total: Tensor, *, error: float) -> None:
         """Turn sums into private gradients, the same in each process: add all processes' sums, add noise, divide.
@@ -458,7 +458,8 @@ class RecordGradients(PrivateGradients):
         some 8,000 standard deviations. Rounding a larger number again, and the division, are post-processing.
 
         Args:
-            total: Sum of this process's records, of all parameters, float32; changed in place.
+            total: Sum of this process's records, of all parameters, float32, or float64 where float32 would round it
+                by more than `error`; changed in place.
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
         """
         ranks = self._ranks

@@ -34,8 +34,9 @@ def test_packaged_devices_are_listed() -> None:
     assert {"gaussian", "ideal"} <= set(device_kinds())
 
 
-def test_devices_and_their_noise_show_themselves_briefly() -> None:
+def test_devices_and_their_noise_show_themselves_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook shows what stands last in a cell; a camera's noise had thousands of numbers."""
+    monkeypatch.setenv("COLUMNS", "150")
     listed = list_devices()
     assert len(repr(listed)) < 4000
     assert listed == tuple(listed)

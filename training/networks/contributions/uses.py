@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from opusim.training.networks.clipping import (
     MILD,
+    MOST_POSITIONS,
     Clip,
     Measured,
     by_record,
@@ -123,15 +124,23 @@ class OuterUse(Use):
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
             block: Records whose products are summed at once in float32, if they have one position each; 0 for float64,
                 whose sums go by blocks of some thousand rows. None sums all as they come, in float32.
+
+        Raises:
+            ValueError: A record has more positions than `CountedSums` counts.
         """
+        if block is not None and self.positions > MOST_POSITIONS:
+            raise ValueError(
+                f"a record has {self.positions:,} positions in a layer, and rounding is counted for at most "
+                f"{MOST_POSITIONS:,}; cut records into shorter ones"
+            )
         kept, inputs = clip.kept, self.h
         if kept is not None and inputs.is_floating_point():
             inputs = finite_rows(inputs, kept)
         exact = block == 0 or (block is not None and self.positions > 1)
         signals = clip.finite(self.delta) if exact else clip.scaled(self.delta)
-        step = max(1, _EXACT_ROWS // self.positions) if exact else block or self.records
+        step = max(1, _EXACT_ROWS // max(1, self.positions) if exact else block or self.records)
         totals: list[Tensor] = []
-        for start in range(0, self.records, step):
+        for start in range(0, max(1, self.records), step):  # also for no record
             own, x = signals[start : start + step], inputs[start : start + step]
             if exact:
                 own = own.double() * by_record(clip.factors[start : start + step], own)

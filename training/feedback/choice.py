@@ -18,26 +18,13 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from opusim.training.feedback.streams import unnormalised
+
 INPUT = ".input"
 """Behind the name of a submodule, as `error_at`: what the submodule receives, instead of what it returns."""
 OUTPUT = ""
 """As `error_at`: the output of the whole model, which has this name in `named_modules`."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
-_PASSED = (
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Transpose",
-    "Permute",
-    "Clone",
-    "ToCopy",
-    "NativeDropout",
-    "Relu",
-    "Gelu",
-    "Silu",
-)
-"""Names of the autograd nodes, before "Backward", behind which a residual sum is still unnormalised."""
-_MOST_STEPS = 6
 
 
 def find_points(
@@ -174,45 +161,6 @@ def layers(model: nn.Module) -> list[tuple[str, str]]:
         elif found and list(module.parameters(recurse=False)):
             found[-1] = found[-1][0], name
     return found
-
-
-def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the points whose outputs are residual sums that no normalisation follows.
-
-    The projected error does not shrink as the stream grows, so such a stream may grow without bound.
-
-    Args:
-        calls: Name and output of each point; the autograd graph of an output says how it was computed.
-    """
-    found: dict[str, None] = {}
-    for name, output in calls:
-        node: Any = output.grad_fn
-        for _ in range(_MOST_STEPS):
-            if not _keeps_scale(node):
-                break
-            node = node.next_functions[0][0]
-        # A sum of summands that may both grow: neither is a bias or the output of a normalisation.
-        if _operation(node) == "Add" and all(
-            before is not None
-            and type(before).__name__ != "AccumulateGrad"
-            and "Norm" not in _operation(before)
-            for before, _ in node.next_functions
-        ):
-            found[name] = None
-    return list(found)
-
-
-def _operation(node: Any) -> str:
-    """Return the name of an autograd node's operation."""
-    return type(node).__name__.partition("Backward")[0]
-
-
-def _keeps_scale(node: Any) -> bool:
-    """Whether a node's output grows in proportion to its first input; a product with a constant does (dropout)."""
-    constant = (
-        _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
-    )
-    return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
 
 
 def is_a_stream(received: object) -> TypeGuard[Tensor]:
@@ -379,10 +327,6 @@ class Choosing:
         reasons = self._reasons
         if "error_at" in reasons and self.error_at is not None and self.error_at.endswith(INPUT):
             reasons["error_at"] = "before the vocabulary layer"
-        if "normalised" in reasons:
-            reasons["normalised"] = (
-                f"{'a' if self._normalised else 'no'} point is an unnormalised residual sum"
-            )
         lines = []
         for name, value in self.chosen.items():
             if value is None:
@@ -395,9 +339,20 @@ class Choosing:
                 lines.append(f"{name}={value!r}")
         return lines
 
-    def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Decide whether the feedback is normalised; arguments as in `_tell`."""
-        self._normalised = bool(unnormalised(calls))
+    def _look(self, calls: Sequence[tuple[str, Tensor]], *, added: bool) -> None:
+        """Decide whether the feedback is normalised.
+
+        Args:
+            calls: As in `_tell`.
+            added: Whether a point is added to an unnormalised stream.
+        """
+        is_sum = bool(unnormalised(calls))
+        self._normalised = is_sum or added
+        self._reasons["normalised"] = (
+            "a point is added to an unnormalised stream"
+            if added and not is_sum
+            else f"{'a' if is_sum else 'no'} point is an unnormalised residual sum"
+        )
         is_chosen = "gain" in self._reasons and self.gain == _USUAL["gain"]  # it may have been set since
         if self._normalised and is_chosen:
             self.gain = _GAIN_OF_STREAMS

@@ -21,6 +21,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.training.feedback.choice import INPUT, OUTPUT, Choosing, is_a_stream, mapped, tensors_of
 from opusim.training.feedback.diagnosis import Reading
 from opusim.training.feedback.layout import Extent, Rows, Slice, View, arrange
+from opusim.training.feedback.streams import Followed
 from opusim.training.networks.record_gradients.followed.arguments import active_tracker
 from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
@@ -65,6 +66,7 @@ class PointHooks(Choosing, nn.Module):
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
         self._observed: list[Reading] | None = None
         self._error: Tensor | None = None
+        self._followed: Followed | None = None
 
     @abstractmethod
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
@@ -76,8 +78,13 @@ class PointHooks(Choosing, nn.Module):
         """
 
     @abstractmethod
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        """Start to record points; nothing is recorded outside a forward pass of the whole model."""
+    def _begin(self, module: nn.Module, *, compiled: bool) -> None:
+        """Start to record points; nothing is recorded outside a forward pass of the whole model.
+
+        Args:
+            module: The module that runs.
+            compiled: Whether torch compiles the pass, asked in the pass that decides about normalised feedback.
+        """
 
     @property
     def _shape(self) -> FeedbackShape:
@@ -85,7 +92,7 @@ class PointHooks(Choosing, nn.Module):
 
     def _install(self) -> list[Any]:
         """Put the hooks on the model."""
-        handles = [self.model.register_forward_pre_hook(hook) for hook in (_refuse_export, self._begin)]
+        handles: list[Any] = [self.model.register_forward_pre_hook(self._enter)]
         for name in self.points:
             submodule = self.model.get_submodule(name)
             handles.append(submodule.register_forward_hook(partial(self._mark, name)))
@@ -104,6 +111,18 @@ class PointHooks(Choosing, nn.Module):
         self.register_state_dict_post_hook(_drop_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
         return handles
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """Begin a forward pass, unless torch records it for an export: feedback points are Python code.
+
+        Raises:
+            ValueError: `torch.export` or `torch.jit.trace` records the pass.
+        """
+        if torch.compiler.is_exporting():
+            raise ValueError(_no_export("torch.export"))
+        if torch.jit.is_tracing():
+            raise ValueError(_no_export("torch.jit.trace"))
+        self._begin(module, compiled=self._normalised is None and torch.compiler.is_compiling())
 
     @torch._disable_dynamo
     def _mark(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
@@ -136,10 +155,15 @@ class PointHooks(Choosing, nn.Module):
             raise ValueError(f"point {name!r} returns no tensor of real numbers; name a module that does")
         self._calls.append((name, tensors[0]))
         if self._state != "learning":
+            if self._followed is not None:
+                self._followed.start(tensors[0], tensors[0])
             return None
         if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
             raise ValueError(_no_gradient(name))
-        return mapped(output, Tensor.detach)
+        detached = mapped(output, Tensor.detach)
+        if self._followed is not None:
+            self._followed.start(next(tensors_of(detached)), tensors[0])
+        return detached
 
     @torch._disable_dynamo
     def _connect_input(self, name: str, module: nn.Module, args: Any) -> Any:
@@ -203,6 +227,7 @@ class PointHooks(Choosing, nn.Module):
                 f"error_at = {self.error_at!r} runs twice in one forward pass; name a module that runs once"
             )
         self._connected, calls = True, self._calls or []
+        added = self._followed is not None and self._followed.end()
         if torch._C._functorch.is_functorch_wrapped_tensor(error):
             raise NotImplementedError(
                 "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or "
@@ -210,7 +235,7 @@ class PointHooks(Choosing, nn.Module):
             )
         self._lay_out(error, calls)
         if self._normalised is None and any(h.grad_fn is not None for _, h in calls):
-            self._look(calls)
+            self._look(calls, added=added)
         if self._state == "measuring":
             return error
         if holds_no_numbers(error):
@@ -238,6 +263,9 @@ class PointHooks(Choosing, nn.Module):
     def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let go of the recorded outputs, also if the forward pass failed."""
         self._calls = None
+        if self._followed is not None:
+            self._followed.end()
+            self._followed = None
 
     @staticmethod
     def _at_point(error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> str | None:
@@ -407,18 +435,6 @@ def _no_gradient(name: str) -> str:
 
 _OWN_NAME = "(FeedbackAlignment)"
 """Name of the wrapper among the named modules; no attribute can have it, so that it is no submodule's."""
-
-
-def _refuse_export(module: nn.Module, args: Any) -> None:
-    """Refuse a forward pass that torch records for an export: feedback points are Python code.
-
-    Raises:
-        ValueError: `torch.export` or `torch.jit.trace` records the pass.
-    """
-    if torch.compiler.is_exporting():
-        raise ValueError(_no_export("torch.export"))
-    if torch.jit.is_tracing():
-        raise ValueError(_no_export("torch.jit.trace"))
 
 
 def _no_export(call: str) -> str:

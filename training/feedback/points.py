@@ -56,6 +56,7 @@ from opusim.training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
+from opusim.training.feedback.streams import Followed
 from opusim.training.networks.clipping import finite_rows
 
 _LARGEST_STEP = 2**63
@@ -111,7 +112,8 @@ class FeedbackAlignment(PointHooks):
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
-            does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
+            does so if a point's output is a residual sum that no norm follows, or is added to such a stream, as `shape`
+            or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat. None takes 1, or 0.3 where `normalised` is chosen to be true: such feedback is large
             while the stream is small, which SGD does not even out as Adam does.
@@ -501,7 +503,7 @@ class FeedbackAlignment(PointHooks):
     # A pass forward and back
 
     @torch._disable_dynamo
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, *, compiled: bool) -> None:
         """See PointHooks; torch.compile names this method if it is to compile the whole graph."""
         if module is not self.model:
             raise ValueError(
@@ -510,6 +512,9 @@ class FeedbackAlignment(PointHooks):
             )
         self._calls, self._connected = [], False
         self._learning = self._state == "learning" and torch.is_grad_enabled()
+        decides = self._normalised is None and self._state != "backpropagating" and torch.is_grad_enabled()
+        if decides and not compiled and not any(map(_is_compiled, module.modules())):
+            self._followed = Followed()
 
     @override
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
@@ -625,6 +630,11 @@ class FeedbackAlignment(PointHooks):
                 )
                 self.column_sum = projection.ones
         return self._projection
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a submodule is compiled by itself, by `compile` or by torch.compile."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _require_device(device: object) -> None:

@@ -1,0 +1,218 @@
+"""Find residual streams that no normalisation bounds, in the first forward pass of a model with feedback points.
+
+The projected error does not shrink as a stream grows, so such a stream may grow without bound. A point is in one if its
+output is a residual sum, which its autograd graph shows (`unnormalised`), or is added to a residual sum later, as the
+output of a branch in x + branch(norm(x)) is (`Followed`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_PASSED = (
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Transpose",
+    "Permute",
+    "Clone",
+    "ToCopy",
+    "NativeDropout",
+    "Relu",
+    "Gelu",
+    "Silu",
+)
+"""Names of the autograd nodes, before "Backward", behind which a residual sum is still unnormalised."""
+_MOST_STEPS = 6
+_SUMS = ("add", "radd", "iadd")
+"""Names of torch's functions and operators, without underscores, that add two tensors."""
+_FACTORS = ("mul", "rmul", "imul", "div", "idiv", "itruediv", "truediv")
+_KEPT = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "relu", "gelu", "silu"),
+    *("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute"),
+    *("clone", "contiguous", "to", "float", "half", "bfloat16", "double", "type", "type_as"),
+)
+"""Names of functions whose output grows in proportion to their first argument."""
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
+
+
+def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Return the points whose outputs are residual sums that no normalisation follows.
+
+    Args:
+        calls: Name and output of each point; the autograd graph of an output says how it was computed.
+    """
+    found: dict[str, None] = {}
+    for name, output in calls:
+        node = _source(output.grad_fn)
+        # A sum of summands that may both grow: neither is a bias or the output of a normalisation.
+        if _operation(node) == "Add" and all(
+            before is not None
+            and type(before).__name__ != "AccumulateGrad"
+            and "Norm" not in _operation(before)
+            for before, _ in node.next_functions
+        ):
+            found[name] = None
+    return list(found)
+
+
+def _source(node: Any) -> Any:
+    """Return the autograd node to whose output that of a node is proportional."""
+    for _ in range(_MOST_STEPS):
+        if not _keeps_scale(node):
+            break
+        node = node.next_functions[0][0]
+    return node
+
+
+def _operation(node: Any) -> str:
+    """Return the name of an autograd node's operation."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _keeps_scale(node: Any) -> bool:
+    """Whether a node's output grows in proportion to its first input; a product with a constant does (dropout)."""
+    constant = (
+        _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
+    )
+    return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
+
+
+@dataclass(eq=False)
+class _Use:
+    """How a forward pass uses a point's output, or a sum that contains it.
+
+    Attributes:
+        summed: Whether it is a sum with another activation that may grow.
+        read: Whether an operator computes from it, other than a sum or one that keeps the scale.
+        unbounded: Whether it is added to another activation, or multiplied by a matrix, without a normalisation.
+    """
+
+    summed: bool = False
+    read: bool = False
+    unbounded: bool = False
+
+
+class Followed:
+    """Follows the outputs of points through one forward pass, to find those that are added to a residual stream.
+
+    A tensor that is followed is of a class of its own until `end`, so that torch hands over the functions that take it;
+    values, gradients and all other tensors stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._uses: list[_Use] = []
+        self._tensors: list[weakref.ref[Tensor]] = []
+
+    def start(self, returned: Tensor, computed: Tensor) -> None:
+        """Follow what a point returns, unless a normalisation at its end bounds it.
+
+        Args:
+            returned: The point's output as the model goes on with it.
+            computed: The same output with its autograd graph.
+        """
+        if _grows(computed) and type(returned) is Tensor:
+            self.follow(returned, self.use())
+
+    def use(self, *, summed: bool = False) -> _Use:
+        """Return a new record of uses."""
+        self._uses.append(_Use(summed=summed))
+        return self._uses[-1]
+
+    def follow(self, tensor: Tensor, use: _Use) -> None:
+        """Note the uses of a tensor in this record."""
+        if type(tensor) is Tensor:
+            tensor.__class__ = _FollowedTensor
+            self._tensors.append(weakref.ref(tensor))
+        if type(tensor) is _FollowedTensor:
+            tensor.followed, tensor.use = self, use
+
+    def end(self) -> bool:
+        """Stop, and return whether a point is added to an unnormalised stream.
+
+        A residual stream x + branch(norm(x)) is read by a normalisation and added to the next branch as it is. After a
+        post-norm block, norm(x + branch(x)), only the normalisation takes the sum.
+        """
+        for reference in self._tensors:
+            tensor = reference()
+            if tensor is not None:
+                _release(tensor)
+        self._tensors = []
+        return any(use.summed and use.read and use.unbounded for use in self._uses)
+
+
+class _FollowedTensor(Tensor):
+    """A tensor whose uses are noted."""
+
+    followed: Followed
+    use: _Use
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute as with plain tensors, and note how those that are followed are used."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        followed = [tensor for tensor in tensors if type(tensor) is cls]
+        if any(kind is not cls for kind in types):  # another class that says how its tensors are computed
+            for tensor in followed:
+                _release(tensor)
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            if followed and any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):
+                _note(getattr(func, "__name__", "").strip("_"), tensors, followed, found)
+        return found
+
+
+def _note(name: str, tensors: Sequence[Tensor], followed: Sequence[_FollowedTensor], found: Any) -> None:
+    """Note that a function was called.
+
+    Args:
+        name: Its name, without underscores around it.
+        tensors: The tensors among its arguments.
+        followed: Those that are followed, at least one.
+        found: What it returned.
+    """
+    owner, use = followed[0].followed, followed[0].use
+    uses = [tensor.use for tensor in followed]
+    constant = len(followed) == 1 and all(t.is_leaf for t in tensors if t is not followed[0])
+    if name in _SUMS:
+        if sum(map(_grows, tensors)) > 1:
+            for each in uses:
+                each.unbounded = True
+            use = owner.use(summed=True)
+        owner.follow(found, use)
+    elif name in _KEPT or (name in _FACTORS and constant):
+        owner.follow(found, use)
+    else:
+        for each in uses:
+            each.read = True
+            each.unbounded |= name in _PRODUCTS
+        if type(found) is _FollowedTensor:  # changed in place
+            _release(found)
+
+
+def _grows(tensor: Tensor) -> bool:
+    """Whether a tensor is an activation that no normalisation bounds: followed, or computed from parameters."""
+    if type(tensor) is _FollowedTensor:
+        return True
+    return tensor.grad_fn is not None and "Norm" not in _operation(_source(tensor.grad_fn))
+
+
+def _release(tensor: Tensor) -> None:
+    """Give a tensor its own class back."""
+    if type(tensor) is _FollowedTensor:
+        del tensor.followed, tensor.use
+        tensor.__class__ = Tensor  # type: ignore[assignment]

@@ -91,7 +91,10 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, cwd=folder)
 
 
-@pytest.mark.parametrize("layer", ["training", "accounting", "hw_configs"])
+@pytest.mark.parametrize(
+    "layer",
+    ["training", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accounting", "hw_configs"))],
+)
 @pytest.mark.parametrize("is_package", [True, False])
 def test_a_module_of_the_user_with_a_layers_name_is_the_users(
     tmp_path: Path, layer: str, is_package: bool

@@ -129,6 +129,7 @@ def test_a_search_of_every_trainer_is_proven_and_scored_on_noised_counts(name: s
         assert 0 < abs(noise) < 5
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_trial_follows_its_own_settings() -> None:
     """More epochs need more noise; the search is priced for the dearest settings."""
     _, trials = priced_trials(config_of("dfa, add or remove"), CASES["dfa, add or remove"][1], 2.0)

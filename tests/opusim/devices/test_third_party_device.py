@@ -53,6 +53,7 @@ def test_the_page_has_all_files_and_a_short_class() -> None:
     assert len(found["lab_bench.py"].splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_it_passes_the_contract(installed: Path) -> None:
     said = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lab_bench.py")
     assert re.search(r"\d\d passed", said)

@@ -243,6 +243,7 @@ def test_answers_under_light_that_fluctuates_need_a_delta(frames: LabelFrames) -
         ArgmaxReadout.within(frames, epsilon=EPSILON)
 
 
+@pytest.mark.slow
 def test_a_run_states_the_device_model_and_its_beta_of_use(tmp_path: Path) -> None:
     config = {
         "epochs": 1,

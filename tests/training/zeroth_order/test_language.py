@@ -161,7 +161,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_command_goes_on_with_a_language_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
 ) -> None:

@@ -40,7 +40,11 @@ _KEPT = (
     *("clone", "contiguous", "to", "float", "half", "bfloat16", "double", "type", "type_as"),
 )
 """Names of functions whose output grows in proportion to their first argument."""
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
+_NORMS = (
+    *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize"),
+    *("mean", "var", "std", "var_mean", "norm", "pow", "square"),
+)
+"""Names of functions that normalise, or that a normalisation written out begins with."""
 
 
 def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
@@ -91,13 +95,13 @@ class _Use:
 
     Attributes:
         summed: Whether it is a sum with another activation that may grow.
-        read: Whether an operator computes from it, other than a sum or one that keeps the scale.
-        unbounded: Whether it is added to another activation, or multiplied by a matrix, without a normalisation.
+        normalised: Whether a normalisation reads it.
+        added: Whether it is added to another activation as it is.
     """
 
     summed: bool = False
-    read: bool = False
-    unbounded: bool = False
+    normalised: bool = False
+    added: bool = False
 
 
 class Followed:
@@ -137,15 +141,15 @@ class Followed:
     def end(self) -> bool:
         """Stop, and return whether a point is added to an unnormalised stream.
 
-        A residual stream x + branch(norm(x)) is read by a normalisation and added to the next branch as it is. After a
-        post-norm block, norm(x + branch(x)), only the normalisation takes the sum.
+        A residual stream x + branch(norm(x)) is read by a normalisation and added to the next branch as it is. In a
+        post-norm block, norm(x + branch(x)), only the normalisation takes the sum; without norms, none takes it.
         """
         for reference in self._tensors:
             tensor = reference()
             if tensor is not None:
                 _release(tensor)
         self._tensors = []
-        return any(use.summed and use.read and use.unbounded for use in self._uses)
+        return any(use.summed and use.normalised and use.added for use in self._uses)
 
 
 class _FollowedTensor(Tensor):
@@ -191,15 +195,14 @@ def _note(name: str, tensors: Sequence[Tensor], followed: Sequence[_FollowedTens
     if name in _SUMS:
         if sum(map(_grows, tensors)) > 1:
             for each in uses:
-                each.unbounded = True
+                each.added = True
             use = owner.use(summed=True)
         owner.follow(found, use)
     elif name in _KEPT or (name in _FACTORS and constant):
         owner.follow(found, use)
     else:
         for each in uses:
-            each.read = True
-            each.unbounded |= name in _PRODUCTS
+            each.normalised |= name in _NORMS
         if type(found) is _FollowedTensor:  # changed in place
             _release(found)
 

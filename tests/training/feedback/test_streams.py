@@ -62,7 +62,8 @@ WAYS: dict[str, tuple[Callable[[Block, Tensor], Tensor], bool]] = {
     "in place": (in_place, True),
     "checkpointed": (checkpointed, True),
     "two branches": (lambda b, x: x + b.branch(b.norm(x)) + b.gate(b.norm(x)), True),
-    "no norm": (lambda b, x: x + b.branch(x), True),
+    "pre-norm, written out": (lambda b, x: x + b.branch(OwnNorm()(x)), True),
+    "no norm": (lambda b, x: x + b.branch(x), False),
     "post-norm": (lambda b, x: b.norm(x + b.branch(x)), False),
     "post-norm, two branches": (lambda b, x: b.norm(b.branch(x) + b.gate(x) + x), False),
     "post-norm, written out": (lambda b, x: OwnNorm()(x + b.branch(x)), False),
@@ -149,7 +150,7 @@ def test_a_class_of_tensors_that_knows_no_other_still_runs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("part", ["whole", "blocks"])
+@pytest.mark.parametrize("part", [pytest.param("whole", marks=pytest.mark.slow), "blocks"])
 def test_compiled_passes_choose_by_the_points_alone(part: str) -> None:
     torch.compiler.reset()
     model = FeedbackAlignment(stack(WAYS["pre-norm"][0]), "?.branch")

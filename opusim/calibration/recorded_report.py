@@ -183,7 +183,8 @@ class CameraReport:
         limits = [each.low for each in band], [each.high for each in band]
         axes.fill_between(grid, *limits, color="0.8", label=self.limits)
         axes.set(xlabel="mean above black, DN", ylabel="temporal variance, DN²", title="Photon transfer")
-        axes.legend()
+        axes.set_ylim(top=1.45 * float(found.variances.max()))  # room for the legend
+        axes.legend(loc="upper left")
 
     def _draw_response(self, axes: Axes) -> None:
         """Draw the response's deviations from a line, or say that the light is not known."""

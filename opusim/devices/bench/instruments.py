@@ -398,9 +398,9 @@ def factory_of(name: str, key: str, named: str) -> Factory:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            name, key, f"{named!r} does not import ({error}); run where {module}.py lies, or install it"
-        ) from error
+        own = error.name is None or module.split(".")[0] == error.name.split(".")[0]
+        remedy = f"run where {module}.py lies, or install it" if own else f"install {error.name}"
+        raise ConfigError(name, key, f"{named!r} does not import ({error}); {remedy}") from error
     except FOREIGN_ERRORS as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeviceFault(f"device {name!r}: {key} = {named!r} does not import ({told})") from error

@@ -580,6 +580,12 @@ def test_a_description_that_cannot_be_used_says_what_to_write(
         open_device("my_bench.toml", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS, bench=bench)
 
 
+def test_a_library_that_the_own_module_lacks_is_named(described: Path) -> None:
+    (described / "lab_of_mine.py").write_text("import no_such_driver\n")
+    with pytest.raises(ConfigError, match="No module named 'no_such_driver'.*; install no_such_driver"):
+        open_device("my_bench.toml", bench={"grabber": "lab_of_mine:Camera"})
+
+
 def test_four_frames_take_part_in_a_projection(described: Path) -> None:
     with pytest.raises(ConfigError, match="frames.frames_per_projection: 2: a bench shows 4"):
         open_device("my_bench.toml", frames={"frames_per_projection": 2})

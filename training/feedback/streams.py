@@ -119,7 +119,7 @@ class Followed:
         """Follow what a point returns, unless a normalisation at its end bounds it.
 
         Args:
-            returned: The point's output as the model goes on with it.
+            returned: The point's output, as the model uses it next.
             computed: The same output with its autograd graph.
         """
         if _grows(computed) and type(returned) is Tensor:

@@ -176,7 +176,7 @@ def test_a_missed_and_an_extra_pulse_are_seen_by_the_marks(
 def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, opener: Opener) -> None:
     with opener() as device:
         device.project(reference_vectors(1, N_INPUTS))
-        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame that nobody asked for
+        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame without a pulse
         device.project(reference_vectors(1, N_INPUTS))
         assert device.repeated_sequences == 1
 

@@ -24,6 +24,7 @@ pixel from the lowest bit on) are bytes and are named by the caller. Nothing is 
 from __future__ import annotations
 
 import math
+import os
 import re
 import zipfile
 import zlib
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -40,7 +41,7 @@ from PIL import Image, UnidentifiedImageError
 from opusim import checks
 from opusim.calibration.frames import Level, TakeFrames
 from opusim.errors import ConfigError
-from opusim.files import open_to_read, read_text
+from opusim.files import most_unpacked, open_to_read, read_text
 from opusim.plugins import Deferred
 
 h5py = Deferred("h5py")
@@ -481,14 +482,32 @@ def _pages(path: Path) -> int:
         return 1
 
 
+def _require_plausible(file: IO[bytes], path: Path) -> None:
+    """Refuse an .npz file that would take more memory than its length makes plausible."""
+    with zipfile.ZipFile(file) as archive:
+        total = sum(info.file_size for info in archive.infolist())
+    if total > (most := most_unpacked(file.seek(0, os.SEEK_END))):
+        raise ConfigError(
+            str(path),
+            "format",
+            f"would take {total:,} bytes in memory, more than the {most:,} that its length makes plausible; write it "
+            "with numpy.savez, which does not compress",
+        )
+    file.seek(0)
+
+
 def _of_array_file(path: Path) -> tuple[list[RecordedLevel], int | None]:
     """Return the levels of an .npz or HDF5 file, and the stated bits."""
     is_npz = path.suffix.lower() == ".npz"
     try:
         with open(open_to_read(path), "rb") as raw:
+            if is_npz:
+                _require_plausible(raw, path)
             stored = np.load(raw, allow_pickle=False) if is_npz else h5py.File(raw, "r")
             with stored:
                 arrays = {name: np.asarray(stored[name]) for name in _NAMED if name in stored}
+    except ConfigError:
+        raise
     except ImportError as error:
         reason = "HDF5 needs h5py; pip install 'opusim[frames]'"
         raise ConfigError(str(path), "format", reason) from error

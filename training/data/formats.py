@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from opusim.files import open_to_read
+from opusim.files import most_unpacked, open_to_read
 from opusim.training.errors import DataError
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -226,9 +226,6 @@ def _cut_short(path: Path, how: str) -> DataError:
     return DataError(f"{path} is cut short, as by an interrupted download ({how}); {_DOWNLOAD_AGAIN}")
 
 
-_NPZ_BYTES_ALLOWED = 2**30
-_NPZ_RATIO_LIMIT = 100
-"""Bytes in memory per byte of the file, above `_NPZ_BYTES_ALLOWED`; measured data compress by 2 to 20."""
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
 _DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, MemoryError)
 _BAD_HEADER = (tokenize.TokenError, SyntaxError, IndexError, TypeError, AttributeError)
@@ -258,7 +255,7 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
-            most = max(_NPZ_BYTES_ALLOWED, _NPZ_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
+            most = most_unpacked(os.fstat(file.fileno()).st_size)
             if file.read(6) == np.lib.format.MAGIC_PREFIX:
                 raise DataError(
                     f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)"

@@ -293,3 +293,12 @@ def test_hdf5_without_its_library_says_what_to_install(
     (tmp_path / "frames.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
     with pytest.raises(ConfigError, match=r"HDF5 needs h5py; pip install 'opusim\[frames\]'"):
         read_frames(tmp_path / "frames.h5")
+
+
+def test_a_file_that_unpacks_to_more_than_its_length_tells_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez_compressed(tmp_path / "frames.npz", flat=np.zeros(10**6, np.uint8))
+    monkeypatch.setattr("opusim.calibration.recorded.most_unpacked", lambda length: 100 * length)
+    with pytest.raises(ConfigError, match=r"would take 1,000,\d+ bytes in memory.*numpy.savez"):
+        read_frames(tmp_path / "frames.npz")

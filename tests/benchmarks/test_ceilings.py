@@ -49,7 +49,9 @@ def test_no_operator_of_a_step_hides_a_wait(name: str, monkeypatch: pytest.Monke
     step = operators.private_step(model, x, y)
     step()
     monkeypatch.setattr(clipping, "are_all", lambda kept: False)
-    monkeypatch.setattr(recorder, "_OWN", ())  # a tensor without values keeps its class: hand over all functions
+    monkeypatch.setattr(
+        recorder, "_OWN", ()
+    )  # a tensor without values keeps its class: hand over all functions
     with FakeTensorMode(allow_non_fake_inputs=True):
         step()
     monkeypatch.undo()

@@ -46,10 +46,6 @@ def evaluate(
             "npz:PATH, folder:PATH, text:PATH or package.module:function, instead of the run's own test records."
         ),
     ] = None,
-    arrays: Annotated[
-        Path | None,
-        typer.Option(help="An .npz file with arrays x (n, d) and y (n,), features as given to training."),
-    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +78,6 @@ def evaluate(
     figures = evaluate_run(
         run,
         data=data,
-        arrays=arrays,
         trust_code=trust_code,
         device=device,
         after_s=after_s,

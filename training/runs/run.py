@@ -23,7 +23,6 @@ from opusim.training.data import Dataset, Split
 from opusim.training.data.arrays import RecordForm, standardised
 from opusim.training.data.catalogue import bits_per_byte, build_dataset
 from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from opusim.training.data.formats import read_npz
 from opusim.training.data.public_maps import map_from_facts
 from opusim.training.data.tables import (
     Frame,
@@ -311,7 +310,6 @@ def evaluate_run(
     path: Path,
     *,
     data: str | None = None,
-    arrays: Path | None = None,
     trust_code: bool = False,
     device: str | Path | None = None,
     after_s: float = 0.0,
@@ -324,7 +322,6 @@ def evaluate_run(
         data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
             ``npz:PATH``, ``folder:PATH``, ``text:PATH``), all of whose records are used; None takes the run's own test
             records.
-        arrays: An .npz file with x (n, d) and y (n,) to use instead.
         trust_code: See `load_run`.
         device: Name or path of a programmable device that the model's products run on, or None for digital ones.
         after_s: Seconds since the device was programmed, at least 0.
@@ -338,12 +335,8 @@ def evaluate_run(
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
         RunFolderError: There is no run there.
-        ValueError: Both data and arrays are given, or after_s or another seed than 0 without a device.
+        ValueError: after_s or another seed than 0 without a device.
     """
-    if data is not None and arrays is not None:
-        raise ValueError(
-            f"data = {data!r} and arrays = {str(arrays)!r}: only one of them can be used; leave the other out"
-        )
     if device is None and after_s:
         raise ValueError(f"after_s = {after_s:g}: only a device drifts; name one with device")
     if device is None and seed:
@@ -353,10 +346,6 @@ def evaluate_run(
     if device is not None:
         placed["digital"] = list(conversion.digital_names(run.model))
         run.put_on_device(device, after_s=after_s, seed=seed)
-    if arrays is not None:
-        x, y = read_npz(arrays)[:2]
-        figures = run.evaluate(x, y)  # checks the arrays before their length is taken
-        return {"data": arrays.name, "records": len(x), **figures, **placed}
     shown, records, figures = _evaluate_named(run, data)
     return {"data": shown, "records": records, **figures, **placed}
 
@@ -373,7 +362,7 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
     if data is None and run.config.data.name == OWN_ARRAYS:
         raise DataError(
             f"run {run.folder.path} was trained on user-supplied arrays, which its folder does not hold; give test "
-            "records: run.evaluate(x, y), or --arrays FILE.npz (run.summary has the figures of its own ones)"
+            "records: run.evaluate(x, y), or --data npz:FILE (run.summary has the figures of its own ones)"
         )
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)
@@ -386,13 +375,14 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
                 "or train with data.test"
             )
         if options.factory is not None:
-            records = records_of(options.factory)
+            records, shown = records_of(options.factory), options.name
             x, y = (records, None) if is_frame(records) else as_arrays(records, "data")[:2]
-            return options.name, len(x), run.evaluate(x, y)
-        path = Path(str(own.test)) if options.name == own.name else options.file
-        records = read_records(path, options)
-        x, y = (records, None) if is_frame(records) else records[:2]
-        return path.name, len(x), run.evaluate(x, y)
+        else:
+            path = Path(str(own.test)) if options.name == own.name else options.file
+            records, shown = read_records(path, options), path.name
+            x, y = (records, None) if is_frame(records) else records[:2]
+        figures = run.evaluate(x, y)  # checks the arrays before their length is taken
+        return shown, len(x), figures
     dataset, part = _other_records(run, name)
     split = getattr(dataset, part)
     figures = run.evaluate(split.x, split.y)

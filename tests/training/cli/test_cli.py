@@ -92,7 +92,7 @@ def test_a_finished_run_without_checkpoints_is_not_sent_in_a_circle(run: Path, t
 
 def test_evaluate_takes_a_persons_file(run: Path) -> None:
     np.savez(run.parent / "mine.npz", x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
-    result = opusim("evaluate", str(run), "--arrays", "mine.npz", cwd=run.parent)
+    result = opusim("evaluate", str(run), "--data", "npz:mine.npz", cwd=run.parent)
     assert "3 records of mine.npz" in result.stdout
 
 
@@ -106,7 +106,7 @@ def test_evaluate_takes_a_persons_file(run: Path) -> None:
 )
 def test_a_persons_damaged_file_is_one_line(run: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(run.parent / "mine.npz")
-    result = opusim("evaluate", str(run), "--arrays", "mine.npz", cwd=run.parent)
+    result = opusim("evaluate", str(run), "--data", "npz:mine.npz", cwd=run.parent)
     assert result.returncode == 2, result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert message in result.stderr

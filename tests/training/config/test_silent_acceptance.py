@@ -318,10 +318,6 @@ REFUSED: list[tuple[list[str], str]] = [
         ],
         r"--noise-multiplier = 2 and --target-epsilon = 1 contradict each other.*leave one of them out",
     ),
-    (
-        ["evaluate", "run", "--data", "digits", "--arrays", "a.npz"],
-        "only one of them can be used; leave the other out",
-    ),
     (["curve", "spec.toml", "--draw-only", "--jobs", "2"], "--draw-only trains nothing; leave --jobs"),
     (
         ["curve", "spec.toml", "--cluster", "tcp://a:1", "--jobs", "2"],

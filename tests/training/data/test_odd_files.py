@@ -193,7 +193,7 @@ def test_data_files(
         assert_refused(opusim("train", "bp", "--data", name, "--out", tmp_path / "run"))
     np.savez_compressed(tmp_path / "arrays.npz", x=np.zeros((50, 64)), y=np.zeros(50, int))
     DAMAGES[damage](tmp_path / "arrays.npz")
-    assert_refused(opusim("evaluate", unfinished, "--arrays", tmp_path / "arrays.npz"))
+    assert_refused(opusim("evaluate", unfinished, "--data", f"npz:{tmp_path}/arrays.npz"))
     DAMAGES[damage](tmp_path / "steps.zo")
     assert_refused(opusim("zo", "replay", tmp_path / "steps.zo"))
 

@@ -76,7 +76,7 @@ def test_own_data_is_written_down_as_such(tmp_path: Path) -> None:
     run = training.train(config, data=data(), folder=tmp_path)
     assert run.config.data.name == "arrays"
     assert run.facts["data"]["standardisation"]["mean"] == 2.0
-    with pytest.raises(DataError, match="user-supplied arrays.*--arrays"):
+    with pytest.raises(DataError, match="user-supplied arrays.*--data npz:FILE"):
         evaluate_run(tmp_path)
 
 

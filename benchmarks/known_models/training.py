@@ -221,7 +221,7 @@ def _early(every: int) -> tuple[int, ...]:
     return every // 10, every // 4, every // 2
 
 
-Work = tuple[Task, str, Row, int]
+Work = tuple[Task, str, Row, int, Path]
 
 
 def key_of(row: str, seed: int) -> str:
@@ -232,9 +232,9 @@ def key_of(row: str, seed: int) -> str:
 def _run(work: Work) -> tuple[str, dict[str, Any]]:
     """Finish a run and return its figures; runs in a process of its own."""
     torch.set_num_threads(1)
-    task, name, row, seed = work
+    task, name, row, seed, cache = work
     words = "".join(c if c.isalnum() else "-" for c in name)
-    found = Training(task, row, seed, CACHE / task.name / f"{words}-{seed}.pt").finish()
+    found = Training(task, row, seed, cache / task.name / f"{words}-{seed}.pt").finish()
     return key_of(name, seed), vars(found)
 
 
@@ -255,7 +255,7 @@ def train_rows(task: Task, rows: Mapping[str, Row], *, names: Sequence[str], pro
     """
     results = load_results(task.name) or {"runs": {}}
     left = [(n, s) for n, s in plan(rows) if n in names and key_of(n, s) not in results["runs"]]
-    work = [(task, name, rows[name], seed) for name, seed in left]
+    work = [(task, name, rows[name], seed, CACHE) for name, seed in left]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for key, found in pool.imap_unordered(_run, work):
             results["runs"][key] = found

@@ -64,6 +64,7 @@ def test_the_page_has_a_line_for_each_row(
 ) -> None:
     training.train_rows(task, ROWS, names=list(ROWS), processes=1)
     assert len(capsys.readouterr().out.splitlines()) == 6
+    assert len(list(training.CACHE.rglob("*.pt"))) == 6  # also those of other processes
     training.train_rows(task, ROWS, names=list(ROWS), processes=1)
     assert capsys.readouterr().out == ""
     text = nanogpt.page_section()

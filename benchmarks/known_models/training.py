@@ -95,6 +95,7 @@ class Progress:
         joules: Energy that they take there.
         curve: Figures after each part.
         depth: Signal alignment of each point at the end, from the input to the output.
+        scale: Root mean square of each point's output at the end.
     """
 
     step: int = 0
@@ -104,6 +105,7 @@ class Progress:
     joules: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
     depth: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
 
 
 class Training:
@@ -172,6 +174,7 @@ class Training:
             x, y = self._task.batch(self._seed, self._task.steps)
             found = self.feedback.diagnose(lambda: self._task.loss(self.model, x, y))
             self.progress.depth = [point.signal_alignment for point in found.points]
+            self.progress.scale = [point.scale for point in found.points]
         if self.feedback is not None and self.feedback.noisy_device is not None:
             self.feedback.noisy_device.close()
         return self.progress

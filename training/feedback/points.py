@@ -32,6 +32,7 @@ from opusim.training.feedback.diagnosis import (
     Reading,
     compared,
     learnt_gradients,
+    scales,
     true_gradients,
 )
 from opusim.training.feedback.hooks import FeedbackShape, PointHooks, refuse_second
@@ -410,7 +411,8 @@ class FeedbackAlignment(PointHooks):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         step, self._observed = self._step, []
         try:
-            reached, found = learnt_gradients(*self._ran(loss), parameters)
+            value, calls = self._ran(loss)
+            scaled, (reached, found) = scales(calls), learnt_gradients(value, calls, parameters)
             if not self._observed:
                 raise ValueError(_NO_PASS)
             seen = self._observed[-1]
@@ -422,7 +424,14 @@ class FeedbackAlignment(PointHooks):
                 buffer.copy_(buffers[name])
         projection = self._projector(seen.rows.device)
         return compared(
-            reached, found, true, reference, seen=seen, projection=projection, slices=self._slices
+            reached,
+            found,
+            true,
+            reference,
+            scaled=scaled,
+            seen=seen,
+            projection=projection,
+            slices=self._slices,
         )
 
     def start_readout(self) -> LearntReadout:

@@ -56,6 +56,8 @@ ROWS: dict[str, Row] = {
     f"{READOUT}, gaussian": Row(device="gaussian", readout=100, seeds=3),
     f"{READOUT}, gaussian, 4 times the outputs": Row(device="gaussian", readout=100, outputs=4),
     f"{READOUT}, camera, 4 times the outputs": Row(device="camera", readout=100, outputs=4),
+    f"{READOUT} without plain feedback": Row(readout=100, plain=0.0),
+    f"{READOUT} without plain feedback, gaussian": Row(device="gaussian", readout=100, plain=0.0),
     "dfa, points inside blocks": Row(feedback={"points": INSIDE}),
     "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
 }

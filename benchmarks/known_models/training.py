@@ -32,6 +32,7 @@ class Row:
         sections: Sections of the device's description that are laid over the packaged ones.
         backpropagated: One batch in so many is learnt from by backpropagation; 0 for none.
         readout: The read-out is fitted to one batch in so many, and to three more in the first of these; 0 for never.
+        plain: Plain feedback beside the read-out, over the learnt part.
         outputs: Outputs of the device in units of those that the points need; the read-out takes all.
         seeds: How many seeds are run.
     """
@@ -41,6 +42,7 @@ class Row:
     sections: dict[str, Any] = field(default_factory=dict)
     backpropagated: int = 0
     readout: int = 0
+    plain: float = 1.0
     outputs: int = 1
     seeds: int = 1
 
@@ -194,7 +196,7 @@ class Training:
         else:
             before = feedback.usage
             if row.readout and (step % row.readout == 0 or step in _early(row.readout)):
-                feedback.fit_readout(lambda: self._task.loss(self.model, x, y))
+                feedback.fit_readout(lambda: self._task.loss(self.model, x, y), plain=row.plain)
             feedback.seek(step)
             self._task.loss(self.model, x, y).backward()
             used = feedback.usage - before

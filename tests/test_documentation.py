@@ -168,6 +168,16 @@ def test_claims_of_the_readme_are_measured() -> None:
     assert max(differences) <= 0.1, "the README says: within 0.1 points, three other devices"
 
 
+def test_the_map_names_files_that_there_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to change what")[1].split("## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 10
+    for row in rows:
+        named = re.findall(r"`([\w/.]+)`", row)
+        assert len(named) >= 2, row
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def misplaced(text: str) -> list[str]:
     """Rows of the design's table whose file does not define the name."""
     rows = re.findall(r"^\| .+ \| `([\w/]+\.py)`, `(\w+)` \|$", text, re.MULTILINE)

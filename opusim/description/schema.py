@@ -28,6 +28,7 @@ from opusim.description.camera import (
     DoublingSettings,
 )
 from opusim.description.crossbar import CrossbarSettings
+from opusim.description.photonic import MeshSettings, RingSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
@@ -107,7 +108,7 @@ Status = Literal["measured", "datasheet", "fitted", "assumed", "override"]
 Number = int | float | list[float] | list[list[float]]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor", "bench")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
-_STAGES = ("camera.", "crossbar.")
+_STAGES = ("camera.", "crossbar.", "mesh.", "rings.")
 """Sections of stages that 0 switches off."""
 _OWN_SECTION = {
     "bench": "bench",
@@ -116,9 +117,11 @@ _OWN_SECTION = {
     "gaussian": None,
     "ideal": None,
     "lighton": "lighton",
+    "microring": "rings",
+    "mzi_mesh": "mesh",
 }
 """The section that each of opusim's kinds needs beyond the shared ones; a registered kind may use either."""
-_SECTIONS = ("camera", "bench", "lighton", "crossbar")
+_SECTIONS = ("camera", "bench", "lighton", "crossbar", "mesh", "rings")
 
 LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
@@ -129,6 +132,8 @@ _TEMPERATURES = (
     ("camera", "dark"),
     ("noise", "temperature_law"),
     ("crossbar", "temperature"),
+    ("mesh",),
+    ("rings",),
     ("options",),
 )
 """Sections whose key `temperature_c` it sets; one of options only if the file has that key."""
@@ -342,6 +347,8 @@ class DeviceDescription(Shown, StrictSection):
         lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
         crossbar: conductances, noise and converters, for the kind ``crossbar`` and registered subclasses of
             `CrossbarDevice`.
+        mesh: meshes of interferometers, for the kind ``mzi_mesh`` and registered subclasses of `MeshDevice`.
+        rings: banks of microrings, for the kind ``microring`` and registered subclasses of `RingDevice`.
         access: time-outs, retries and exclusive use.
         monitor: how the device is monitored, or None if it is not.
         options: keys of a registered kind, checked by its factory.
@@ -361,6 +368,8 @@ class DeviceDescription(Shown, StrictSection):
     bench: BenchSettings | None = None
     lighton: LightonSettings | None = None
     crossbar: CrossbarSettings | None = None
+    mesh: MeshSettings | None = None
+    rings: RingSettings | None = None
     access: AccessSettings | None = None
     monitor: MonitorSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -396,15 +405,16 @@ class DeviceDescription(Shown, StrictSection):
     @model_validator(mode="after")
     def _sections_fit_the_kind(self) -> Self:
         if self.kind in _OWN_SECTION:
-            for section in _SECTIONS:
+            for kind, section in ((k, s) for k, s in _OWN_SECTION.items() if s is not None):
                 if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
                     raise ValueError(
-                        f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
+                        f'a section [{section}] and kind = "{kind}" belong together; give both or neither, '
                         "or the kind that your class is registered under"
                     )
         elif sum(getattr(self, section) is not None for section in _SECTIONS) > 1:
+            *others, last = (f"[{section}]" for section in _SECTIONS)
             raise ValueError(
-                "sections [camera], [bench], [lighton] and [crossbar] describe different devices; keep one"
+                f"sections {', '.join(others)} and {last} describe different devices; keep one"
             )
         return self
 
@@ -440,8 +450,10 @@ class DeviceDescription(Shown, StrictSection):
     @model_validator(mode="after")
     def _numbers_have_bits_to_pack(self) -> Self:
         packing = self.frames.packing
-        if packing is not None and self.crossbar is not None:
-            raise ValueError(f"frames.packing = {packing!r}: a crossbar has no camera's link; remove it")
+        if packing is not None and any((self.crossbar, self.mesh, self.rings)):
+            raise ValueError(
+                f"frames.packing = {packing!r}: a programmable chip has no camera's link; remove it"
+            )
         if packing is not None and self.camera is not None and self.camera.sensor.adc_bits is None:
             raise ValueError(
                 f"frames.packing = {packing!r}: numbers without a converter have no bits to send; give "
@@ -648,8 +660,11 @@ def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 _CONVERTERS = {
     ("camera", "sensor", "adc_bits"): ("adc_bits",),
-    ("crossbar", "converter", "adc_bits"): ("adc_bits", "adc_bound"),
-    ("crossbar", "converter", "dac_bits"): ("dac_bits",),
+    **{
+        (section, "converter", f"{name}_bits"): keys
+        for section in ("crossbar", "mesh", "rings")
+        for name, keys in (("adc", ("adc_bits", "adc_bound")), ("dac", ("dac_bits",)))
+    },
 }
 """Bits of converters, of which 0 leaves the converter out, and the keys of the section that it has."""
 

@@ -5,8 +5,8 @@ Interferometers. One acts on two neighbouring modes by
     T = S(b) diag(exp(i theta), 1) S(a) diag(exp(i phi), 1),    S(e) = [[cos, i sin], [i sin, cos]](pi / 4 + e),
 
 which for exact splitters is i exp(i theta / 2) [[exp(i phi) sin, cos], [exp(i phi) cos, -sin]](theta / 2). Any unitary
-matrix of N modes is a product of N (N - 1) / 2 of them and N phases at the outputs: in a rectangle of N layers (Clements
-et al., Optica 3, 1460, 2016) or in a triangle of 2 N - 3 layers (Reck et al., Phys. Rev. Lett. 73, 58, 1994).
+matrix of N modes is a product of N (N - 1) / 2 of them and N phases at the outputs: in a rectangle of N layers
+(Clements et al., Optica 3, 1460, 2016) or a triangle of 2 N - 3 layers (Reck et al., Phys. Rev. Lett. 73, 58, 1994).
 
 Matrices. W = U diag(s) V by singular values, U and V in a mesh each, and between them attenuators of amplitude
 s / s_max, so that light is never amplified. W has at most `ports` rows and columns; missing ones are 0. Effects, in the
@@ -80,7 +80,29 @@ class Mesh(NamedTuple):
             amplitude: what an interferometer leaves of an amplitude.
         """
         errors = np.zeros((len(self.modes), 2)) if splitters is None else splitters
-        return transmitted(self.modes, self.theta, self.phi, errors, amplitude, self.phases)
+        cos, sin = np.cos(math.pi / 4 + errors), 1j * np.sin(math.pi / 4 + errors)
+        inner, outer = np.exp(1j * self.theta), amplitude * np.exp(1j * self.phi)
+        # the rows of each T, by its columns
+        upper = np.stack(
+            [
+                (cos[:, 1] * inner * cos[:, 0] + sin[:, 1] * sin[:, 0]) * outer,
+                (cos[:, 1] * inner * sin[:, 0] + sin[:, 1] * cos[:, 0]) * amplitude,
+            ]
+        )[..., None]
+        lower = np.stack(
+            [
+                (sin[:, 1] * inner * cos[:, 0] + cos[:, 1] * sin[:, 0]) * outer,
+                (sin[:, 1] * inner * sin[:, 0] + cos[:, 1] * cos[:, 0]) * amplitude,
+            ]
+        )[..., None]
+        field = np.eye(len(self.phases), dtype=np.complex128)
+        for layer in range(self.depth):
+            each = np.flatnonzero(self.layers == layer)
+            mode = self.modes[each]
+            above, below = field[mode], field[mode + 1]
+            field[mode] = upper[0, each] * above + upper[1, each] * below
+            field[mode + 1] = lower[0, each] * above + lower[1, each] * below
+        return np.exp(1j * self.phases)[:, None] * field
 
 
 def decomposed(unitary: np.ndarray, layout: str = "rectangular") -> Mesh:
@@ -150,36 +172,6 @@ def nulled(
     return modes, theta, phi, np.angle(phases)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
-def transmitted(
-    modes: np.ndarray,
-    theta: np.ndarray,
-    phi: np.ndarray,
-    errors: np.ndarray,
-    amplitude: float,
-    phases: np.ndarray,
-) -> np.ndarray:  # pragma: no cover  # compiled
-    """Return the product of interferometers with imperfect splitters, and of the phases behind them."""
-    n = len(phases)
-    u = np.eye(n, dtype=np.complex128)
-    for number in range(len(modes)):
-        m = modes[number]
-        a, b = math.pi / 4 + errors[number, 0], math.pi / 4 + errors[number, 1]
-        ca, sa, cb, sb = math.cos(a), 1j * math.sin(a), math.cos(b), 1j * math.sin(b)
-        inner, outer = np.exp(1j * theta[number]), amplitude * np.exp(1j * phi[number])
-        upper0, upper1 = (cb * inner * ca + sb * sa) * outer, (cb * inner * sa + sb * ca) * amplitude
-        lower0, lower1 = (sb * inner * ca + cb * sa) * outer, (sb * inner * sa + cb * ca) * amplitude
-        for k in range(n):
-            above, below = u[m, k], u[m + 1, k]
-            u[m, k] = upper0 * above + upper1 * below
-            u[m + 1, k] = lower0 * above + lower1 * below
-    for m in range(n):
-        turned = np.exp(1j * phases[m])
-        for k in range(n):
-            u[m, k] *= turned
-    return u
-
-
 def rounded(phases: np.ndarray, bits: int | None) -> np.ndarray:
     """Return the nearest multiples of 2 pi / 2^bits in [0, 2 pi), or the phases in that range without bits."""
     if bits is None:
@@ -235,8 +227,7 @@ class MeshDevice(PhotonicDevice):
         stream = SeededStream(chip, "splitters of a mesh")
         left_field, right_field = (
             set_phases(decomposed(part, settings.layout), settings).field(
-                settings.splitter_rad
-                * stream.normal((n * (n - 1) // 2, 2)).double().numpy(),
+                settings.splitter_rad * stream.normal((n * (n - 1) // 2, 2)).double().numpy(),
                 amplitude,
             )
             for part in (left, right)

@@ -2,10 +2,10 @@
 
 Each forward pass in training mode computes y = (W + E) x + b + e. For a number q, E_ij ~ N(0, (q s_i)^2) with
 s_i = max_j |W_ij|, and e = 0. For a device, (W + E)_ij = c s_i (m_ij + d_ij z_ij), z_ij ~ N(0, 1), with the mean m and
-the spread d that the device states for W_ij / s_i at a time (`ProgrammableDevice.weight_moments`; a mesh of
-interferometers, whose errors spread over the whole matrix, has m = W_ij / s_i and one d, `spread_error`), and with the c
-of the layer that makes <c s m, W> equal <W, W>, in units of the rows' scales, as the compensation of drift does. Small
-conductances drift more than large ones, so that a network has to learn with the weights that are left.
+the spread d that the device states for W_ij / s_i at a time (`ProgrammableDevice.weight_moments`), and with the c of
+the layer that makes <c s m, W> equal <W, W>, in units of the rows' scales, as the compensation of drift does. Small
+conductances drift more than large ones, so that a network has to learn with the weights that are left. A chip of light,
+whose errors spread over the whole matrix, has m = W_ij / s_i and the same d everywhere (`spread_error`).
 e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions of an output, v the least variance of
 a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
 

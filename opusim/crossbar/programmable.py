@@ -362,10 +362,13 @@ class SeveralChips(ProgrammableDevice):
     ) -> None:
         medium = description.medium
         if medium is None:
-            wanted, largest = (n_inputs, n_outputs), (description.n_inputs, description.n_outputs)
-            key = "n_inputs" if wanted[0] > largest[0] else "n_outputs"
-            reason = f"the window has {wanted[key == 'n_outputs']}, the device {largest[key == 'n_outputs']}; give [medium]"
-            raise ConfigError(description.name, key, f"{reason} with the seed of its chips, or open a smaller window")
+            key = "n_inputs" if n_inputs > description.n_inputs else "n_outputs"
+            wanted = n_inputs if key == "n_inputs" else n_outputs
+            reason = (
+                f"a window of {wanted} is wanted, the device has {getattr(description, key)}, and an instrument is not "
+                "opened several times; open a smaller one"
+            )
+            raise ConfigError(description.name, key, reason)
         self._rows = _parts(n_outputs, description.n_outputs)
         self._columns = _parts(n_inputs, description.n_inputs)
         count = len(self._rows) * len(self._columns)
@@ -477,7 +480,9 @@ class SeveralChips(ProgrammableDevice):
         for i, rows in enumerate(self._rows):
             for j, columns in enumerate(self._columns):
                 prefix, number = f"{number}.", number + 1
-                own = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
+                own = {
+                    name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)
+                }
                 same &= self._chips[i][j].restore(checked[rows, columns].contiguous(), own)
         self._scale, self._elapsed_s = 1.0, float(state["elapsed_s"])
         self._weights = self._each(checked, lambda chip, _: chip.matrix())

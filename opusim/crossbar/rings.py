@@ -1,16 +1,16 @@
-"""The kind ``microring``: rows of a matrix as banks of rings, one for each wavelength, read by balanced photodiodes.
+"""The kind ``microring_bank``: rows of a matrix as banks of rings, a ring for each wavelength, read by photodiodes.
 
 A ring drops the share T of a wavelength whose phase around the ring is p away from resonance (Airy; near resonance a
 Lorentzian as wide as the free spectral range over the finesse F):
 
     T(p) = 1 / (1 + (2 F / pi)^2 sin^2(p / 2)),    (Bogaerts et al., Laser & Photonics Reviews 6, 47, 2012)
 
-A bank has one ring for each channel j, and channels are 2 pi / channels of phase apart. What all rings of the bank leave
-of a channel goes through, the rest is dropped, and the balanced photodiodes subtract the two:
+A bank has one ring for each channel j, and channels are 2 pi / channels of phase apart. What all rings of the bank
+leave of a channel goes through, the rest is dropped, and the balanced photodiodes subtract the two:
 
     w_j = 1 - 2 prod_k (1 - T(2 pi (j - k) / channels - d_k)),
 
-the weights of Tait et al., Scientific Reports 7, 7430 (2017), with powers added. A single ring gives w = 2 T - 1. To
+the weights of Tait et al., Scientific Reports 7, 7430 (2017); powers add, without interference between rings. A single ring gives w = 2 T - 1. To
 program w, the ring is detuned by the d_k at which T = (1 + r w) / 2, where r is the largest r for which -r is reached
 half way to the next channel. Effects, in the order in which they act on a setting:
 

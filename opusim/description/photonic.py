@@ -1,4 +1,4 @@
-"""Sections of the kinds ``mzi_mesh`` and ``microring``: programmable chips of light, and the detectors behind them.
+"""Sections of the kinds ``mzi_mesh`` and ``microring_bank``: chips of light, and the detectors behind them.
 
 `opusim.crossbar.mesh` and `opusim.crossbar.rings` have the laws.
 """

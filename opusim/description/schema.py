@@ -117,7 +117,7 @@ _OWN_SECTION = {
     "gaussian": None,
     "ideal": None,
     "lighton": "lighton",
-    "microring": "rings",
+    "microring_bank": "rings",
     "mzi_mesh": "mesh",
 }
 """The section that each of opusim's kinds needs beyond the shared ones; a registered kind may use either."""
@@ -348,7 +348,7 @@ class DeviceDescription(Shown, StrictSection):
         crossbar: conductances, noise and converters, for the kind ``crossbar`` and registered subclasses of
             `CrossbarDevice`.
         mesh: meshes of interferometers, for the kind ``mzi_mesh`` and registered subclasses of `MeshDevice`.
-        rings: banks of microrings, for the kind ``microring`` and registered subclasses of `RingDevice`.
+        rings: banks of microrings, for the kind ``microring_bank`` and registered subclasses of `RingDevice`.
         access: time-outs, retries and exclusive use.
         monitor: how the device is monitored, or None if it is not.
         options: keys of a registered kind, checked by its factory.
@@ -413,9 +413,7 @@ class DeviceDescription(Shown, StrictSection):
                     )
         elif sum(getattr(self, section) is not None for section in _SECTIONS) > 1:
             *others, last = (f"[{section}]" for section in _SECTIONS)
-            raise ValueError(
-                f"sections {', '.join(others)} and {last} describe different devices; keep one"
-            )
+            raise ValueError(f"sections {', '.join(others)} and {last} describe different devices; keep one")
         return self
 
     @model_validator(mode="after")

@@ -52,6 +52,7 @@ from typing_extensions import override
 from opusim.crossbar.programmable import Converter, ProgrammableDevice, levels
 from opusim.description.crossbar import (
     CrossbarSettings,
+    CrossbarTemperatureSettings,
     LowFrequencySettings,
     PiecewiseSettings,
     ProductSettings,
@@ -592,16 +593,11 @@ class CrossbarDevice(ConvertedDevice):
     def temperature_law(self, x: torch.Tensor) -> TemperatureTable:  # (vectors, n_inputs)
         """Return noise and size of readings at 21 temperatures, for the matrix that is held, without other 1/f noise.
 
-        Raises:
-            ConfigError: nothing depends on temperature.
+        Without a section ``[crossbar.temperature]`` the law is that of `CrossbarTemperatureSettings.thermal`.
         """
         law = self._settings.temperature
         if law is None:
-            raise ConfigError(
-                self.name,
-                "crossbar.temperature",
-                "is missing, so nothing depends on temperature; give read_v and bandwidth_hz, or activation_ev",
-            )
+            law = CrossbarTemperatureSettings.thermal(25.0, self.description.frames.frame_period_us)
         self._held()
         if self._pairs is None:
             raise RuntimeError("a matrix is held that was never programmed")

@@ -10,9 +10,9 @@ leave of a channel goes through, the rest is dropped, and the balanced photodiod
 
     w_j = 1 - 2 prod_k (1 - T(2 pi (j - k) / channels - d_k)),
 
-the weights of Tait et al., Scientific Reports 7, 7430 (2017); powers add, without interference between rings. A single ring gives w = 2 T - 1. To
-program w, the ring is detuned by the d_k at which T = (1 + r w) / 2, where r is the largest r for which -r is reached
-half way to the next channel. Effects, in the order in which they act on a setting:
+the weights of Tait et al., Scientific Reports 7, 7430 (2017); powers add, without interference between rings. A
+single ring gives w = 2 T - 1. To program w, the ring is detuned by the d_k at which T = (1 + r w) / 2, where r is the
+largest r for which -r is reached half way to the next channel. Effects, in the order in which they act on a setting:
 
 1. tuning: d_k is a multiple of pi / channels / (2^bits - 1);
 2. thermal cross-talk: a ring's detuning is its setting and `heater_crosstalk` times those of its neighbours;

@@ -27,7 +27,7 @@ from opusim.description.camera import (
     CameraSettings,
     DoublingSettings,
 )
-from opusim.description.crossbar import CrossbarSettings
+from opusim.description.crossbar import CrossbarSettings, CrossbarTemperatureSettings
 from opusim.description.photonic import MeshSettings, RingSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
@@ -515,9 +515,9 @@ def load_description(
         removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
         content = _pruned(merged(content, overrides), removed)
         # the provenance of what was given, without that of what is no longer there
-        provenance = dict(content.get("provenance", {}))
+        provenance, stated = dict(content.get("provenance", {})), overrides.get("provenance", {})
         for key, value in laid.items():
-            is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+            is_number = isinstance(value, NUMBERS) and not isinstance(value, bool) and key not in stated
             if is_number and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
                 provenance[key] = {"status": "override", "source": "given by the caller"}
         present = flat(content)
@@ -613,7 +613,7 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
     """Return the overrides with `TEMPERATURE` moved to the section whose law takes it.
 
     Raises:
-        ConfigError: no number of the description depends on temperature, or the overrides give two temperatures.
+        ConfigError: nothing of the device depends on temperature, or the overrides give two temperatures.
     """
     given = dict(overrides)
     if TEMPERATURE not in given:
@@ -632,12 +632,39 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
             placed = {name: placed}
         return merged(given, placed)
     kind = str(described.get("kind", ""))
-    remedy = {
-        "camera": "give dark current, such as a section camera.dark.arrhenius",
-        "crossbar": "give a section crossbar.temperature, with read_v and bandwidth_hz or with activation_ev",
-        "gaussian": "give noise.temperature_law instead of noise.sigma, as 'gaussian_temperature' does",
-    }.get(kind, "leave it out, or take 'gaussian_temperature' or 'camera_low_light'")
-    raise ConfigError(file, TEMPERATURE, f"no number of this device depends on its temperature; {remedy}")
+    if kind == "crossbar":
+        return merged(given, _thermal_read_out(described, wanted))
+    reason = {
+        "camera": "without dark current nothing depends on it; give some, such as a section camera.dark.arrhenius",
+        "gaussian": "sigma is given directly; give noise.temperature_law instead of noise.sigma, as "
+        "'gaussian_temperature' does",
+        "ideal": "the kind 'ideal' has no noise; leave it out, or take 'gaussian_temperature'",
+        **dict.fromkeys(
+            ("bench", "lighton"),
+            "an instrument has the temperature of its room; leave it out, and calibrate the instrument there",
+        ),
+    }.get(kind, "no number of this device depends on it; leave it out, or take 'gaussian_temperature'")
+    raise ConfigError(file, TEMPERATURE, reason)
+
+
+def _thermal_read_out(described: Mapping[str, Any], temperature_c: Any) -> dict[str, Any]:
+    """Return a crossbar's section with the thermal noise of its read-out, and where its numbers come from."""
+    period_us = (_at(described, ("frames",)) or {}).get("frame_period_us")
+    if type(period_us) not in (int, float) or period_us <= 0:
+        return {"crossbar": {"temperature": {TEMPERATURE: temperature_c}}}  # the frames are refused first
+    section = CrossbarTemperatureSettings.thermal(25.0, period_us).model_dump(exclude_none=True)
+    sources = {
+        "read_v": "order of magnitude of a voltage that disturbs no device",
+        "bandwidth_hz": "1 / (2 t) for an integration over the frame",
+    }
+    provenance = {
+        f"crossbar.temperature.{key}": {"status": "assumed", "source": source}
+        for key, source in sources.items()
+    }
+    return {
+        "crossbar": {"temperature": section | {TEMPERATURE: temperature_c}},
+        "provenance": provenance,
+    }
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any] | None:

@@ -415,13 +415,14 @@ class SeveralChips(ProgrammableDevice):
         self._held()
         laws, scale = [[chip.noise for chip in row] for row in self._chips], self._scale
         flat = [law for row in laws for law in row]
-        if all(isinstance(law, ConverterLatticeNoise) and law.step == flat[0].step for law in flat):
+        lattices = [law for law in flat if isinstance(law, ConverterLatticeNoise)]
+        if len(lattices) == len(flat) and len({law.step for law in lattices}) == 1:
             return ConverterLatticeNoise(
-                step=scale * flat[0].step,
-                std_low=scale * min(law.std_low for law in flat),
-                std_high=scale * max(law.std_high for law in flat),
-                conversions=sum(law.conversions for law in laws[0]),
-                clips=any(law.clips for law in flat),
+                step=scale * lattices[0].step,
+                std_low=scale * min(law.std_low for law in lattices),
+                std_high=scale * max(law.std_high for law in lattices),
+                conversions=sum(law.conversions for law in lattices[: len(self._columns)]),
+                clips=any(law.clips for law in lattices),
                 n_outputs=self.n_outputs,
             )
         if all(isinstance(law, (SignalGaussianNoise, GaussianNoise)) for law in flat):

@@ -650,7 +650,7 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
 def _thermal_read_out(described: Mapping[str, Any], temperature_c: Any) -> dict[str, Any]:
     """Return a crossbar's section with the thermal noise of its read-out, and where its numbers come from."""
     period_us = (_at(described, ("frames",)) or {}).get("frame_period_us")
-    if type(period_us) not in (int, float) or period_us <= 0:
+    if not isinstance(period_us, int | float) or period_us <= 0:
         return {"crossbar": {"temperature": {TEMPERATURE: temperature_c}}}  # the frames are refused first
     section = CrossbarTemperatureSettings.thermal(25.0, period_us).model_dump(exclude_none=True)
     sources = {

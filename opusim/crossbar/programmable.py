@@ -111,9 +111,13 @@ class ProgrammableDevice(NoisyDevice):
         n_outputs: int | None = None,
         **options: Any,
     ) -> ProgrammableDevice:
-        """Return a device of the window: one chip of this class, or several if the window is larger than a chip."""
+        """Return a device of the window: one chip of this class, or several if the window is larger than a chip.
+
+        A class that overrides `_open` drives an instrument, of which there is one: its window has to fit.
+        """
         window = (n_inputs or description.n_inputs, n_outputs or description.n_outputs)
-        if window[0] <= description.n_inputs and window[1] <= description.n_outputs:
+        fits = window[0] <= description.n_inputs and window[1] <= description.n_outputs
+        if fits or cls._open is not NoisyDevice._open:
             return cls(description, n_inputs=n_inputs, n_outputs=n_outputs, **options)
         return SeveralChips(cls, description, *window, **options)
 
@@ -344,10 +348,8 @@ class SeveralChips(ProgrammableDevice):
         description: of one chip, which is smaller than the window.
         n_inputs: of the window.
         n_outputs: likewise.
+        seed: of the noise of all chips.
         **options: further arguments of the chips.
-
-    Raises:
-        ConfigError: the description has no section ``[medium]``: an instrument cannot be opened several times.
     """
 
     def __init__(
@@ -360,26 +362,18 @@ class SeveralChips(ProgrammableDevice):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        medium = description.medium
-        if medium is None:
-            key = "n_inputs" if n_inputs > description.n_inputs else "n_outputs"
-            wanted = n_inputs if key == "n_inputs" else n_outputs
-            reason = (
-                f"a window of {wanted} is wanted, the device has {getattr(description, key)}, and an instrument is not "
-                "opened several times; open a smaller one"
-            )
-            raise ConfigError(description.name, key, reason)
         self._rows = _parts(n_outputs, description.n_outputs)
         self._columns = _parts(n_inputs, description.n_inputs)
         count = len(self._rows) * len(self._columns)
         frames = description.frames.model_copy(update={"power_w": count * description.frames.power_w})
         whole = {"n_inputs": n_inputs, "n_outputs": n_outputs, "frames": frames}
         super().__init__(description.model_copy(update=whole), seed=seed, **options)
+        medium = self._medium_settings
 
         def of(i: int, j: int) -> ProgrammableDevice:
             own = medium.model_copy(update={"seed": derive_seed(medium.seed, "chip", i, j) >> 1})
             return chip(
-                description.model_copy(update={"medium": own, "monitor": None}),
+                description.model_copy(update={"medium": own, "monitor": None, "access": None}),
                 n_inputs=self._columns[j].stop - self._columns[j].start,
                 n_outputs=self._rows[i].stop - self._rows[i].start,
                 seed=derive_seed(seed, "chip", i, j),

@@ -18,12 +18,14 @@ from opusim.crossbar.noise_aware import noise_aware
 from opusim.crossbar.programmable import SeveralChips
 from opusim.crossbar.rings import RingDevice, detuned, dropped
 from opusim.description.photonic import MeshSettings
-from opusim.description.schema import load_description
+from opusim.description.schema import AccessSettings, load_description
 from opusim.devices import kinds
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described, open_device
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.testing.contract import DeviceContract
+from opusim.training import train
+from opusim.training.runs.run import evaluate_run
 
 SURE = 5.0
 BOLTZMANN, CHARGE = 1.380649e-23, 1.602176634e-19  # SI of 2019, written out again
@@ -439,13 +441,20 @@ def test_a_foreign_chip_is_tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert float((y.mean(0) - (x @ device.matrix().T)[0]).abs().max()) < error
 
 
+class Instrument(LabCrossbar):
+    """Connects to a chip of which there is one."""
+
+    def _open(self) -> None:
+        self.connected = True
+
+
 def test_an_instrument_is_not_opened_several_times() -> None:
-    content = load_description(PACKAGE / "lab_crossbar.toml")
-    bare = content.model_copy(update={"medium": None, "n_inputs": 64})
-    with pytest.raises(
-        ConfigError, match="n_inputs: a window of 100 is wanted, the device has 64, .* open a smaller one"
-    ):
-        LabCrossbar.for_window(bare, n_inputs=100, n_outputs=10)
+    small = load_description(PACKAGE / "lab_crossbar.toml", {"n_inputs": 64})
+    with pytest.raises(ConfigError, match="n_inputs: a window of 100 is wanted, the device has 64"):
+        Instrument.for_window(small, n_inputs=100, n_outputs=10)
+    locked = small.model_copy(update={"access": AccessSettings(exclusive=True)})
+    with LabCrossbar.for_window(locked, n_inputs=100, n_outputs=10) as device:  # one lock for all chips
+        assert device.project(torch.ones(2, 100)).shape == (2, 10)
 
 
 def test_noise_for_a_mesh_is_that_of_its_chips(seed: int) -> None:
@@ -460,3 +469,15 @@ def test_noise_for_a_mesh_is_that_of_its_chips(seed: int) -> None:
     scatter = torch.stack([(model[0].weight.detach() / scale - wanted) for _ in range(30)])
     assert float(scatter.square().mean().sqrt()) == pytest.approx(told, rel=0.15)
     assert float(scatter.mean().abs()) < SURE * told / scatter.numel() ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mzi_mesh", "microring_bank"])
+def test_networks_run_on_chips_and_train_through_them(name: str, tmp_path: Path) -> None:
+    """A layer of 64 x 128 takes two or more chips; photonic DFA projects through as many."""
+    base = {"epochs": 15, "data": {"name": "digits"}, "model": {"hidden": [128]}}
+    train({**base, "trainer": {"kind": "bp"}}, folder=tmp_path / "bp")
+    assert evaluate_run(tmp_path / "bp", device=name)["accuracy"] > 0.9
+    pdfa = {**base, "trainer": {"kind": "pdfa"}, "device": {"name": name}}
+    found = train(pdfa, folder=tmp_path / "pdfa")
+    assert found.summary["test_accuracy"] > 0.85

@@ -238,7 +238,7 @@ class MeshDevice(PhotonicDevice):
         power = float(np.sum(wanted**2))
         gain = complex(np.sum(wanted * field)) / power if power else amplitude ** (2 * n)
         if abs(gain) < _LEAST_GAIN * amplitude ** (4 * n):
-            reason = f"{settings.phase_bits}, splitters and cross-talk leave nothing of the matrix; lower the errors"
+            reason = "with its splitters and cross-talk leaves nothing of the matrix; give more bits, or smaller errors"
             raise ConfigError(self.name, "mesh.phase_bits", reason)
         detector, oscillator = settings.detector, settings.local_oscillator_w
         current = 2 * detector.responsivity_a_per_w * abs(gain) / largest

@@ -366,6 +366,24 @@ def test_the_noise_of_a_bank_is_that_of_all_its_light() -> None:
     assert torch.any((readings.var(0) / planted - 1).abs() > SURE * (2 / 20_000) ** 0.5)
 
 
+def test_temperature_warms_the_load_of_a_mesh_and_moves_the_rings_of_a_bank() -> None:
+    x = torch.zeros(1, 8)
+    with mesh_of(8, 6) as mesh:
+        assert isinstance(mesh, MeshDevice)
+        law = mesh.temperature_law(x)
+        with mesh_of(8, 6, temperature_c=60.0) as warm:
+            assert float(warm.reading_variance(x)[0, 0]) ** 0.5 == pytest.approx(law.std(60.0), rel=1e-4)
+    cold, hot = (np.square(law.std(t)) for t in (-40.0, 85.0))
+    slope, shot = (hot - cold) / 125.0, 2 * CHARGE * 1e-3 * 1e9  # 1 A/W, 1 mW and 1 GHz
+    assert slope * shot / (cold - 233.15 * slope) == pytest.approx(4 * BOLTZMANN * 1e9 / 1000.0, rel=1e-3)
+    assert law.size(-40.0) == law.size(85.0)
+    with open_device("microring_bank", n_inputs=8, n_outputs=64) as bank:
+        assert isinstance(bank, RingDevice)
+        found = bank.temperature_law(x)
+    assert found.std(85.0) > found.std(-40.0)
+    assert found.size(22.5) != pytest.approx(found.size(28.75), rel=0.01)  # 2.5 K below and above
+
+
 # Descriptions, networks, several chips
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.analog import aihwkit_side_by_side, held_out, in_situ, lifetimes, pictures, product
+from benchmarks.analog import aihwkit_side_by_side, held_out, in_situ, lifetimes, light, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import claims, final_model, guarantees, one_run, self_test
@@ -219,6 +219,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             held_out.page_section,
             in_situ.page_section,
             pictures.page_section,
+            light.page_section,
             aihwkit_side_by_side.page_section,
             product.page_section,
         ),

@@ -1,4 +1,4 @@
-"""What do programmable analog devices do? Crossbars of memory devices, and layers whose product runs on one."""
+"""What do programmable analog devices do? Crossbars, chips of light, and layers whose product runs on one."""
 
 import lazy_loader
 

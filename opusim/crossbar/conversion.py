@@ -194,7 +194,8 @@ def convert(
         The network on open devices, programmed.
 
     Raises:
-        ConfigError: the device cannot be used, or is smaller than a layer.
+        ConfigError: the device cannot be used, or is an instrument that is smaller than a layer; of a simulated device
+            that is smaller, a layer takes several.
         ValueError: the network has no layer that can run on a device, a weight matrix is neither of such a layer nor
             named in `digital`, a convolution has groups or another padding than zeros given in numbers, or `digital`
             names no weight matrix.

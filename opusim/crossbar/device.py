@@ -40,7 +40,8 @@ those over other inputs are float32 sums of the matrix library, whose last bit d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numba
@@ -51,6 +52,7 @@ from typing_extensions import override
 from opusim.crossbar.programmable import Converter, ProgrammableDevice, levels
 from opusim.description.crossbar import (
     CrossbarSettings,
+    CrossbarTemperatureSettings,
     LowFrequencySettings,
     PiecewiseSettings,
     ProductSettings,
@@ -436,47 +438,30 @@ def add_codes(
 
 
 _TEMPERATURES = 21
-"""Of the table that `CrossbarDevice.temperature_law` gives."""
+"""Of the table that `temperature_law` gives."""
 _FAR = 8.0
 """Standard deviations of a tile's noise between its largest output and the converter's limit that make clipping
 negligible: a probability below 1e-15 for each conversion."""
 
 
-class CrossbarDevice(ProgrammableDevice):
-    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`).
+class ConvertedDevice(ProgrammableDevice):
+    """A simulated chip whose readings are a `TiledProduct`: the base of crossbars and of chips of light.
 
-    The seed of ``[medium]`` says which chip this is: the random matrix, and what differs from device to device and from
-    programming to programming of this object, are drawn from it in both modes, so that a chip that is opened again
-    holds the same matrix. The noise of products comes from the stream of the mode, as on every device.
+    The seed of ``[medium]`` says which chip this is; the noise of products comes from the stream of the mode. A
+    subclass sets `_converter` and gives `_product_of`, `_program` and `_restored`.
 
     Args:
-        description: one with the sections ``[crossbar]`` and ``[medium]``.
-        **window: as for `NoisyDevice`.
-
-    Raises:
-        ConfigError: a section is missing, or one too many is there.
+        description: as for `ProgrammableDevice`.
+        **window: likewise.
     """
 
-    can = ProgrammableDevice.can | {"multiply_transposed", "wait"}
+    _converter: Converter
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.crossbar is None:
-            raise ConfigError(description.name, "crossbar", "missing; give g_max_us at least")
-        self._settings = description.crossbar
-        given = self._settings.converter
-        self._converter = Converter(
-            input_bits=given.dac_bits,
-            output_bits=given.adc_bits,
-            output_bound=given.adc_bound,
-            tile_inputs=self._settings.tile_inputs,
-        )
         self._chip = self._medium_settings.seed
         self._number = 0
-        self._looks = 0
-        self._pairs: Pairs | None = None
         self._product: TiledProduct | None = None
-        self._transposed: TiledProduct | None = None
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
 
     @property
@@ -515,34 +500,117 @@ class CrossbarDevice(ProgrammableDevice):
         batch = real_batch(x, self.n_inputs, self._torch_device)
         return self._forward().variance(batch).mul_(self.reading_scale**2)
 
-    def temperature_law(self, x: torch.Tensor) -> TemperatureTable:  # (vectors, n_inputs)
-        """Return noise and size of readings at 21 temperatures, for the matrix that is held, without other 1/f noise.
+    def held_state(self) -> dict[str, torch.Tensor]:
+        """See `ProgrammableDevice.held_state`: also which programming this is, and the noise's position."""
+        state = super().held_state() | {"programming": torch.tensor([self._number])}
+        if isinstance(self._stream, SeededStream):
+            position = np.array(self._stream.position, dtype=np.uint64)
+            state["position"] = torch.from_numpy(position.view(np.int64))
+        return state
 
-        Raises:
-            ConfigError: nothing depends on temperature.
+    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
+        """See `ProgrammableDevice.restore`; the chip holds what it held before, and nothing is counted.
+
+        In ``experiment`` the noise of products continues as it would have done.
         """
-        law = self._settings.temperature
-        if law is None:
-            raise ConfigError(
-                self.name,
-                "crossbar.temperature",
-                "is missing, so nothing depends on temperature; give read_v and bandwidth_hz, or activation_ev",
-            )
-        self._held()
-        if self._pairs is None:
-            raise RuntimeError("a matrix is held that was never programmed")
-        batch = real_batch(x, self.n_inputs, self._torch_device)
-        temperatures = np.linspace(*law.working_c, _TEMPERATURES).tolist()
+        checked = self._checked_matrix(matrix).contiguous()
+        self._number, self._product = int(state["programming"][0]), None
+        elapsed_s = float(state["elapsed_s"])
+        self._weights, self._scale, self._elapsed_s = self._restored(checked, state), 1.0, elapsed_s
+        self._begin_monitor(None)
+        if "position" in state and isinstance(self._stream, SeededStream):
+            self._stream.seek(*state["position"].numpy().view(np.uint64).tolist())
+        return True
+
+    @abstractmethod
+    def _product_of(self, weights: torch.Tensor) -> TiledProduct:
+        """Return the product with realised weights."""
+
+    @abstractmethod
+    def _restored(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return what the chip realised of a matrix when `held_state` was called; `_number` is that of then."""
+
+    def _temperature_table(
+        self,
+        working_c: tuple[float, float],
+        at: Callable[[float], tuple[TiledProduct, torch.Tensor]],
+        batch: torch.Tensor,
+    ) -> TemperatureTable:
+        """Return noise and size of readings of a batch at 21 temperatures, each with a product and its weights."""
+        temperatures = np.linspace(*working_c, _TEMPERATURES).tolist()
         stds, sizes = [], []
-        for temperature in temperatures:
-            there = self._settings.model_copy(
-                update={"temperature": law.model_copy(update={"temperature_c": temperature})}
-            )
-            weights = self._pairs.weights(self._elapsed_s, self._looks - 1, there)
-            product = TiledProduct(weights, self._converter, there.product, there.thermal_variance)
+        for product, weights in map(at, temperatures):
             stds.append(float(product.variance(batch).mean()) ** 0.5 * self.reading_scale)
             sizes.append(float(weights.square().mean()) ** 0.5 * self.reading_scale)
         return TemperatureTable(temperatures=tuple(temperatures), stds=tuple(stds), sizes=tuple(sizes))
+
+    def _forward(self) -> TiledProduct:
+        weights = self._held()
+        if self._product is None:
+            self._product = self._product_of(weights)
+        return self._product
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward().read(x, self._stream)
+
+    def _seek(self, step: int) -> None:
+        self._stream.seek(step)
+
+
+class CrossbarDevice(ConvertedDevice):
+    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`).
+
+    The seed of ``[medium]`` says which chip this is: the random matrix, and what differs from device to device and from
+    programming to programming of this object, are drawn from it in both modes, so that a chip that is opened again
+    holds the same matrix. The noise of products comes from the stream of the mode, as on every device.
+
+    Args:
+        description: one with the sections ``[crossbar]`` and ``[medium]``.
+        **window: as for `NoisyDevice`.
+
+    Raises:
+        ConfigError: a section is missing, or one too many is there.
+    """
+
+    can = ProgrammableDevice.can | {"multiply_transposed", "wait"}
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        if description.crossbar is None:
+            raise ConfigError(description.name, "crossbar", "missing; give g_max_us at least")
+        self._settings = description.crossbar
+        given = self._settings.converter
+        self._converter = Converter(
+            input_bits=given.dac_bits,
+            output_bits=given.adc_bits,
+            output_bound=given.adc_bound,
+            tile_inputs=self._settings.tile_inputs,
+        )
+        self._looks = 0
+        self._pairs: Pairs | None = None
+        self._transposed: TiledProduct | None = None
+
+    def temperature_law(self, x: torch.Tensor) -> TemperatureTable:  # (vectors, n_inputs)
+        """Return noise and size of readings at 21 temperatures, for the matrix that is held, without other 1/f noise.
+
+        Without a section ``[crossbar.temperature]`` the law is that of `CrossbarTemperatureSettings.thermal`.
+        """
+        law = self._settings.temperature
+        if law is None:
+            law = CrossbarTemperatureSettings.thermal(25.0, self.description.frames.frame_period_us)
+        self._held()
+        if self._pairs is None:
+            raise RuntimeError("a matrix is held that was never programmed")
+        pairs, looks = self._pairs, self._looks
+
+        def at(temperature_c: float) -> tuple[TiledProduct, torch.Tensor]:
+            there = self._settings.model_copy(
+                update={"temperature": law.model_copy(update={"temperature_c": temperature_c})}
+            )
+            weights = pairs.weights(self._elapsed_s, looks - 1, there)
+            return TiledProduct(weights, self._converter, there.product, there.thermal_variance), weights
+
+        return self._temperature_table(law.working_c, at, real_batch(x, self.n_inputs, self._torch_device))
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the spread of both devices of a pair just after programming: programming and 1/f noise."""
@@ -566,28 +634,13 @@ class CrossbarDevice(ProgrammableDevice):
         )
 
     def held_state(self) -> dict[str, torch.Tensor]:
-        """See `ProgrammableDevice.held_state`: also which programming and look this is, and the noise's position."""
-        state = super().held_state() | {"programming": torch.tensor([self._number, self._looks])}
-        if isinstance(self._stream, SeededStream):
-            position = np.array(self._stream.position, dtype=np.uint64)
-            state["position"] = torch.from_numpy(position.view(np.int64))
-        return state
+        """See `ConvertedDevice.held_state`: also which look this is."""
+        return super().held_state() | {"programming": torch.tensor([self._number, self._looks])}
 
-    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
-        """See `ProgrammableDevice.restore`; the conductances are those of before, and nothing is counted.
-
-        In ``experiment`` the noise of products continues as it would have done.
-        """
-        checked = self._checked_matrix(matrix).contiguous()
-        self._number, looks = (int(number) for number in state["programming"])
-        elapsed_s = float(state["elapsed_s"])
-        self._pairs = Pairs(checked, self._settings, chip=self._chip, number=self._number - 1)
-        self._looks = looks - 1
-        self._weights, self._scale, self._elapsed_s = self._look(elapsed_s), 1.0, elapsed_s
-        self._begin_monitor(None)
-        if "position" in state and isinstance(self._stream, SeededStream):
-            self._stream.seek(*state["position"].numpy().view(np.uint64).tolist())
-        return True
+    def _restored(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self._pairs = Pairs(matrix, self._settings, chip=self._chip, number=self._number - 1)
+        self._looks = int(state["programming"][1]) - 1
+        return self._look(float(state["elapsed_s"]))
 
     def _program(self, matrix: torch.Tensor) -> torch.Tensor:
         self._pairs = Pairs(matrix, self._settings, chip=self._chip, number=self._number)
@@ -607,23 +660,11 @@ class CrossbarDevice(ProgrammableDevice):
         self._product = self._transposed = None
         return weights
 
-    def _forward(self) -> TiledProduct:
-        weights = self._held()
-        if self._product is None:
-            self._product = self._tiled(weights)
-        return self._product
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._forward().read(x, self._stream)
-
     def _multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
         if self._transposed is None:
-            self._transposed = self._tiled(self._held().T)
+            self._transposed = self._product_of(self._held().T)
         return self._transposed.read(x, self._stream)
 
-    def _tiled(self, weights: torch.Tensor) -> TiledProduct:
+    def _product_of(self, weights: torch.Tensor) -> TiledProduct:
         settings = self._settings
         return TiledProduct(weights, self._converter, settings.product, settings.thermal_variance)
-
-    def _seek(self, step: int) -> None:
-        self._stream.seek(step)

@@ -4,7 +4,8 @@ Each forward pass in training mode computes y = (W + E) x + b + e. For a number 
 s_i = max_j |W_ij|, and e = 0. For a device, (W + E)_ij = c s_i (m_ij + d_ij z_ij), z_ij ~ N(0, 1), with the mean m and
 the spread d that the device states for W_ij / s_i at a time (`ProgrammableDevice.weight_moments`), and with the c of
 the layer that makes <c s m, W> equal <W, W>, in units of the rows' scales, as the compensation of drift does. Small
-conductances drift more than large ones, so that a network has to learn with the weights that are left.
+conductances drift more than large ones, so that a network has to learn with the weights that are left. A chip of light,
+whose errors spread over the whole matrix, has m = W_ij / s_i and the same d everywhere (`spread_error`).
 e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions of an output, v the least variance of
 a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
 
@@ -144,8 +145,10 @@ class _WeightNoise(nn.Module):
     def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
         self._stream = stream
-        self._relative = None if isinstance(law, ProgrammableDevice) else law
+        self._relative, self._spread = None if isinstance(law, ProgrammableDevice) else law, None
         if isinstance(law, ProgrammableDevice):
+            self._spread = law.spread_error()
+        if isinstance(law, ProgrammableDevice) and self._spread is None:
             points = torch.linspace(-1, 1, 2 * _POINTS + 1)
             mean, self._std = (row[0] for row in law.weight_moments(points[None], after_s))
             self._shift = mean - points
@@ -159,6 +162,8 @@ class _WeightNoise(nn.Module):
             change = self._stream.normal(rows.shape, device=weight.device)
             if self._relative is not None:
                 change.mul_(self._relative)
+            elif self._spread is not None:
+                change.mul_(self._spread * (rows / scale).square().mean().sqrt())
             else:  # a draw of what the device holds minus the weights, from the table of its moments
                 relative = rows / scale
                 # NaN stays one by `add_`

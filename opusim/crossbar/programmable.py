@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
-from opusim.errors import ConfigError
+from opusim.devices.kinds import Capability
+from opusim.errors import ConfigError, NoiseUnknown
 from opusim.medium.transmission import Medium, gaussian_table
+from opusim.noise import ConverterLatticeNoise, GaussianNoise, NoiseModel, SignalGaussianNoise
+from opusim.randomness.seeds import derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,25 @@ class ProgrammableDevice(NoisyDevice):
 
     can = NoisyDevice.can | {"matrix", "program", "multiply"}
 
+    @classmethod
+    def for_window(
+        cls,
+        description: DeviceDescription,
+        *,
+        n_inputs: int | None = None,
+        n_outputs: int | None = None,
+        **options: Any,
+    ) -> ProgrammableDevice:
+        """Return a device of the window: one chip of this class, or several if the window is larger than a chip.
+
+        A class that overrides `_open` drives an instrument, of which there is one: its window has to fit.
+        """
+        window = (n_inputs or description.n_inputs, n_outputs or description.n_outputs)
+        fits = window[0] <= description.n_inputs and window[1] <= description.n_outputs
+        if fits or cls._open is not NoisyDevice._open:
+            return cls(description, n_inputs=n_inputs, n_outputs=n_outputs, **options)
+        return SeveralChips(cls, description, *window, **options)
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         if description.medium is None:
@@ -144,6 +168,13 @@ class ProgrammableDevice(NoisyDevice):
         on that entry only.
         """
         return matrix, self.programming_std(matrix)
+
+    def spread_error(self) -> float | None:
+        """Return the error of programming relative to the entries' root mean square, if each error spreads over all.
+
+        None if every entry has a law of its own, which `weight_moments` tells.
+        """
+        return None
 
     def programming_cost(self) -> tuple[float, float]:
         """Return seconds and joules that a programming of the whole window takes; 0 by default."""
@@ -304,3 +335,199 @@ class ProgrammableDevice(NoisyDevice):
         self._meter.count_programming(seconds=seconds, joules=joules)
         if scale == 1.0 and self.is_open:
             self._begin_monitor(None)
+
+
+class SeveralChips(ProgrammableDevice):
+    """A matrix on several chips of one kind, each with its own part of the rows and columns.
+
+    All chips work at once: a frame takes the time of one chip and the power of all. Outputs of chips that share rows
+    are added digitally, behind their converters. Each chip has a seed of its own.
+
+    Args:
+        chip: class of the chips.
+        description: of one chip, which is smaller than the window.
+        n_inputs: of the window.
+        n_outputs: likewise.
+        seed: of the noise of all chips.
+        **options: further arguments of the chips.
+    """
+
+    def __init__(
+        self,
+        chip: type[ProgrammableDevice],
+        description: DeviceDescription,
+        n_inputs: int,
+        n_outputs: int,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self._rows = _parts(n_outputs, description.n_outputs)
+        self._columns = _parts(n_inputs, description.n_inputs)
+        count = len(self._rows) * len(self._columns)
+        frames = description.frames.model_copy(update={"power_w": count * description.frames.power_w})
+        whole = {"n_inputs": n_inputs, "n_outputs": n_outputs, "frames": frames}
+        super().__init__(description.model_copy(update=whole), seed=seed, **options)
+        medium = self._medium_settings
+
+        def of(i: int, j: int) -> ProgrammableDevice:
+            own = medium.model_copy(update={"seed": derive_seed(medium.seed, "chip", i, j) >> 1})
+            return chip(
+                description.model_copy(update={"medium": own, "monitor": None, "access": None}),
+                n_inputs=self._columns[j].stop - self._columns[j].start,
+                n_outputs=self._rows[i].stop - self._rows[i].start,
+                seed=derive_seed(seed, "chip", i, j),
+                **options,
+            )
+
+        self._chips = [[of(i, j) for j in range(len(self._columns))] for i in range(len(self._rows))]
+        self._saturated: torch.Tensor | None = None
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What a chip can do."""
+        return self._chips[0][0].capabilities
+
+    @property
+    def converter(self) -> Converter:
+        """That of a chip; each converts its own part of the inputs."""
+        own = self._chips[0][0].converter
+        return replace(own, tile_inputs=min(own.tile_inputs or sys.maxsize, self._columns[0].stop))
+
+    @property
+    def saturated(self) -> torch.Tensor | None:
+        """Which rows met a bound on any chip."""
+        return self._saturated
+
+    @property
+    def described_noise(self) -> NoiseModel:
+        """The law of the sum over the chips of an output, its limits taken over all outputs.
+
+        Raises:
+            NoiseUnknown: no law is known for the sum of what the chips state.
+        """
+        self._held()
+        laws, scale = [[chip.noise for chip in row] for row in self._chips], self._scale
+        flat = [law for row in laws for law in row]
+        lattices = [law for law in flat if isinstance(law, ConverterLatticeNoise)]
+        if len(lattices) == len(flat) and len({law.step for law in lattices}) == 1:
+            return ConverterLatticeNoise(
+                step=scale * lattices[0].step,
+                std_low=scale * min(law.std_low for law in lattices),
+                std_high=scale * max(law.std_high for law in lattices),
+                conversions=sum(law.conversions for law in lattices[: len(self._columns)]),
+                clips=any(law.clips for law in lattices),
+                n_outputs=self.n_outputs,
+            )
+        if all(isinstance(law, (SignalGaussianNoise, GaussianNoise)) for law in flat):
+            bounds = [[law.variance_bounds() for law in row] for row in laws]
+            low = min(sum(float(np.min(each[0])) for each in row) for row in bounds)
+            high = max(sum(float(np.max(each[1])) for each in row) for row in bounds)
+            return SignalGaussianNoise(
+                std_low=scale * low**0.5, std_high=scale * high**0.5, n_outputs=self.n_outputs
+            )
+        raise NoiseUnknown(
+            f"device {self.name!r}: the law of several chips is known for chips with Gaussian noise, or with equal "
+            "converters; calibrate the device"
+        )
+
+    @property
+    def reading_variance(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The chips' function of this name for the sums; as for them, an attribute only if they tell it."""
+        told = [[chip.reading_variance for chip in row] for row in self._chips]  # type: ignore[attr-defined]
+
+        def of(x: torch.Tensor) -> torch.Tensor:
+            self._held()
+            parts = [
+                sum(tell(x[:, part]) for tell, part in zip(row, self._columns, strict=True)) for row in told
+            ]
+            return torch.cat(parts, dim=1).mul_(self._scale**2)
+
+        return of
+
+    def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return that of the chips, each for its part."""
+        return self._each(matrix, lambda chip, part: chip.programming_std(part))
+
+    def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of a chip, which depend on the entry only."""
+        return self._chips[0][0].weight_moments(matrix, seconds)
+
+    def spread_error(self) -> float | None:
+        """Return that of the first chip, the largest one."""
+        return self._chips[0][0].spread_error()
+
+    def programming_cost(self) -> tuple[float, float]:
+        """Return the seconds of the slowest chip and the joules of all."""
+        costs = [chip.programming_cost() for row in self._chips for chip in row]
+        return max(seconds for seconds, _ in costs), sum(joules for _, joules in costs)
+
+    def held_state(self) -> dict[str, torch.Tensor]:
+        """Return the states of all chips, numbered by rows."""
+        state = super().held_state()
+        for number, chip in enumerate(chip for row in self._chips for chip in row):
+            state |= {f"{number}.{name}": value for name, value in chip.held_state().items()}
+        return state
+
+    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
+        """See `ProgrammableDevice.restore`; whether all chips hold what they held."""
+        checked, same, number = self._checked_matrix(matrix), True, 0
+        for i, rows in enumerate(self._rows):
+            for j, columns in enumerate(self._columns):
+                prefix, number = f"{number}.", number + 1
+                own = {
+                    name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)
+                }
+                same &= self._chips[i][j].restore(checked[rows, columns].contiguous(), own)
+        self._scale, self._elapsed_s = 1.0, float(state["elapsed_s"])
+        self._weights = self._each(checked, lambda chip, _: chip.matrix())
+        self._begin_monitor(None)
+        return same
+
+    def _open(self) -> None:
+        for row in self._chips:
+            for chip in row:
+                self.opened_parts.callback(chip.open().close)
+
+    def _each(
+        self, matrix: torch.Tensor, act: Callable[[ProgrammableDevice, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what each chip makes of its part of a matrix, put together."""
+        found = torch.empty_like(matrix)
+        for rows, chips in zip(self._rows, self._chips, strict=True):
+            for columns, chip in zip(self._columns, chips, strict=True):
+                found[rows, columns] = act(chip, matrix[rows, columns].contiguous())
+        return found
+
+    def _program(self, matrix: torch.Tensor) -> torch.Tensor:
+        return self._each(matrix, lambda chip, part: chip.program(part))
+
+    def _wait(self, elapsed_s: float) -> torch.Tensor:
+        return self._each(self._held(), lambda chip, _: chip.require("wait").wait(elapsed_s - chip.elapsed_s))
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        y, self._saturated = x.new_zeros((len(x), self.n_outputs)), None
+        for rows, chips in zip(self._rows, self._chips, strict=True):
+            for columns, chip in zip(self._columns, chips, strict=True):
+                y[:, rows] += chip.multiply(x[:, columns])
+                met = chip.saturated
+                if met is not None:
+                    self._saturated = met if self._saturated is None else self._saturated | met
+        return y
+
+    def _multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.new_zeros((len(x), self.n_inputs))
+        for rows, chips in zip(self._rows, self._chips, strict=True):
+            for columns, chip in zip(self._columns, chips, strict=True):
+                y[:, columns] += chip.require("multiply_transposed").multiply_transposed(x[:, rows])
+        return y
+
+    def _seek(self, step: int) -> None:
+        for row in self._chips:
+            for chip in row:
+                chip.seek(step)
+
+
+def _parts(length: int, most: int) -> list[slice]:
+    """Return a range in parts of at most so many."""
+    return [slice(start, min(start + most, length)) for start in range(0, length, most)]

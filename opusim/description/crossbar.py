@@ -200,6 +200,15 @@ class CrossbarTemperatureSettings(StrictSection):
             )
         return self
 
+    @classmethod
+    def thermal(cls, temperature_c: float, frame_period_us: float) -> Self:
+        """Return the thermal noise of a read-out of which no more is known: 0.2 V, integrated over a frame.
+
+        0.2 V is the order of magnitude of a voltage that disturbs no device; an integration over t has the bandwidth
+        1 / (2 t).
+        """
+        return cls(temperature_c=temperature_c, read_v=0.2, bandwidth_hz=5e5 / frame_period_us)
+
     @property
     def reference_c(self) -> float:
         """Temperature at which the other sections' constants hold, degrees Celsius."""

@@ -27,7 +27,8 @@ from opusim.description.camera import (
     CameraSettings,
     DoublingSettings,
 )
-from opusim.description.crossbar import CrossbarSettings
+from opusim.description.crossbar import CrossbarSettings, CrossbarTemperatureSettings
+from opusim.description.photonic import MeshSettings, RingSettings
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
@@ -107,7 +108,7 @@ Status = Literal["measured", "datasheet", "fitted", "assumed", "override"]
 Number = int | float | list[float] | list[list[float]]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor", "bench")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
-_STAGES = ("camera.", "crossbar.")
+_STAGES = ("camera.", "crossbar.", "mesh.", "rings.")
 """Sections of stages that 0 switches off."""
 _OWN_SECTION = {
     "bench": "bench",
@@ -116,9 +117,11 @@ _OWN_SECTION = {
     "gaussian": None,
     "ideal": None,
     "lighton": "lighton",
+    "microring_bank": "rings",
+    "mzi_mesh": "mesh",
 }
 """The section that each of opusim's kinds needs beyond the shared ones; a registered kind may use either."""
-_SECTIONS = ("camera", "bench", "lighton", "crossbar")
+_SECTIONS = ("camera", "bench", "lighton", "crossbar", "mesh", "rings")
 
 LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
@@ -129,6 +132,8 @@ _TEMPERATURES = (
     ("camera", "dark"),
     ("noise", "temperature_law"),
     ("crossbar", "temperature"),
+    ("mesh",),
+    ("rings",),
     ("options",),
 )
 """Sections whose key `temperature_c` it sets; one of options only if the file has that key."""
@@ -342,6 +347,8 @@ class DeviceDescription(Shown, StrictSection):
         lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
         crossbar: conductances, noise and converters, for the kind ``crossbar`` and registered subclasses of
             `CrossbarDevice`.
+        mesh: meshes of interferometers, for the kind ``mzi_mesh`` and registered subclasses of `MeshDevice`.
+        rings: banks of microrings, for the kind ``microring_bank`` and registered subclasses of `RingDevice`.
         access: time-outs, retries and exclusive use.
         monitor: how the device is monitored, or None if it is not.
         options: keys of a registered kind, checked by its factory.
@@ -361,6 +368,8 @@ class DeviceDescription(Shown, StrictSection):
     bench: BenchSettings | None = None
     lighton: LightonSettings | None = None
     crossbar: CrossbarSettings | None = None
+    mesh: MeshSettings | None = None
+    rings: RingSettings | None = None
     access: AccessSettings | None = None
     monitor: MonitorSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -396,16 +405,15 @@ class DeviceDescription(Shown, StrictSection):
     @model_validator(mode="after")
     def _sections_fit_the_kind(self) -> Self:
         if self.kind in _OWN_SECTION:
-            for section in _SECTIONS:
+            for kind, section in ((k, s) for k, s in _OWN_SECTION.items() if s is not None):
                 if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
                     raise ValueError(
-                        f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
+                        f'a section [{section}] and kind = "{kind}" belong together; give both or neither, '
                         "or the kind that your class is registered under"
                     )
         elif sum(getattr(self, section) is not None for section in _SECTIONS) > 1:
-            raise ValueError(
-                "sections [camera], [bench], [lighton] and [crossbar] describe different devices; keep one"
-            )
+            *others, last = (f"[{section}]" for section in _SECTIONS)
+            raise ValueError(f"sections {', '.join(others)} and {last} describe different devices; keep one")
         return self
 
     @model_validator(mode="after")
@@ -440,8 +448,10 @@ class DeviceDescription(Shown, StrictSection):
     @model_validator(mode="after")
     def _numbers_have_bits_to_pack(self) -> Self:
         packing = self.frames.packing
-        if packing is not None and self.crossbar is not None:
-            raise ValueError(f"frames.packing = {packing!r}: a crossbar has no camera's link; remove it")
+        if packing is not None and any((self.crossbar, self.mesh, self.rings)):
+            raise ValueError(
+                f"frames.packing = {packing!r}: a programmable chip has no camera's link; remove it"
+            )
         if packing is not None and self.camera is not None and self.camera.sensor.adc_bits is None:
             raise ValueError(
                 f"frames.packing = {packing!r}: numbers without a converter have no bits to send; give "
@@ -505,9 +515,9 @@ def load_description(
         removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
         content = _pruned(merged(content, overrides), removed)
         # the provenance of what was given, without that of what is no longer there
-        provenance = dict(content.get("provenance", {}))
+        provenance, stated = dict(content.get("provenance", {})), overrides.get("provenance", {})
         for key, value in laid.items():
-            is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+            is_number = isinstance(value, NUMBERS) and not isinstance(value, bool) and key not in stated
             if is_number and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
                 provenance[key] = {"status": "override", "source": "given by the caller"}
         present = flat(content)
@@ -603,7 +613,7 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
     """Return the overrides with `TEMPERATURE` moved to the section whose law takes it.
 
     Raises:
-        ConfigError: no number of the description depends on temperature, or the overrides give two temperatures.
+        ConfigError: nothing of the device depends on temperature, or the overrides give two temperatures.
     """
     given = dict(overrides)
     if TEMPERATURE not in given:
@@ -622,12 +632,39 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
             placed = {name: placed}
         return merged(given, placed)
     kind = str(described.get("kind", ""))
-    remedy = {
-        "camera": "give dark current, such as a section camera.dark.arrhenius",
-        "crossbar": "give a section crossbar.temperature, with read_v and bandwidth_hz or with activation_ev",
-        "gaussian": "give noise.temperature_law instead of noise.sigma, as 'gaussian_temperature' does",
-    }.get(kind, "leave it out, or take 'gaussian_temperature' or 'camera_low_light'")
-    raise ConfigError(file, TEMPERATURE, f"no number of this device depends on its temperature; {remedy}")
+    if kind == "crossbar":
+        return merged(given, _thermal_read_out(described, wanted))
+    reason = {
+        "camera": "without dark current nothing depends on it; give some, such as a section camera.dark.arrhenius",
+        "gaussian": "sigma is given directly; give noise.temperature_law instead of noise.sigma, as "
+        "'gaussian_temperature' does",
+        "ideal": "the kind 'ideal' has no noise; leave it out, or take 'gaussian_temperature'",
+        **dict.fromkeys(
+            ("bench", "lighton"),
+            "an instrument has the temperature of its room; leave it out, and calibrate the instrument there",
+        ),
+    }.get(kind, "no number of this device depends on it; leave it out, or take 'gaussian_temperature'")
+    raise ConfigError(file, TEMPERATURE, reason)
+
+
+def _thermal_read_out(described: Mapping[str, Any], temperature_c: Any) -> dict[str, Any]:
+    """Return a crossbar's section with the thermal noise of its read-out, and where its numbers come from."""
+    period_us = (_at(described, ("frames",)) or {}).get("frame_period_us")
+    if not isinstance(period_us, int | float) or period_us <= 0:
+        return {"crossbar": {"temperature": {TEMPERATURE: temperature_c}}}  # the frames are refused first
+    section = CrossbarTemperatureSettings.thermal(25.0, period_us).model_dump(exclude_none=True)
+    sources = {
+        "read_v": "order of magnitude of a voltage that disturbs no device",
+        "bandwidth_hz": "1 / (2 t) for an integration over the frame",
+    }
+    provenance = {
+        f"crossbar.temperature.{key}": {"status": "assumed", "source": source}
+        for key, source in sources.items()
+    }
+    return {
+        "crossbar": {"temperature": section | {TEMPERATURE: temperature_c}},
+        "provenance": provenance,
+    }
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -648,8 +685,11 @@ def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 _CONVERTERS = {
     ("camera", "sensor", "adc_bits"): ("adc_bits",),
-    ("crossbar", "converter", "adc_bits"): ("adc_bits", "adc_bound"),
-    ("crossbar", "converter", "dac_bits"): ("dac_bits",),
+    **{
+        (section, "converter", f"{name}_bits"): keys
+        for section in ("crossbar", "mesh", "rings")
+        for name, keys in (("adc", ("adc_bits", "adc_bound")), ("dac", ("dac_bits",)))
+    },
 }
 """Bits of converters, of which 0 leaves the converter out, and the keys of the section that it has."""
 

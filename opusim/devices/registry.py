@@ -73,7 +73,8 @@ def open_device(
         seed: seed of the noise in ``experiment``, in [0, 2^64). The medium's seed is part of the
             description.
         torch_device: on which a simulation computes.
-        n_inputs: width of the window, None for the whole device.
+        n_inputs: width of the window, None for the whole device. A window larger than a simulated programmable device
+            takes several of it.
         n_outputs: outputs of the window, or None for all.
         certificate: path of a certificate (`opusim device calibrate`) whose limits `noise` is to state; None for the
             description's numbers.
@@ -116,7 +117,7 @@ def open_described(
     """
     factory = device_factory(description.name, description.kind)
     try:
-        device: NoisyDevice = factory(
+        device: NoisyDevice = getattr(factory, "for_window", factory)(
             description,
             n_inputs=n_inputs,
             n_outputs=n_outputs,

@@ -272,11 +272,15 @@ def test_one_key_sets_the_temperature_of_every_description() -> None:
         ("camera", {"camera": {"dark": {"arrhenius": arrhenius}}}, "camera.dark.temperature_c"),
         ("gaussian_temperature", {}, "noise.temperature_law.temperature_c"),
         ("pcm", {"crossbar": {"temperature": product}}, "crossbar.temperature.temperature_c"),
+        ("hermes", {}, "crossbar.temperature.temperature_c"),
+        ("mzi_mesh", {}, "mesh.temperature_c"),
+        ("microring_bank", {}, "rings.temperature_c"),
     ):
         found = load_description(name, {"temperature_c": 50.0, **changes})
         assert found.numbers()[key] == 50.0
         assert found.provenance[key].status == "override"
-    assert found.crossbar.temperature.temperature_c == 50.0
+        if name == "pcm":
+            assert found.crossbar.temperature.temperature_c == 50.0
     with pytest.raises(
         ConfigError, match=r"must lie between temperature_min_c = -40 and temperature_max_c = 85"
     ):
@@ -286,16 +290,35 @@ def test_one_key_sets_the_temperature_of_every_description() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("ideal", {}, "no number of this device depends on its temperature; leave it out"),
+        ("ideal", {}, "the kind 'ideal' has no noise; leave it out"),
+        (
+            "lighton_appliance",
+            {},
+            "an instrument has the temperature of its room; .* calibrate the instrument there",
+        ),
         ("gaussian", {}, "give noise.temperature_law instead of noise.sigma"),
-        ("pcm", {}, "give a section crossbar.temperature"),
-        ("camera", {"camera": {"dark": None}}, "give dark current"),
+        ("camera", {"camera": {"dark": None}}, "without dark current nothing depends on it; give some"),
         ("camera", {"camera": {"dark": {"temperature_c": 3.0}}}, "camera.dark.temperature_c is given too"),
     ],
 )
 def test_a_temperature_that_nothing_takes_is_refused(name: str, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_description(name, {"temperature_c": 50.0, **changes})
+
+
+@pytest.mark.parametrize("name", ["pcm", "hermes", "reram"])
+def test_a_temperature_gives_a_crossbar_the_thermal_noise_of_its_read_out(name: str) -> None:
+    """4 k T / (2 t) / (g_max 0.2 V^2) for sum |w| = 1, in a frame of t; stated as assumed."""
+    found = load_description(name, {"temperature_c": 60.0})
+    wanted = 4 * BOLTZMANN * 333.15 / (2 * 0.133e-6) / (found.crossbar.g_max_us * 1e-6 * 0.2**2)
+    assert found.crossbar.thermal_variance == pytest.approx(wanted, rel=1e-12)
+    assert load_description(name).crossbar.thermal_variance == 0.0
+    for key in ("read_v", "bandwidth_hz"):
+        assert found.provenance[f"crossbar.temperature.{key}"].status == "assumed"
+    own = load_description(
+        name, {"temperature_c": 60.0, "crossbar": {"temperature": {"activation_ev": [0.1]}}}
+    )
+    assert own.crossbar.thermal_variance == 0.0  # laws of one's own stay alone
 
 
 W = torch.linspace(-1, 1, 4 * 30).view(4, 30)

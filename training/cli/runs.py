@@ -49,7 +49,7 @@ def evaluate(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Run the model's products on this programmable device: pcm, hermes, reram or a .toml file."
+            help="Run the model's products on this programmable device, such as pcm, mzi_mesh or a .toml file."
         ),
     ] = None,
     after: Annotated[

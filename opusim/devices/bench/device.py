@@ -30,7 +30,7 @@ from opusim.devices.bench.instruments import (
     opened,
 )
 from opusim.devices.bench.mirrors import MirrorLayout, mirror_layout
-from opusim.devices.bench.probes import look_at_light, nonlinearity, require_light, require_linear
+from opusim.devices.bench.probes import look_at_light, nonlinearity, require_light, require_linear, retrieved
 from opusim.devices.bench.setup import BenchSetup, measure_setup, signed_sum
 from opusim.devices.kinds import Capability
 from opusim.devices.usage import DeviceWork
@@ -212,6 +212,43 @@ class BenchDevice(NoisyDevice):
         found = torch.from_numpy((real + 1j * imaginary).astype(np.complex64)).to(self._torch_device)
         return found, torch.from_numpy(sine.astype(np.float32)).to(self._torch_device)
 
+    def retrieve_transmission(self, frames_per_input: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the complex transmission matrix T by phase retrieval from intensities of random patterns.
+
+        Neither reference nor anchor is shown, so that all outputs are known alike, from fewer frames than
+        `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.probes.retrieved`.
+
+        Args:
+            frames_per_input: random binary frames for each input, at least 6; as many blank frames as inputs, at least
+                16, are shown besides.
+
+        Returns:
+            T, complex64, shape (n_outputs, n_inputs), square roots of a DN; and the share of the light that it leaves
+            unexplained, float32, shape (n_outputs,), which is large where no solution was found.
+
+        Raises:
+            ValueError: frames_per_input is out of range, or the window has more than 8,192 inputs.
+            DeviceError: the device fails.
+        """
+        self._require_open()
+        checks.integer(minimum=6, frames_per_input=frames_per_input)
+        self._require_columns()
+        rng = np.random.default_rng(0)
+        shown = rng.integers(0, 2, (frames_per_input * self.n_inputs, self.n_inputs), dtype=np.uint8)
+        blank = np.zeros((max(16, self.n_inputs), self.n_inputs), dtype=np.uint8)
+        dark = self.intensities(blank).astype(np.float64).mean(axis=0)
+        matrix, unexplained = retrieved(shown, self.intensities(shown) - dark, rng)
+        found = torch.from_numpy(matrix.astype(np.complex64)).to(self._torch_device)
+        return found, torch.from_numpy(unexplained.astype(np.float32)).to(self._torch_device)
+
+    def _require_columns(self) -> None:
+        """Refuse a window of which no matrix is measured."""
+        if self.n_inputs > _MOST_COLUMNS:
+            raise ValueError(
+                f"n_inputs = {self.n_inputs}: columns of at most {_MOST_COLUMNS} inputs are measured; open a smaller "
+                "window"
+            )
+
     def _signed_columns(self, anchor: np.ndarray, repeats: int) -> np.ndarray:
         """Return I_p - I_(a-p) - I_n + I_(a-n) of every input, DN at the setup's light, from rows of a Hadamard matrix.
 
@@ -223,11 +260,7 @@ class BenchDevice(NoisyDevice):
             float64, shape (n_outputs, n_inputs).
         """
         checks.integer(repeats=repeats, minimum=1)
-        if self.n_inputs > _MOST_COLUMNS:
-            raise ValueError(
-                f"n_inputs = {self.n_inputs}: columns of at most {_MOST_COLUMNS} inputs are measured; open a smaller "
-                "window"
-            )
+        self._require_columns()
         rows = hadamard(1 << (self.n_inputs - 1).bit_length(), dtype=np.int8)[:, : self.n_inputs]
 
         def signed(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from opusim.description.bench import BenchSettings
 from opusim.devices.bench.instruments import Sequencer
 from opusim.errors import DeviceFault
+from opusim.processes import pause
 
 _FRAMES = 8
 """Frames of each pattern in a look at the light."""
@@ -180,3 +181,46 @@ def require_linear(found: tuple[float, float], settings: BenchSettings, name: st
             "gamma, automatic exposure, automatic gain and defect correction of the camera off, and lower "
             "bench.range_share if its pixels are full below its largest number"
         )
+
+
+_ROUNDS, _STARTS = 300, 8
+"""Of alternating projections, and random starts of outputs that do not come near their light."""
+_EXPLAINED = 3.0
+"""Times the median share of unexplained light up to which an output's start is kept."""
+
+
+def retrieved(
+    shown: np.ndarray, light: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find T with abs(T x)^2 nearest to the light of patterns x, up to a phase and a conjugation at each output.
+
+    Alternating projections (Gerchberg and Saxton, Optik 35, 237, 1972): fields take the measured amplitudes, then the
+    T of least squares. Each output starts at random; one that ends in a local minimum, which its unexplained light
+    tells, starts again.
+
+    Args:
+        shown: patterns, entries 0 and 1, shape (frames, inputs), of rank inputs.
+        light: above that of a blank frame, shape (frames, outputs).
+        rng: of the starts.
+
+    Returns:
+        T, shape (outputs, inputs); and sum (abs(T x) - a)^2 / sum a^2 with the measured amplitudes a, shape (outputs,).
+    """
+    rows, amplitudes = shown.astype(np.float64), np.sqrt(np.maximum(light, 0.0))
+    solve, power = np.linalg.pinv(rows), np.maximum(np.square(amplitudes).sum(axis=0), 1e-300)
+    found = np.zeros((rows.shape[1], light.shape[1]), dtype=np.complex128)
+    left = np.full(light.shape[1], np.inf)
+    again = np.arange(light.shape[1])
+    for _ in range(_STARTS):
+        wanted, shape = amplitudes[:, again], (rows.shape[1], len(again))
+        columns = rng.normal(size=shape) + 1j * rng.normal(size=shape)
+        for _ in range(_ROUNDS):
+            pause()
+            columns = solve @ (wanted * np.exp(1j * np.angle(rows @ columns)))
+        error = np.square(np.abs(rows @ columns) - wanted).sum(axis=0) / power[again]
+        better = error < left[again]
+        found[:, again[better]], left[again[better]] = columns[:, better], error[better]
+        again = np.flatnonzero(left > _EXPLAINED * np.median(left))
+        if not len(again):
+            break
+    return found.T, left

@@ -131,7 +131,7 @@ def test_seconds_and_joules_follow_the_link() -> None:
             {"frames": LINK, "camera": {"sensor": {"adc_bits": None}}},
             "frames.packing: 'mono10p': numbers without a converter have no bits",
         ),
-        ("pcm", {"frames": LINK}, "frames.packing: 'mono10p': a crossbar has no camera's link"),
+        ("pcm", {"frames": LINK}, "frames.packing: 'mono10p': a programmable chip has no camera's link"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(name: str, changes: dict[str, Any], line: str) -> None:

@@ -433,6 +433,27 @@ def test_the_transmission_matrix_foretells_intensities(optics: Any, opener: Open
     assert float((real - measured).square().mean() / measured.square().mean()) > 0.1
 
 
+def test_phase_retrieval_foretells_the_light_of_every_output(optics: Any, opener: Opener) -> None:
+    frames = torch.randint(0, 2, (60, N_INPUTS), generator=torch.Generator().manual_seed(5))
+    with opener() as device:
+        t, unexplained = device.retrieve_transmission()
+        blank = torch.zeros(60, N_INPUTS, dtype=torch.uint8)
+        measured = device.intensities(frames) - device.intensities(blank).mean(0)
+        with pytest.raises(ValueError, match="frames_per_input = 3: must be at least 6"):
+            device.retrieve_transmission(3)
+    assert (t.shape, t.dtype) == ((N_OUTPUTS, N_INPUTS), torch.complex64)
+
+    def missed(told: torch.Tensor) -> torch.Tensor:
+        return (told - measured).square().mean(0) / measured.square().mean(0)
+
+    fields = frames.to(t.dtype)
+    assert float(missed((fields @ t.T).abs().square()).median()) < 0.01
+    assert float((missed((fields @ t.T).abs().square()) < 0.05).float().mean()) > 0.95
+    assert float(unexplained.median()) < 0.01
+    real = missed((fields @ t.real.to(t.dtype).T).abs().square())  # planted: phases left out
+    assert float(real.median()) > 0.1
+
+
 def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) -> None:
     with opener() as device:
         assert isinstance(device.noise, MeasuredNoise)

@@ -112,7 +112,7 @@ def test_devices_tell_what_they_can_do_before_they_are_opened() -> None:
     assert can["lighton_appliance"] == ("project", "draw", "intensities")
     assert can["lightonml_simulated"] == ("project", "draw", "intensities", "matrix")
     assert "lighton_appliance" not in devices_that("matrix")
-    assert devices_that("program") == ("hermes", "pcm", "reram")
+    assert devices_that("program") == ("hermes", "microring_bank", "mzi_mesh", "pcm", "reram")
     assert can["pcm"] == (
         *("project", "draw", "matrix", "program", "multiply", "multiply_transposed", "wait"),
     )
@@ -123,7 +123,7 @@ def test_a_capability_that_is_missing_is_refused_by_name() -> None:
         assert torch.equal(device.require("matrix").matrix(), device.matrix())
         with pytest.raises(
             CapabilityMissing,
-            match=r"'gaussian' \(kind 'gaussian'\) lacks the capability 'program'; hermes, pcm, reram can",
+            match=r"'gaussian' \(kind 'gaussian'\) lacks the capability 'program'; hermes, microring_bank, mzi_mesh",
         ):
             device.require("program")
         with pytest.raises(ValueError, match="capability = 'fly': must be one of 'project', 'draw'"):

@@ -94,7 +94,7 @@ def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name
     assert 2.9 < reached.epsilon <= 3.0
 
 
-@pytest.mark.parametrize("name", ["pcm", "hermes", "reram"])
+@pytest.mark.parametrize("name", ["pcm", "hermes", "reram", "mzi_mesh", "microring_bank"])
 def test_a_crossbar_is_told_why_its_noise_earns_nothing(name: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"{name}: noise: .*no theorem credits other noise: its status is none"

@@ -34,13 +34,15 @@ from opusim.medium.transmission import Direction
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, factors, has_factors
 
 _FACTS = frozenset(
-    "size dim ndimension numel nelement stride is_floating_point is_complex is_contiguous element_size get_device "
-    "__len__ __hash__ is_tensor".split()
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex"),
+        *("is_contiguous", "element_size", "get_device", "is_tensor", "__len__", "__hash__"),
+    }
 )
 """Functions that read no number of a tensor."""
 _SAME = frozenset({"to", "float", "contiguous", "type_as"})
 """Functions that may return their argument."""
-_ELEMENTWISE = frozenset("mul multiply __mul__ __rmul__ add __add__ __radd__ sub __sub__".split())
+_ELEMENTWISE = frozenset({"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__"})
 _PROBED = (1, 3)
 """Records of the passes before the first step: what has as many rows in both is not there by accident."""
 
@@ -131,12 +133,14 @@ class BothSides(_Watched):
     Attributes:
         rows: 2 K b.
         used: Numbers of the tensors that a function has received.
+        per_row: Inputs of a row, for each function so far: 1, or a row's tokens in a flat batch.
     """
 
     def __init__(self, perturbation: InPlacePerturbation, seeds: Sequence[int], records: int) -> None:
         super().__init__(perturbation)
         self._seeds, self._records, self.rows = seeds, records, 2 * len(seeds) * records
         self.used: set[int] = set()
+        self.per_row: list[int] = []
         self._rules: dict[Any, Callable[..., Tensor]] = {
             functional.linear: self._linear,
             torch.addmm: self._addmm,
@@ -158,10 +162,11 @@ class BothSides(_Watched):
     # Rules
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        self._require_rows(input)
         return self._product(functional.linear(input, weight), input, weight, bias, transposed=True)
 
-    def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor:  # transformers' Conv1D, rows and tokens
+    def _addmm(
+        self, bias: Tensor, input: Tensor, weight: Tensor
+    ) -> Tensor:  # transformers' Conv1D, rows and tokens
         return self._product(torch.mm(input, weight), input, weight, bias, transposed=False)
 
     def _product(
@@ -169,8 +174,9 @@ class BothSides(_Watched):
     ) -> Tensor:
         """Add to y = x W, in place, bias and what the perturbations of both change."""
         number, directions = self.number_of(weight), len(self._seeds)
-        if self.number_of(x) is not None or len(x) % self.rows:
-            raise Uncovered("a product has no whole rows")
+        if self.number_of(x) is not None:
+            raise Uncovered("a product has two trained tensors")
+        self._require_rows(x)
         rows, moved = x.reshape(directions, -1, x.shape[-1]), y.view(directions, -1, y.shape[-1])
         if number is not None:
             found = self._factors(number, weight, x.dtype)
@@ -230,9 +236,12 @@ class BothSides(_Watched):
 
     # Parts of rules
 
-    def _require_rows(self, x: Tensor) -> None:
-        if x.ndim < 2 or len(x) != self.rows:
-            raise Uncovered(f"{tuple(x.shape)} stands where {self.rows} rows should")
+    def _require_rows(self, x: Tensor) -> int:
+        """Return how many neighbours along the first axis belong to a row: 1, or any number in a matrix."""
+        if x.ndim < 2 or len(x) % self.rows or (x.ndim > 2 and len(x) > self.rows):
+            raise Uncovered(f"an input of shape {tuple(x.shape)} does not consist of {self.rows} rows")
+        self.per_row.append(len(x) // self.rows)
+        return len(x) // self.rows
 
     def _factors(self, number: int, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return A^T and B^T of the directions, or None if they are full."""
@@ -274,14 +283,14 @@ class BothSides(_Watched):
             return tensor
         if not isinstance(other, Tensor) or self.number_of(other) is not None:
             raise Uncovered("a trained tensor is combined with another, or with a number")
-        self._require_rows(other)
+        per_row = self._require_rows(other)
         free, z = other.ndim - 1 - tensor.ndim, self._dense(number, tensor)[:, None]  # (K, 1, *shape)
         if free == -1 and tensor.shape[0] == 1:
             z, tensor, free = z[:, :, 0], tensor[0], 0
         if free < 0:
             raise Uncovered("a trained tensor has the axes of a batch")
-        z = self._signed(z.expand(-1, 2 * self._records, *tensor.shape))
-        return (tensor + z).to(tensor.dtype).reshape(self.rows, *[1] * free, *tensor.shape)
+        z = self._signed(z.expand(-1, 2 * self._records * per_row, *tensor.shape))
+        return (tensor + z).to(tensor.dtype).reshape(len(other), *[1] * free, *tensor.shape)
 
 
 def _products(rows: Tensor, left: Tensor) -> Tensor:
@@ -325,7 +334,8 @@ class TwoSides:
                 the record's rows only.
             batch: Its arguments, of at least one record; other values than tensors are passed on as they are.
         """
-        self.at_once, self.reason, shared = False, "", list[set[nn.Module]]()
+        self.at_once, self.reason = False, ""
+        shared, per_row = list[set[nn.Module]](), list[list[int]]()
         if self._perturbation.rank is None:
             return
         try:
@@ -334,8 +344,11 @@ class TwoSides:
                 shared.append(set(self._common(function, own, count)))
                 mode = BothSides(self._perturbation, [0], count)
                 self._pass(function, own, mode, count, {})
+                per_row.append(mode.per_row)
                 if len(mode.used) < len(self._perturbation.tensors):
-                    raise Uncovered("a pass does not use all trained tensors in the open")
+                    raise Uncovered("a pass uses not all trained tensors, or not by torch's functions")
+            if per_row[0] != per_row[1]:
+                raise Uncovered("a product has inputs that do not belong to records")
         except Uncovered as error:
             self.reason = str(error)
             return
@@ -371,8 +384,8 @@ class TwoSides:
         common = self._common(function, batch, count) if self._shared else {}
         for first in range(0, len(seeds), together):
             mode = BothSides(self._perturbation, seeds[first : first + together], count)
-            for plus, minus in self._pass(function, batch, mode, count, common).unflatten(0, (-1, 2, count)):
-                yield plus, minus
+            found = self._pass(function, batch, mode, count, common)
+            yield from ((plus, minus) for plus, minus in found.unflatten(0, (-1, 2, count)))
 
     def _pass(
         self,

@@ -77,9 +77,10 @@ def _add_products(
 
     Args:
         tensor: Shape (m, n).
-        number: See `factors`, as for `seeds` and `rank`.
+        number: See `factors`.
         seeds: At most 1,024.
         scales: float32, shape (K,), on the tensor's device.
+        rank: r.
         keep: 1, or 1 minus the decay of the weights; rounded to float32.
     """
     left, right = factors(seeds, number, tensor.shape, rank, tensor.device)
@@ -366,8 +367,9 @@ class InPlacePerturbation:
             for seed, move in rest:
                 Direction(seed).add_to(tensor, number, move)
             return
-        assert_rank = self.rank
         if back:
             self._move(tensor, number, seeds[:1], [back])
-        scales = torch.stack([torch.as_tensor(move, dtype=torch.float32, device=tensor.device) for move in moves])
+        scales = torch.stack(
+            [torch.as_tensor(move, dtype=torch.float32, device=tensor.device) for move in moves]
+        )
         _add_products(tensor, number, seeds, scales, rank=self.rank, keep=keep)

@@ -64,6 +64,7 @@ from benchmarks.speed import (
     fixed_batches,
     gpu,
     growth,
+    low_rank_directions,
     matrix_free,
     module_record_step,
     noise_threads,

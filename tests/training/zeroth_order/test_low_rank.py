@@ -127,6 +127,20 @@ def test_entries_are_uncorrelated_of_variance_one_and_kurtosis_3_plus_6_over_r()
         assert abs(float((z**4).mean()) - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(len(seeds))
 
 
+def test_a_move_is_hardly_longer_at_low_rank() -> None:
+    """E |z|^2 (z^T g)^2 = mn + 2 + 2 (m + n + 1) / r for a gradient g of norm 1 in a matrix: five standard errors."""
+    generator, trials, (m, n) = np.random.default_rng(0), 40_000, (5, 3)
+    g = generator.normal(size=(m, n))
+    g /= np.linalg.norm(g)
+    for rank in (1, 2):
+        a, b = generator.normal(size=(trials, m, rank)), generator.normal(size=(trials, rank, n))
+        z = a @ b / math.sqrt(rank)
+        lengths = (z**2).sum(axis=(1, 2)) * (z * g).sum(axis=(1, 2)) ** 2
+        error = 5 * lengths.std() / math.sqrt(trials)
+        assert abs(lengths.mean() - (m * n + 2 + 2 * (m + n + 1) / rank)) < error
+        assert abs(lengths.mean() - (m * n + 2)) > error  # full directions, the planted fault
+
+
 def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
     """Coordinate by coordinate, five standard errors; the opposite sign, the planted fault, is far off."""
     torch.manual_seed(0)

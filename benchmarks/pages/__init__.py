@@ -122,6 +122,7 @@ def speed_rows() -> list[Row]:
         record_step,
         module_record_step,
         transformer_step,
+        low_rank_directions,
         camera,
         features,
         matrix_free,

@@ -138,7 +138,7 @@ class ZerothOrder(torch.optim.Optimizer):
 
     @override
     @torch.no_grad()
-    def step(self, closure: Callable[..., Any] | None = None, *batch: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[..., Any] | None = None, *batch: Any) -> Any:
         """Take a step along the directions; see `measure`, which it calls first if it is given losses.
 
         Args:

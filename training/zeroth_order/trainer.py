@@ -13,7 +13,7 @@ import math
 import secrets
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -271,10 +271,12 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         sides = TwoSides(model, self.perturbation, rows=self.options.rows_per_pass, around=around)
         if rank is None:
             return sides
-        described, n_inputs = isinstance(model, DescribedModule), self.network.n_inputs
-        records = model.invented_records(n_inputs) if described else torch.zeros(3, n_inputs)
+        whole: AbstractContextManager[None] = nullcontext()
+        records = torch.zeros(3, self.network.n_inputs)
+        if isinstance(model, DescribedModule):
+            records, whole = model.invented_records(self.network.n_inputs), model.whole_records()
         records = records.to(self.perturbation.tensors[0].device)
-        with model.whole_records() if described else nullcontext():
+        with whole:
             try:
                 if not protected:  # else the model was looked at before
                     require_separate_outputs(model, records)

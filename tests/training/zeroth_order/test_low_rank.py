@@ -569,3 +569,36 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
             noise_multiplier=1.0,
             folder=tmp_path / "private",
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protection", [{"kind": "none"}, {"kind": "record", "noise_multiplier": 1.0}])
+@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize(("kind", "target"), [("gpt2", "c_attn"), ("opt", "q_proj"), ("bert", "query")])
+def test_language_models_are_evaluated_at_once(
+    tmp_path: Path, kind: str, target: str, lora: int | None, protection: dict
+) -> None:
+    """Whole models and low-rank updates of three families, plain and private, replayed to the bit."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from tests.support.tiny_language import LABELS, TEXTS, make
+
+    lines = [f"{text}\t{label}\n" for text, label in zip(TEXTS * 6, LABELS * 6, strict=True)]
+    (tmp_path / "texts.tsv").write_text("".join(lines))
+    language = {
+        "model": str(make(tmp_path, kind)),
+        "text": str(tmp_path / "texts.tsv"),
+        "prompt": "{text} It was {mask}" if kind == "bert" else "{text} It was",
+        **({"lora_rank": lora, "lora_targets": [target]} if lora else {}),
+    }
+    config = {
+        "epochs": 1,
+        "threads": 1,
+        "data": {"validation_fraction": 0.0},
+        "sampler": {"scheme": "poisson", "batch_size": 6},
+        "trainer": {"kind": "zo", "rank": 1, "directions": 4, "language": language},
+        "protection": protection,
+    }
+    training.train(config, folder=tmp_path / "run")
+    assert LogContent.read(tmp_path / "run" / LOG_FILE).header.at_once
+    assert replay(tmp_path / "run").arrived

@@ -63,7 +63,7 @@ def work_of(*methods: str, directions: int = DIRECTIONS, layers: int = 30) -> di
             inference(tokens[:, :2])
             work[method] = inference
             continue
-        optimizer = ZerothOrder(model, lr=1e-9, directions=directions, rank=RANKS[method], rows_per_pass=ROWS)
+        optimizer = ZerothOrder(model, lr=1e-9, directions=directions, rank=RANKS[method], rows_at_once=ROWS)
         optimizer.measure(losses, tokens[:, :2])
         optimizer.zero_grad()
         work[method] = lambda step=optimizer.step: step(losses, tokens)
@@ -118,7 +118,7 @@ def main() -> None:
         "repeats": REPEATS,
         "directions": DIRECTIONS,
         "tokens": TOKENS,
-        "rows_per_pass": ROWS,
+        "rows_at_once": ROWS,
     }
     limits = ", ".join(f"{name}: throughput >= {limit}" for name, limit in LIMITS.items())
     save_results(NAME, {**facts, "limit": f"{limits}, memory_ratio <= {MEMORY_LIMIT}", "rows": rows})

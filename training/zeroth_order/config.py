@@ -96,7 +96,7 @@ class ZoConfig(TrainerSection):
             holds=lambda run: run.protection.protects != "nothing" and run.trainer.directions > 1,
         ),
         Effect(
-            keys=("trainer.rows_per_pass",),
+            keys=("trainer.rows_at_once",),
             needs="trainer.rank",
             holds=lambda run: run.trainer.rank is not None,
         ),
@@ -132,7 +132,7 @@ class ZoConfig(TrainerSection):
     take Gaussian noise."""
     rank: int | None = Field(None, ge=1, le=8)
     """Rank of the directions in matrices: both sides of many then share a forward pass. None takes full directions."""
-    rows_per_pass: int = Field(256, ge=2)
+    rows_at_once: int = Field(256, ge=2)
     """Most rows of such a pass, two for each record and direction; fewer take less memory."""
     settle_every: int = Field(64, ge=1)
     """Steps after which parameters in half precision are set to their float32 copies on disk, to which the step log

@@ -58,7 +58,7 @@ class ZerothOrder(torch.optim.Optimizer):
             directions, one after another.
         weight_decay: lambda, at least 0: a step multiplies the parameters by 1 - lr lambda first.
         seed: Of the directions, in [0, 2^64).
-        rows_per_pass: Most rows of a forward pass that evaluates several directions, two for each record and direction.
+        rows_at_once: Most rows of a forward pass that evaluates several directions, two for each record and direction.
 
     Raises:
         TypeError, ValueError: An argument is wrong.
@@ -74,13 +74,13 @@ class ZerothOrder(torch.optim.Optimizer):
         rank: int | None = None,
         weight_decay: float = 0.0,
         seed: int = 0,
-        rows_per_pass: int = 256,
+        rows_at_once: int = 256,
     ) -> None:
         checks.instance(nn.Module, module=module)
         checks.non_negative(lr=lr, weight_decay=weight_decay)
         checks.positive(perturbation=perturbation)
         checks.integer(minimum=1, maximum=1024, directions=directions)
-        checks.integer(minimum=2, rows_per_pass=rows_per_pass)
+        checks.integer(minimum=2, rows_at_once=rows_at_once)
         checks.integer(minimum=0, maximum=2**64 - 1, seed=seed)
         if rank is not None:
             checks.integer(minimum=1, maximum=8, rank=rank)
@@ -99,7 +99,7 @@ class ZerothOrder(torch.optim.Optimizer):
         self._perturbation = InPlacePerturbation(
             trained, perturbation=perturbation, weight_decay=weight_decay, rank=rank
         )
-        self._sides = TwoSides(module, self._perturbation, rows=rows_per_pass, around=self._evaluation_mode)
+        self._sides = TwoSides(module, self._perturbation, rows=rows_at_once, around=self._evaluation_mode)
         self._probed = rank is None
         self._sums, self._records = torch.zeros(directions, dtype=torch.float64), 0
 

@@ -268,7 +268,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         """Return what evaluates records on both sides of directions, after passes on invented records."""
         model, protected, rank = self.network.model, self.release.clip is not None, self.options.rank
         around = partial(preserved_state, model) if protected else nullcontext
-        sides = TwoSides(model, self.perturbation, rows=self.options.rows_per_pass, around=around)
+        sides = TwoSides(model, self.perturbation, rows=self.options.rows_at_once, around=around)
         if rank is None:
             return sides
         whole: AbstractContextManager[None] = nullcontext()

@@ -138,7 +138,8 @@ class BothSides(_Watched):
 
     def __init__(self, perturbation: InPlacePerturbation, seeds: Sequence[int], records: int) -> None:
         super().__init__(perturbation)
-        self._seeds, self._records, self.rows = seeds, records, 2 * len(seeds) * records
+        self._directions, self._records = [Direction(seed) for seed in seeds], records
+        self.rows = 2 * len(seeds) * records
         self.used: set[int] = set()
         self.per_row: list[int] = []
         self._rules: dict[Any, Callable[..., Tensor]] = {
@@ -173,7 +174,7 @@ class BothSides(_Watched):
         self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     ) -> Tensor:
         """Add to y = x W, in place, bias and what the perturbations of both change."""
-        number, directions = self.number_of(weight), len(self._seeds)
+        number, directions = self.number_of(weight), len(self._directions)
         if self.number_of(x) is not None:
             raise Uncovered("a product has two trained tensors")
         self._require_rows(x)
@@ -206,7 +207,7 @@ class BothSides(_Watched):
         if len(input) == 1:  # positions
             input = input.expand(self.rows, *input.shape[1:])
         self._require_rows(input)
-        y, places = functional.embedding(input, weight), input.reshape(len(self._seeds), -1)
+        y, places = functional.embedding(input, weight), input.reshape(len(self._directions), -1)
         moved, found = y.view(len(places), -1, y.shape[-1]), self._factors(number, weight, y.dtype)
         if found is None:
             z = self._dense(number, weight).to(y.dtype)
@@ -248,7 +249,7 @@ class BothSides(_Watched):
         rank = self.perturbation.rank
         if rank is None or not has_factors(weight.shape, rank):
             return None
-        left, right = factors(self._seeds, number, weight.shape, rank, weight.device)
+        left, right = factors(self._directions, number, weight.shape, rank, weight.device)
         return left.to(dtype), right.to(dtype)
 
     def _dense(self, number: int, tensor: Tensor) -> Tensor:
@@ -256,9 +257,9 @@ class BothSides(_Watched):
         found = self._factors(number, tensor, torch.float32)
         if found is not None:
             return (found[0].mT @ found[1]).div_(math.sqrt(found[0].shape[1]))
-        z = torch.zeros(len(self._seeds), *tensor.shape, device=tensor.device)
-        for seed, own in zip(self._seeds, z, strict=True):
-            Direction(seed).add_to(own, number, 1.0)
+        z = torch.zeros(len(self._directions), *tensor.shape, device=tensor.device)
+        for direction, own in zip(self._directions, z, strict=True):
+            direction.add_to(own, number, 1.0)
         return z
 
     def _signed(self, rows: Tensor, scale: float = 1.0) -> Tensor:

@@ -42,34 +42,48 @@ _AT_ONCE = 2**20
 """Entries of a matrix that are moved at a time along directions of low rank."""
 
 
+def _directions(seeds: Sequence[int]) -> list[Direction]:
+    return [Direction(seed) for seed in seeds]
+
+
 def has_factors(shape: Sequence[int], rank: int | None) -> bool:
     """Return whether directions have a rank in a tensor of this shape, rather than being full."""
     return rank is not None and len(shape) == 2 and rank * sum(shape) < math.prod(shape)
 
 
 def factors(
-    seeds: Sequence[int], number: int, shape: Sequence[int], rank: int, device: torch.device | str = "cpu"
+    directions: Sequence[Direction],
+    number: int,
+    shape: Sequence[int],
+    rank: int,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:  # (K, rank, m), (K, rank, n)
     """Return A^T and B^T of a matrix's directions z = A B^T / sqrt(rank), float32.
 
     Args:
-        seeds: Of the K directions.
+        directions: K of them.
         number: Of the matrix.
         shape: m and n.
         rank: r.
         device: Torch device of the result.
     """
     rows, columns = shape
-    entries = torch.zeros(len(seeds), rank * (rows + columns), device=device)
-    for seed, row in zip(seeds, entries, strict=True):
-        Direction(seed).add_to(row, number, 1.0)
+    entries = torch.zeros(len(directions), rank * (rows + columns), device=device)
+    for direction, row in zip(directions, entries, strict=True):
+        direction.add_to(row, number, 1.0)
     entries.mul_(2.0**_FRACTION_BITS).round_().mul_(2.0**-_FRACTION_BITS)
     left, right = entries[:, : rank * rows], entries[:, rank * rows :]
     return left.unflatten(1, (rank, rows)), right.unflatten(1, (rank, columns))
 
 
 def _add_products(
-    tensor: Tensor, number: int, seeds: Sequence[int], scales: Tensor, *, rank: int, keep: float = 1.0
+    tensor: Tensor,
+    number: int,
+    directions: Sequence[Direction],
+    scales: Tensor,
+    *,
+    rank: int,
+    keep: float = 1.0,
 ) -> None:
     """The matrix becomes keep times itself plus sum_j scales_j A_j B_j^T / sqrt(rank), in place.
 
@@ -78,15 +92,15 @@ def _add_products(
     Args:
         tensor: Shape (m, n).
         number: See `factors`.
-        seeds: At most 1,024.
+        directions: At most 1,024.
         scales: float32, shape (K,), on the tensor's device.
         rank: r.
         keep: 1, or 1 minus the decay of the weights; rounded to float32.
     """
-    left, right = factors(seeds, number, tensor.shape, rank, tensor.device)
+    left, right = factors(directions, number, tensor.shape, rank, tensor.device)
     scales = scales.double() / math.sqrt(rank)
     # 1. The unit of the scaled A: a power of two, so that the products have few enough bits for their exact sum.
-    bits = _SUM_BITS - _FACTOR_BITS - math.ceil(math.log2(len(seeds) * rank))
+    bits = _SUM_BITS - _FACTOR_BITS - math.ceil(math.log2(len(directions) * rank))
     largest = scales.abs().max()
     power = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
     unit = power * 2.0 ** (_FACTOR_BITS - _FRACTION_BITS - bits)
@@ -251,16 +265,16 @@ class InPlacePerturbation:
             offset: See above.
             numbers: Of the tensors to move; None for all.
         """
-        self._seed = seed
+        self._seed, directions = seed, [Direction(seed)]
         for number in range(len(self.tensors)) if numbers is None else numbers:
-            self._move(self.tensors[number], number, [seed], [offset * self.phi])
+            self._move(self.tensors[number], number, directions, [offset * self.phi])
             self._offsets[number] += offset
 
     def restore(self) -> None:
         """Return to theta from an interrupted step: float32 up to rounding, half precision settled."""
         for number, offset in enumerate(self._offsets):
             if offset and number not in self.copies:
-                self._move(self.tensors[number], number, [self._seed], [-offset * self.phi])
+                self._move(self.tensors[number], number, [Direction(self._seed)], [-offset * self.phi])
             self._offsets[number] = 0
         self.settle()
 
@@ -319,11 +333,11 @@ class InPlacePerturbation:
             numbers: Of the tensors that it moves; None for all.
         """
         moves: Sequence[float | Tensor] = entry.moves
-        seeds, moves = [entry.seeds[-1], *entry.seeds[:-1]], [moves[-1], *moves[:-1]]
+        directions, moves = _directions((entry.seeds[-1], *entry.seeds[:-1])), [moves[-1], *moves[:-1]]
         keep = entry.keep(self._decay)
         for number in range(len(self.tensors)) if numbers is None else numbers:
             back = -self._offsets[number] * self.phi
-            self._move(self.tensors[number], number, seeds, moves, keep=keep, back=back)
+            self._move(self.tensors[number], number, directions, moves, keep=keep, back=back)
             self._offsets[number] = 0
         if self.copies:
             self._pending.append(entry)
@@ -335,7 +349,8 @@ class InPlacePerturbation:
         for number, copy in self.copies.items():
             for entry in self._pending:
                 moves = [float(move) for move in entry.moves]
-                self._move(copy, number, entry.seeds, moves, keep=entry.keep(self._decay), back=0.0)
+                directions, keep = _directions(entry.seeds), entry.keep(self._decay)
+                self._move(copy, number, directions, moves, keep=keep, back=0.0)
             self._copies.release_memory()
         self._pending.clear()
 
@@ -343,7 +358,7 @@ class InPlacePerturbation:
         self,
         tensor: Tensor,
         number: int,
-        seeds: Sequence[int],
+        directions: Sequence[Direction],
         moves: Sequence[float | Tensor],
         *,
         keep: float = 1.0,
@@ -354,22 +369,22 @@ class InPlacePerturbation:
         Args:
             tensor: The tensor of a number, or a copy of it.
             number: The number.
-            seeds: Of the directions.
+            directions: z_1, z_2 and so on.
             moves: Along each of them.
             keep: See above.
             back: See above; None if there is neither a return nor a decay.
         """
         if self.rank is None or not has_factors(tensor.shape, self.rank):
-            rest = list(zip(seeds, moves, strict=True))
+            rest = list(zip(directions, moves, strict=True))
             if back is not None:
-                (seed, move), *rest = rest
-                Direction(seed).return_and_move(tensor, number, back=back, keep=keep, move=move)
-            for seed, move in rest:
-                Direction(seed).add_to(tensor, number, move)
+                (direction, move), *rest = rest
+                direction.return_and_move(tensor, number, back=back, keep=keep, move=move)
+            for direction, move in rest:
+                direction.add_to(tensor, number, move)
             return
         if back:
-            self._move(tensor, number, seeds[:1], [back])
+            self._move(tensor, number, directions[:1], [back])
         scales = torch.stack(
             [torch.as_tensor(move, dtype=torch.float32, device=tensor.device) for move in moves]
         )
-        _add_products(tensor, number, seeds, scales, rank=self.rank, keep=keep)
+        _add_products(tensor, number, directions, scales, rank=self.rank, keep=keep)

@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.bare import zo_trainer
 from opusim import training
+from opusim.medium.transmission import Direction
 from opusim.randomness.streams import derive_seed
 from opusim.training.config import load_config
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
@@ -116,15 +117,17 @@ def stacked(sides: TwoSides, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_entries_are_uncorrelated_of_variance_one_and_kurtosis_3_plus_6_over_r() -> None:
     """Within five standard errors of means over matrices; the kurtosis of full directions, 3, is the planted fault."""
-    seeds = range(1000)
+    directions = [Direction(seed) for seed in range(1000)]
     for rank in (1, 4):
-        left, right = factors(seeds, 0, (6, 5), rank)
+        left, right = factors(directions, 0, (6, 5), rank)
         z = ((left.mT @ right) / math.sqrt(rank)).flatten(1).double()
         for powers, expected in ((z.square(), 1.0), (z**4, 3 + 6 / rank), (z[:, :1] * z[:, 1:], 0.0)):
             means = powers.mean(dim=1)  # of a matrix; matrices are independent
-            error = 5 * float(means.std()) / math.sqrt(len(seeds))
+            error = 5 * float(means.std()) / math.sqrt(len(directions))
             assert abs(float(means.mean()) - expected) < error
-        assert abs(float((z**4).mean()) - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(len(seeds))
+        assert abs(float((z**4).mean()) - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(
+            len(directions)
+        )
 
 
 def test_a_move_is_hardly_longer_at_low_rank() -> None:
@@ -292,7 +295,7 @@ def test_moves_are_exact_in_any_order_of_the_directions() -> None:
             StepEntry.rounded(rate=0.1, seeds=own, scalars=values)
         )
         moved.append(tensor)
-        left, right = factors(own, 0, (30, 20), 3)
+        left, right = factors([Direction(one) for one in own], 0, (30, 20), 3)
         scaled = left * torch.tensor(values)[:, None, None] * (-0.1 / 50 / math.sqrt(3))
         careless.append(1 + sum(a.T @ b for a, b in zip(scaled, right, strict=True)))
     assert torch.equal(moved[0], moved[1])

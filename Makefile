@@ -40,6 +40,7 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.pdfa_step
 	$(BIN)/python -m benchmarks.speed.record_step
 	$(BIN)/python -m benchmarks.speed.transformer_step
+	$(BIN)/python -m benchmarks.speed.low_rank_directions
 	$(BIN)/python -m benchmarks.speed.accounting
 	$(BIN)/python -m benchmarks.speed.camera
 	$(BIN)/python -m benchmarks.speed.features

@@ -28,3 +28,4 @@ from .reports.run_report import write_comparison as write_comparison
 from .reports.run_report import write_report as write_report
 from .runs.run import Run as Run
 from .runs.run import load_run as load_run
+from .zeroth_order.optimizer import ZerothOrder as ZerothOrder

@@ -4,6 +4,12 @@ A step draws a secret Poisson(q) batch and n public directions, and releases for
 s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. A record that is added, removed or made null moves every s_j by at most C.
 Counting n directions as n steps with batches of their own would state too little: they share one batch. If a record's n
 differences are clipped jointly, to Euclidean norm C, the record moves all s_j together by at most C.
+
+The directions may have any law, such as a low rank, as long as, given all earlier releases, they are independent of the
+data: then the bounds hold for every fixed choice of them, and so for the release together with the directions. Here
+they are functions of a public seed, the step's number and the direction's, the same for all records of a batch. What
+would break this: a seed that is drawn again because a loss is not finite, directions of a record's own, or a subspace
+from gradients without noise.
 Source: Tang et al., "Private Fine-tuning of Large Language Models with Zeroth-order Optimization" (DP-ZO).
 """
 
@@ -61,9 +67,10 @@ ZEROTH_ORDER_GAUSSIAN = Theorem(
     statement="The n scalars of a step together are one Gaussian mechanism of sensitivity C sqrt(n), so a step is the "
     "Poisson-sampled Gaussian mechanism with multiplier z / sqrt(n). If a record's n differences are clipped jointly, "
     "the sensitivity is C and the multiplier z.",
-    proof="The directions are public and share one batch, so a record moves the vector of n sums by its own vector of "
-    "clipped differences, whose norm is at most C sqrt(n), or C after a joint clip; theorem sampled-gaussian covers "
-    "the rest, in both directions.",
+    proof="Given all earlier releases the directions, of any law or rank, are independent of the data: functions of a "
+    "public seed and the step's number, the same for all records. They share one batch, so for every choice of them a "
+    "record moves the vector of n sums by its own vector of clipped differences, whose norm is at most C sqrt(n), or C "
+    "after a joint clip; theorem sampled-gaussian covers the rest, in both directions.",
     reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
     code="opusim.accounting.mechanisms.zeroth_order.ZoGaussian",
     page="zeroth-order.md, What is guaranteed",

@@ -27,7 +27,8 @@ from opusim.training.attacks.games import TwoWorlds, in_passes
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
 from opusim.training.zeroth_order.config import ZoConfig
-from opusim.training.zeroth_order.step_log import StepEntry, StepLog
+from opusim.training.zeroth_order.perturbation import StepEntry
+from opusim.training.zeroth_order.step_log import StepLog
 from opusim.training.zeroth_order.trainer import ZoTrainer
 
 _LARGE = 1e12

@@ -71,14 +71,14 @@ def print_memory(method: str) -> None:
     torch.set_num_threads(1)
     step_of(method, sequences=2)()  # compiles kernels
     step = step_of(method, sequences=64)
-    before = _status("VmRSS")
+    before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     for _ in range(3):
         step()
-    print(_status("VmHWM") - before)
+    print(status("VmHWM") - before)
 
 
-def _status(key: str) -> int:
+def status(key: str) -> int:
     """Return a line of /proc/self/status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])

@@ -18,7 +18,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.medium.transmission import Direction
 from opusim.tables import print_table
-from opusim.training.zeroth_order.step_log import InPlacePerturbation, StepEntry
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MODULE, NAME = "benchmarks.zeroth_order.drift", "zo_drift"
 SIZE, CYCLES, MOVE = 2**14, 300, 1e-6

@@ -40,6 +40,7 @@ from opusim.training.private_loop.module import PrivateModule
 from opusim.training.private_loop.session import NamedAccountant, PrivateTraining
 from opusim.training.protections.record import RecordGradients, require_counted_sums
 from opusim.training.runs.storage import only_writer
+from opusim.training.zeroth_order.optimizer import ZerothOrder
 
 _PROBES = 5
 """Records by which the data sets of the processes are compared."""
@@ -149,6 +150,11 @@ def make_private(
                 ", ...])"
             )
         checks.instance(torch.optim.Optimizer, optimizer=optimizer)
+        if isinstance(optimizer, ZerothOrder):
+            raise TypeError(
+                "optimizer: ZerothOrder takes no gradients, which are all that make_private protects; train the module "
+                "by opusim.train with trainer.kind = 'zo' and protection.kind = 'record'"
+            )
         if max_physical_batch_size is not None:
             checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
         other = None if accountant is None else NamedAccountant.load(accountant)

@@ -96,6 +96,11 @@ class ZoConfig(TrainerSection):
             holds=lambda run: run.protection.protects != "nothing" and run.trainer.directions > 1,
         ),
         Effect(
+            keys=("trainer.rows_at_once",),
+            needs="trainer.rank",
+            holds=lambda run: run.trainer.rank is not None,
+        ),
+        Effect(
             keys=("trainer.language",),
             needs="trainer.language.model (--language-model)",
             holds=lambda run: run.trainer.language.model is not None,
@@ -125,6 +130,10 @@ class ZoConfig(TrainerSection):
     """How protection.kind = 'record' clips: each loss difference to clip_norm (direction), or the norm of a record's
     differences along all directions of a step (joint). Joint clips make n directions cost as much epsilon as one, and
     take Gaussian noise."""
+    rank: int | None = Field(None, ge=1, le=8)
+    """Rank of the directions in matrices: both sides of many then share a forward pass. None takes full directions."""
+    rows_at_once: int = Field(256, ge=2)
+    """Most rows of such a pass, two for each record and direction; fewer take less memory."""
     settle_every: int = Field(64, ge=1)
     """Steps after which parameters in half precision are set to their float32 copies on disk, to which the step log
     applies; parameters in float32 have no copy."""

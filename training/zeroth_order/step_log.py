@@ -1,15 +1,4 @@
-"""Steps of zeroth-order training in the parameters' own memory, and a log that rebuilds the final parameters from them.
-
-A step with directions z_1 .. z_n moves the parameters in this order: for each j by + phi z_j, - 2 phi z_j, + phi z_j;
-then theta <- (1 - eta lambda) theta + sum_j m_j z_j with m_j = -eta s_j / n (SPSA; Spall 1992; Malladi et al. 2023).
-The order fixes all roundings, with data or without, on every machine and thread count: a log rebuilds float32
-parameters to the bit, including the last digits that perturbing changed.
-
-Half precision would lose more than last digits: 8 or 11 bits remain after each return, and updates below half a unit
-vanish. Such parameters have float32 copies in a file on disk, which only the logged entries move. Every few steps the
-parameters are settled: set to the rounded copies. Settled parameters do not depend on any perturbation. A checkpoint
-settles them temporarily; the file keeps the unsettled values, from which training continues, so the times of
-checkpoints do not change a run.
+"""The step log of zeroth-order training, which rebuilds the final parameters from the initial ones.
 
 The log is a file of fixed-size records behind a header. Bytes, little-endian:
 
@@ -35,259 +24,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import struct
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from opusim.files import AppendedFile, parse_json, read_head
-from opusim.medium.transmission import Direction
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.base import parameters_digest, tensor_facts
 from opusim.training.runs.checkpoints import read_tensors
 from opusim.training.runs.storage import read_json, require_unchanged, sealed, write_json
-
-_CAN_RELEASE_MEMORY = hasattr(mmap, "MADV_DONTNEED")
-_PENDING_LIMIT = 256
-"""Largest number of entries that the float32 copies may lag behind."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepEntry:
-    """One step as the step log records it.
-
-    Attributes:
-        rate: eta, the step's learning rate, a float32 value.
-        seeds: Seeds of the directions, each in [0, 2^64).
-        scalars: s of each direction, float32 values: the noised sum over batch size and 2 phi.
-    """
-
-    rate: float
-    seeds: tuple[int, ...]
-    scalars: tuple[float, ...]
-
-    @classmethod
-    def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: tuple[float, ...]) -> StepEntry:
-        """Round numbers to float32, as the log stores them; the step uses the rounded ones."""
-        with np.errstate(over="ignore"):
-            return cls(
-                rate=float(np.float32(rate)),
-                seeds=seeds,
-                scalars=tuple(float(np.float32(scalar)) for scalar in scalars),
-            )
-
-    @property
-    def moves(self) -> tuple[float, ...]:
-        """-eta s / n: the move along each of the n directions."""
-        return tuple(-self.rate * scalar / len(self.scalars) for scalar in self.scalars)
-
-    def keep(self, weight_decay: float) -> float:
-        """Return 1 - eta lambda, the factor of the weight decay."""
-        return 1.0 - self.rate * weight_decay
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnreadEntry:
-    """One step whose scalars are on a card; it moves the parameters as the entry does that `read` returns.
-
-    Attributes:
-        rate: See StepEntry.
-        seeds: See StepEntry.
-        scalars: s of each direction, float32, shape (directions,).
-    """
-
-    rate: float
-    seeds: tuple[int, ...]
-    scalars: Tensor
-
-    @classmethod
-    def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: Tensor) -> UnreadEntry:
-        """See StepEntry.rounded."""
-        return cls(rate=float(np.float32(rate)), seeds=seeds, scalars=scalars.float())
-
-    @property
-    def moves(self) -> tuple[Tensor, ...]:
-        """See StepEntry.moves; float32 scalars."""
-        return (self.scalars.double() * -self.rate / len(self.seeds)).float().unbind()
-
-    def keep(self, weight_decay: float) -> float:
-        """See StepEntry.keep."""
-        return 1.0 - self.rate * weight_decay
-
-    def read(self, scalars: Sequence[float]) -> StepEntry:
-        """Return the entry for the log.
-
-        Args:
-            scalars: The numbers of `scalars`.
-        """
-        return StepEntry(rate=self.rate, seeds=self.seeds, scalars=tuple(scalars))
-
-
-class MemoryMappedTensors:
-    """Copies of tensors in one unnamed file that is mapped into memory; they take memory only while in use.
-
-    Attributes:
-        tensors: The copies by number; reading and writing them reads and writes the file.
-
-    Args:
-        like: The tensors to copy.
-        dtype: Type of the copies; None keeps each tensor's type.
-    """
-
-    def __init__(self, like: Mapping[int, Tensor], *, dtype: torch.dtype | None = None) -> None:
-        self.tensors: dict[int, Tensor] = {}
-        types = {number: dtype or tensor.dtype for number, tensor in like.items()}
-        size = sum(tensor.numel() * types[number].itemsize for number, tensor in like.items())
-        if not size:
-            return
-        with tempfile.TemporaryFile(prefix="opusim-zo-") as file:
-            file.truncate(size)
-            self._memory = mmap.mmap(file.fileno(), size)
-        start = 0
-        wide_first = sorted(like, key=lambda number: -types[number].itemsize)  # keeps all aligned
-        for number in wide_first:
-            tensor, kind = like[number], types[number]
-            flat = torch.frombuffer(self._memory, dtype=kind, count=tensor.numel(), offset=start)
-            self.tensors[number] = flat.view(tensor.shape).copy_(tensor.detach())
-            start += tensor.numel() * kind.itemsize
-            self.release_memory()
-
-    def release_memory(self) -> None:
-        """Return the memory to the system; the file keeps what was written."""
-        if _CAN_RELEASE_MEMORY and self.tensors:
-            self._memory.madvise(mmap.MADV_DONTNEED)
-
-
-class InPlacePerturbation:
-    """Moves a fixed list of tensors along random directions and by logged steps.
-
-    Attributes:
-        copies: float32 copies of the half-precision tensors, by number; only entries move them. Part of a run's state.
-        drifted: Unsettled values of the same tensors, in their own type, kept while they are settled temporarily.
-
-    Args:
-        tensors: Floating-point, contiguous; moved in place.
-        perturbation: phi > 0.
-        weight_decay: lambda >= 0.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], *, perturbation: float, weight_decay: float = 0.0) -> None:
-        self._tensors = list(tensors)
-        self._phi, self._decay = perturbation, weight_decay
-        self._pending: list[StepEntry | UnreadEntry] = []
-        self._seed = 0  # of the current direction
-        self._offsets = [0] * len(self._tensors)  # of each tensor along it, in phi z: 1, -1 or 0
-        half = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
-        self._copies = MemoryMappedTensors(half, dtype=torch.float32)
-        self._drifted = MemoryMappedTensors(half)
-        self.copies, self.drifted = self._copies.tensors, self._drifted.tensors
-        self._settled_temporarily = True
-
-    def shift(self, seed: int, offset: int) -> None:
-        """Move by offset phi z: 1 from theta to the plus side, then -2 to the minus side, then 1 back to theta."""
-        direction, self._seed = Direction(seed), seed
-        for number, tensor in enumerate(self._tensors):
-            direction.add_to(tensor, number, offset * self._phi)
-            self._offsets[number] += offset
-
-    def restore(self) -> None:
-        """Return to theta from an interrupted step: float32 up to rounding, half precision settled."""
-        for number, offset in enumerate(self._offsets):
-            if offset and number not in self.copies:
-                Direction(self._seed).add_to(self._tensors[number], number, -offset * self._phi)
-            self._offsets[number] = 0
-        self.settle()
-
-    def replay(self, entry: StepEntry) -> None:
-        """Move the parameters as the whole step did, perturbations included, without any data.
-
-        Half-precision tensors wait for `settle`, because perturbations do not change settled values.
-        """
-        whole = [number for number in range(len(self._tensors)) if number not in self.copies]
-        *others, last = entry.seeds
-        for seed in others:
-            for offset in (1, -2, 1):
-                self._add(seed, offset * self._phi, whole)
-        for offset in (1, -2):
-            self._add(last, offset * self._phi, whole)
-        self.update(entry, whole)
-
-    def settle(self) -> None:
-        """Update the float32 copies and set the half-precision tensors to them."""
-        self._update_copies()
-        for number, copy in self.copies.items():
-            self._tensors[number].detach().copy_(copy)
-            self._copies.release_memory()
-
-    def settle_temporarily(self) -> None:
-        """Settle, but keep the unsettled values for `undo_settling`."""
-        if not self._settled_temporarily:
-            for number, kept in self.drifted.items():
-                kept.copy_(self._tensors[number].detach())
-                self._drifted.release_memory()
-        self._settled_temporarily = True
-        self.settle()
-
-    def undo_settling(self) -> None:
-        """Undo `settle_temporarily`; a new or restored object counts as settled temporarily."""
-        if self._settled_temporarily:
-            for number, kept in self.drifted.items():
-                self._tensors[number].detach().copy_(kept)
-                self._drifted.release_memory()
-        self._settled_temporarily = False
-
-    def reset_copies(self) -> None:
-        """Take all copies from the tensors again, after the caller has set these."""
-        self._pending.clear()
-        self._settled_temporarily = True
-        for number, copy in self.copies.items():
-            copy.copy_(self._tensors[number].detach())
-            self.drifted[number].copy_(self._tensors[number].detach())
-
-    def update(self, entry: StepEntry | UnreadEntry, numbers: Sequence[int] | None = None) -> None:
-        """Take the step, from the minus side of its last direction.
-
-        Args:
-            entry: The step.
-            numbers: Of the tensors that it moves; None for all.
-        """
-        moves: tuple[float | Tensor, ...] = entry.moves
-        *others, last = zip(entry.seeds, moves, strict=True)
-        keep, direction = entry.keep(self._decay), Direction(last[0])
-        numbers = range(len(self._tensors)) if numbers is None else numbers
-        for number in numbers:
-            direction.return_and_move(self._tensors[number], number, back=self._phi, keep=keep, move=last[1])
-            self._offsets[number] = 0
-        for seed, move in others:
-            self._add(seed, move, numbers)
-        if self.copies:
-            self._pending.append(entry)
-            if len(self._pending) >= _PENDING_LIMIT:
-                self._update_copies()
-
-    def _update_copies(self) -> None:
-        """Apply the pending entries to the float32 copies."""
-        for number, copy in self.copies.items():
-            for entry in self._pending:
-                keep, moves = entry.keep(self._decay), map(float, entry.moves)
-                for seed, move in zip(entry.seeds, moves, strict=True):
-                    Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=move)
-                    keep = 1.0
-            self._copies.release_memory()
-        self._pending.clear()
-
-    def _add(self, seed: int, scale: float | Tensor, numbers: Iterable[int]) -> None:
-        direction = Direction(seed)
-        for number in numbers:
-            direction.add_to(self._tensors[number], number, scale)
-
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
 SCHEMA_VERSION = 1
@@ -312,6 +63,8 @@ class LogHeader:
         settle_every: Steps after which half-precision parameters are settled.
         tensors: Name, shape and dtype of each tensor, in the order of their numbers.
         base: Digest of the parameters before the first step.
+        rank: Of the directions in matrices, or None if all are full.
+        at_once: Whether directions are evaluated at once, which perturbs no parameter.
     """
 
     root: int
@@ -321,10 +74,15 @@ class LogHeader:
     settle_every: int
     tensors: list[list[Any]]
     base: str
+    rank: int | None = None
+    at_once: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return magic, length, JSON and digest."""
-        content = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, allow_nan=False).encode()
+        """Return magic, length, JSON and digest; full directions have neither `rank` nor `at_once` in it."""
+        facts = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        if self.rank is None:
+            del facts["rank"], facts["at_once"]
+        content = json.dumps(facts, allow_nan=False).encode()
         return MAGIC + struct.pack("<I", len(content)) + content + _hashed(content, size=_HEADER_DIGEST)
 
     @property
@@ -570,9 +328,10 @@ def replay(
         list(tensors.values()),
         perturbation=content.header.perturbation,
         weight_decay=content.header.weight_decay,
+        rank=content.header.rank,
     )
     for number, entry in enumerate(content.entries, start=1):
-        perturbation.replay(entry)
+        perturbation.replay(entry, at_once=content.header.at_once)
         on_step(number, len(content.entries))
     perturbation.settle()
     digest = parameters_digest(tensors)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import secrets
+import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,18 +49,11 @@ from opusim.training.networks.record_independence import invented_records, prese
 from opusim.training.protections.base import DeviceNormals, SoftLabels
 from opusim.training.runs.checkpoints import write_tensors
 from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.at_once import TwoSides
 from opusim.training.zeroth_order.config import ZoConfig
 from opusim.training.zeroth_order.language import build_language, described_classifier
-from opusim.training.zeroth_order.step_log import (
-    BASE_FILE,
-    LOG_FILE,
-    InPlacePerturbation,
-    LogHeader,
-    StepEntry,
-    StepLog,
-    UnreadEntry,
-    read_header,
-)
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, UnreadEntry
+from opusim.training.zeroth_order.step_log import BASE_FILE, LOG_FILE, LogHeader, StepLog, read_header
 
 LARGEST_DIFFERENCE = 1e100
 """Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its
@@ -160,6 +155,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         root: Seed from which the directions' seeds derive, in [0, 2^64); public.
         ranks: The processes that share the batches.
         perturbation: Moves the parameters.
+        sides: Evaluates the records on both sides of the directions.
         log: Records the steps; set before the first step of a run, or None for no log.
     """
 
@@ -170,6 +166,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
     root: int
     ranks: Ranks
     perturbation: InPlacePerturbation
+    sides: TwoSides
     log: StepLog | None = None
 
     @classmethod
@@ -260,10 +257,39 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             list(self._tensors.values()),
             perturbation=self.options.perturbation,
             weight_decay=optimizer.weight_decay,
+            rank=self.options.rank,
         )
+        self.sides = self._sides()
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
         self._unread: list[tuple[UnreadEntry, Tensor]] = []  # with the number of losses that were not finite
+
+    def _sides(self) -> TwoSides:
+        """Return what evaluates records on both sides of directions, after passes on invented records."""
+        model, protected, rank = self.network.model, self.release.clip is not None, self.options.rank
+        around = partial(preserved_state, model) if protected else nullcontext
+        sides = TwoSides(model, self.perturbation, rows=self.options.rows_at_once, around=around)
+        if rank is None:
+            return sides
+        whole: AbstractContextManager[None] = nullcontext()
+        records = torch.zeros(3, self.network.n_inputs)
+        if isinstance(model, DescribedModule):
+            records, whole = model.invented_records(self.network.n_inputs), model.whole_records()
+        records = records.to(self.perturbation.tensors[0].device)
+        with whole:
+            try:
+                if not protected:  # else the model was looked at before
+                    require_separate_outputs(model, records)
+                sides.probe(self._outputs, (records,))
+            except ValueError as error:
+                sides.reason = str(error)
+        if sides.reason:
+            warnings.warn(
+                f"trainer.rank = {rank}: directions are evaluated one after another, which takes longer: "
+                f"{sides.reason}",
+                stacklevel=2,
+            )
+        return sides
 
     @override
     def initialise(self, trainer: ZoTrainer) -> None:
@@ -292,9 +318,18 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             settle_every=options.settle_every,
             tensors=tensor_facts(tensors),
             base=parameters_digest(tensors),
+            rank=options.rank,
+            at_once=trainer.sides.at_once,
         )
         if trainer.steps:
             kept, _ = read_header(path)
+            if kept.at_once and not trainer.sides.at_once:
+                raise RunFolderError(
+                    f"{path}: its directions were evaluated at once, which this model no longer allows: "
+                    f"{trainer.sides.reason}; resume with the versions of the libraries that the run began with"
+                )
+            trainer.sides.at_once = kept.at_once
+            header = replace(header, at_once=kept.at_once)
             released = self.config.mode == "release"
             header = replace(header, base=kept.base, root=kept.root if released else header.root)
         elif options.keep_base:
@@ -378,17 +413,12 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         """
         release, found, figures = self.release, list[Differences](), list[Tensor]()
         clip = release.clip
-        for seed in seeds:
-            self.perturbation.shift(seed, 1)
-            plus, right = self._losses(x, y)
+        for outputs in self.sides.pairs(seeds, self._outputs, (x,)):
+            (plus, right), (minus, _) = (self._losses(each, y) for each in outputs)
             if not found:
                 loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
                 figures = [loss, right.sum()]
-            self.perturbation.shift(seed, -2)
-            minus, _ = self._losses(x, y)
             found.append(loss_differences(plus, minus, LARGEST_DIFFERENCE if release.joint else clip))
-            if len(found) < len(seeds):
-                self.perturbation.shift(seed, 1)
         if release.joint and clip is not None:
             found = jointly_clipped(found, clip)
         values = [each.values for each in found]
@@ -397,14 +427,15 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         counts = [*(each.clipped for each in found), *(each.non_finite for each in found)]
         return torch.stack([one.double() for one in (*(value.sum() for value in values), *counts, *figures)])
 
-    def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
-        if not len(x):
+    def _outputs(self, x: Tensor) -> Tensor:
+        """Return the model's outputs, shape (batch, n_classes); no pass for an empty batch."""
+        return self.model(x).float() if len(x) else x
+
+    def _losses(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each record's loss and whether its class is right, shapes (batch,)."""
+        if not len(y):
             return torch.zeros(0, device=y.device), y == y
-        protected = self.release.clip is not None
-        with torch.no_grad(), preserved_state(self.model) if protected else nullcontext():
-            output = self.model(x).float()
-            return LOSS_VALUES[self.config.loss](output, y), output.argmax(dim=1) == y
+        return LOSS_VALUES[self.config.loss](outputs, y), outputs.argmax(dim=1) == y
 
     def _entry(self, seeds: tuple[int, ...], sums: Tensor, noise: RoundedNoise | None) -> StepEntry:
         """Return the step for the log: the noised sums over batch size and 2 phi."""

@@ -13,7 +13,7 @@ import torch
 
 from opusim.medium.transmission import Direction
 from opusim.randomness.rounded import toward_zero
-from opusim.training.zeroth_order.step_log import InPlacePerturbation, MemoryMappedTensors, StepEntry
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from opusim.training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,
     Differences,

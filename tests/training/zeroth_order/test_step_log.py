@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opusim.training.zeroth_order.step_log import LogContent, LogHeader, StepEntry, StepLog
+from opusim.training.zeroth_order.perturbation import StepEntry
+from opusim.training.zeroth_order.step_log import LogContent, LogHeader, StepLog
 from tests.support.forked import in_forked_process
 
 HEADER = LogHeader(

@@ -48,6 +48,7 @@ from opusim.devices.certificate import (
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, MeasuredNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM
+from opusim.progress import Progress, Show
 from opusim.tables import data_url, html_page, png_bytes, print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw, TemperatureTable
 
@@ -81,6 +82,7 @@ def calibrate(
     readings: int = 500,
     confidence: float = 0.95,
     beta: float = 1e-6,
+    progress: Show = True,
 ) -> Calibration:
     """Calibrate an open device.
 
@@ -94,6 +96,7 @@ def calibrate(
         readings: of each of the constant inputs (`constant_inputs`), at least 30.
         confidence: of each single interval, in (0, 1).
         beta: probability that the certified law's numbers are wrong, in [1e-11, 0.5].
+        progress: whether to show a bar of the frames; see `opusim.progress.Show`.
 
     Raises:
         ValueError: a number out of range, or frames that cannot be evaluated.
@@ -110,17 +113,21 @@ def calibrate(
             "is served, and a law of counts needs frames, which only its own machine takes; calibrate it there "
             "before it is served, and start its server with --certificate",
         )
-    opened = device.usage.frames
+    opened, plan = device.usage.frames, plan or Plan()
     inputs = constant_inputs(device.n_inputs)
-    # successive readings of one vector, of the number type that the device gives
-    samples = np.stack([device.project(x.expand(readings, -1).contiguous()).cpu().numpy() for x in inputs])
-    taken = samples[0]
     transfer, described = None, {}
-    if isinstance(device, CameraDevice):
-        transfer, noise, content = _of_camera(device, inputs, samples, plan or Plan(), confidence, beta)
-        described = described_constants(device.description)
-    else:
-        noise, content = _of_readings(device, inputs, samples, confidence, beta)
+    with Progress("calibrate", "frames", show=progress) as bar:
+        bar.follow(frames_of(plan, device, readings), lambda: device.usage.frames - opened)
+        # successive readings of one vector, of the number type that the device gives
+        samples = np.stack(
+            [device.project(x.expand(readings, -1).contiguous()).cpu().numpy() for x in inputs]
+        )
+        if isinstance(device, CameraDevice):
+            transfer, noise, content = _of_camera(device, inputs, samples, plan, confidence, beta)
+            described = described_constants(device.description)
+        else:
+            noise, content = _of_readings(device, inputs, samples, confidence, beta)
+    taken = samples[0]
     estimates: dict[str, Estimate] = content.pop("estimates")
     known = {key: each for key, each in estimates.items() if np.all(np.isfinite([*vars(each).values()]))}
     # constants that differ from the described ones, and those that frames do not tell

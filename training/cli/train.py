@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from opusim.devices.usage import Usage
     from opusim.training.runs.run import Run
     from opusim.training.sweeps.execution import SweepForecast
-    from opusim.training.sweeps.sweep import Row
 
 _EPILOG = (
     "[bold]--set[/bold] changes any key of the configuration; `opusim train options {kind}` explains those of {kind}, "
@@ -479,17 +478,15 @@ def curve(
     if draw_only:
         rows = folder.rows(points)
     else:
-        with SweepProgress("curve", "runs") as progress:
-            rows = run_sweep(
-                points,
-                folder,
-                jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
-                cluster=cluster,
-                retry_failed=retry_failed,
-                on_forecast=progress.foretell,
-                on_start=lambda done, total: progress.start(total, done=done, at_once=True),
-                on_row=progress.count,
-            )
+        rows = run_sweep(
+            points,
+            folder,
+            jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
+            cluster=cluster,
+            retry_failed=retry_failed,
+            progress="lines",
+            on_forecast=_foretell,
+        )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, text)
     print_rows(setting_rows(result), without=("device energy", "device time"))
@@ -501,23 +498,14 @@ def curve(
         raise typer.Exit(code=1)
 
 
-class SweepProgress(Progress):
-    """Shows a sweep on standard error."""
+def _foretell(found: SweepForecast) -> None:
+    """Say what the runs will take of their devices, if some have one."""
+    from opusim.accounting.mechanism import counted
 
-    def foretell(self, found: SweepForecast) -> None:
-        """Say what the runs will take of their devices, if some have one."""
-        from opusim.accounting.mechanism import counted
-
-        silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
-        if found.runs:
-            more = silent and f"; without {silent}, not known before"
-            line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
-            self.say(line)
-        elif silent:
-            self.say(f"device: what {silent} will take is not known before they start")
-
-    def count(self, row: Row, seconds_left: float | None) -> None:
-        """Count one more run, and name it if it failed."""
-        if row.status == "failed":
-            self.say(f"failed: {row.identity}: {row.reason}")
-        self.advance(left_s=seconds_left)
+    silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
+    if found.runs:
+        more = silent and f"; without {silent}, not known before"
+        line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
+        typer.echo(line, err=True)
+    elif silent:
+        typer.echo(f"device: what {silent} will take is not known before they start", err=True)

@@ -49,7 +49,7 @@ from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, MeasuredNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM
 from opusim.progress import Progress, Show
-from opusim.tables import data_url, html_page, png_bytes, print_table, unit_of, wrapped
+from opusim.tables import blank_figure, data_url, html_page, png_bytes, print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw, TemperatureTable
 
 _BLANK_FRAMES = 100
@@ -407,7 +407,7 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
 
 def transfer_figure(certificate: Certificate, transfer: PhotonTransfer) -> Figure:
     """Draw photon transfer, response, its residuals and dark current."""
-    figure = Figure(figsize=(10, 8), layout="constrained")
+    figure = blank_figure(10, 8)
     figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
     (variance, response), (residuals, dark) = figure.subplots(2, 2)
     found, used = certificate.estimates, transfer.used()
@@ -453,7 +453,7 @@ def readings_figure(samples: np.ndarray) -> Figure:
     std = centred.std(axis=0, ddof=1)
     values = np.sort((centred / np.where(std > 0, std, 1)).ravel())
     ranks = np.unique((ndtr(np.linspace(-6, 6, 1000)) * (values.size - 1)).astype(int))
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = blank_figure(10, 3.8)
     left, right = figure.subplots(1, 2)
     expected = ndtri((ranks + 0.5) / values.size)
     left.plot(expected, values[ranks], ".", markersize=3)
@@ -471,7 +471,7 @@ def readings_figure(samples: np.ndarray) -> Figure:
 def temperature_figure(law: TemperatureLaw | TemperatureTable, name: str) -> Figure:
     """Return the noise of a reading against temperature, with the shares of its variance or the matrix's size."""
     temperatures = np.linspace(*law.temperatures_c, 200)
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = blank_figure(7, 4.2)
     axes = figure.subplots()
     share = axes.twinx()
     axes.plot(temperatures, [law.std(t) for t in temperatures], color="C0")

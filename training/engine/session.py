@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -113,6 +114,12 @@ def train(
         DeviceError: The device cannot be opened or fails.
         TrainingDiverged: A batch's error is not finite.
     """
+    for name, given, taken in (("data", data, "records"), ("model", model, "a module")):
+        if isinstance(given, Mapping):
+            raise TypeError(
+                f"{name} = {reprlib.repr(given)}: is a section of the configuration, and {name} takes {taken}; write "
+                f"opusim.train({{{name!r}: {{...}}}}, ...)"
+            )
     init_process_group()
     ranks = Ranks()
     with ranks.session():

@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from opusim.accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
-from opusim.tables import data_url, duration, energy, html_page
+from opusim.tables import blank_figure, data_url, duration, energy, html_page
 from opusim.training.reports.run_report import distinct
 from opusim.training.runs.drawing import COLOURS, LINES, new_figure, save_figure, style
 from opusim.training.runs.folder import RunFolder
@@ -370,7 +370,7 @@ def cost(result: SweepResult) -> Figure | None:
     if not kinds:
         return None
     names = list(dict.fromkeys(curve.name for curve in drawn))
-    figure = Figure(figsize=(7.2, 0.9 + 0.34 * len(names)), layout="constrained")
+    figure = blank_figure(7.2, 0.9 + 0.34 * len(names))
     panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for axes, kind in zip(panels, kinds, strict=True):
         found = [curve for curve in drawn if curve.kind == kind]

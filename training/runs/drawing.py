@@ -9,23 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 from opusim.files import write_file
-from opusim.plugins import Deferred
-from opusim.tables import Shown, png_bytes
+from opusim.tables import Shown, blank_figure, png_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from opusim.training.runs.folder import StoredRun
-
-matplotlib = Deferred("matplotlib.figure")
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's, ordered so that neighbours also differ in lightness when printed in grey."""
@@ -282,22 +279,9 @@ def style(number: int) -> dict[str, Any]:
     }
 
 
-@cache
-def _figure_class() -> Any:
-    """Return matplotlib's figure, which a notebook shows although nothing of pyplot was imported."""
-
-    class ShownFigure(matplotlib.Figure):  # type: ignore[misc]
-        """A figure that shows itself."""
-
-        def _repr_png_(self) -> bytes:
-            return png_bytes(self)
-
-    return ShownFigure
-
-
 def new_figure(width: float = 6.4, height: float = 3.8) -> tuple[Figure, Axes]:
     """Make a figure with one pair of axes, drawn without a display; sizes in inches."""
-    figure: Figure = _figure_class()(figsize=(width, height), layout="constrained")
+    figure = blank_figure(width, height)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3, linewidth=0.6)

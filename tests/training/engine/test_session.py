@@ -110,7 +110,9 @@ def test_a_run_shows_its_figures_in_a_notebook(tmp_path: Path) -> None:
     alignment = run.plot("alignment")
     assert alignment.y_label == "cosine with the gradient"
     found = [[*line.y] for line in alignment.lines]
-    assert found == [list(layer) for layer in zip(*[record["alignment"] for record in run.metrics], strict=True)]
+    assert found == [
+        list(layer) for layer in zip(*[record["alignment"] for record in run.metrics], strict=True)
+    ]
     assert {line.label.split(",")[0] for line in run.plot("noise").lines} == {"signal", "noise"}
     with pytest.raises(ValueError, match="what = 'aligment'"):
         run.plot("aligment")  # type: ignore[arg-type]

@@ -78,7 +78,8 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if isinstance(table, str):
         return f"{table}\n"
     page = io.StringIO()
-    Console(width=output_width(), file=page).print(table)
+    # in a notebook rich would display the table at once, and under FORCE_COLOR write codes into the text
+    Console(width=output_width(), file=page, force_jupyter=False, color_system=None).print(table)
     return page.getvalue()
 
 
@@ -300,7 +301,7 @@ def data_url(picture: bytes, kind: str = "image/png") -> str:
 def _figure_class() -> Any:
     """Return a subclass of matplotlib's figure that a notebook shows without pyplot."""
 
-    class ShownFigure(matplotlib.Figure):  # type: ignore[misc]
+    class ShownFigure(matplotlib.Figure):  # type: ignore[name-defined]
         """A figure that shows itself."""
 
         def _repr_png_(self) -> bytes:

@@ -49,7 +49,7 @@ from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, MeasuredNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM
 from opusim.progress import Progress, Show
-from opusim.tables import blank_figure, data_url, html_page, png_bytes, print_table, unit_of, wrapped
+from opusim.tables import Shown, blank_figure, data_url, html_page, png_bytes, print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw, TemperatureTable
 
 _BLANK_FRAMES = 100
@@ -58,8 +58,8 @@ _STANDARD_ERRORS = 5.0  # of a difference from an older number, or from the desc
 _UNLIKE = 0.05  # relative difference from the description that no remark mentions
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Calibration:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Calibration(Shown):
     """What a calibration took and found.
 
     Attributes:
@@ -73,6 +73,9 @@ class Calibration:
     readings: np.ndarray
     reading_noise: ReadingNoise
     transfer: PhotonTransfer | None = None
+
+    def _shown(self) -> dict[str, object]:
+        return {"certificate": self.certificate, "readings": f"{self.readings.shape[0]} of each input"}
 
 
 def calibrate(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from opusim.progress import BETWEEN_LINES_S, Progress, Show
-from opusim.tables import duration, energy
+from opusim.tables import duration, energy, table_text
 
 LINE = re.compile(
     r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left( at the pace of the first)?$"
@@ -208,3 +208,14 @@ def test_durations_are_in_the_unit_that_a_reader_takes(seconds: float, text: str
 )
 def test_energies_are_in_the_unit_that_a_reader_takes(joules: float, text: str) -> None:
     assert energy(joules) == text
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_table_is_plain_text_wherever_it_is_made(notebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel sets FORCE_COLOR, and rich displays what it prints in a notebook."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: notebook)
+    text = table_text(("name", "value"), [("sigma", "0.5")])
+    assert "\x1b" not in text
+    assert "│ sigma │ 0.5   │" in text

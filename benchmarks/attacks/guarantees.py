@@ -222,23 +222,6 @@ def table_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return lines + [(f"`{kind}`", REASONS.get(kind, "**not measured yet**"), *blank) for kind in missing]
 
 
-def readme_table() -> str:
-    """Return what is claimed, proven and audited of every mechanism that was attacked, two a line, for the README."""
-    found: dict[str, tuple[str, ...]] = {}
-    for line in table_rows(load_results(NAME).get("rows", {})):
-        bounds = [float(value) for value in line[3:5] if value != "–"]
-        if bounds:
-            name, kind = line[0].rstrip("`)").split(" (`")
-            release = ", final model" if line[1].startswith("only the final model") else ""
-            numbers = (line[-1], line[2], f"{max(bounds):.2f}")
-            found.setdefault(kind + release, (f"{name.partition(', digital')[0]}{release}", *numbers))
-    rows = list(found.values())
-    half = -(-len(rows) // 2)
-    second = [*rows[half:], *[("",) * 4] * (2 * half - len(rows))]
-    names = ("mechanism", "claimed", "proven", "audited")
-    return markdown((*names, *names), [left + right for left, right in zip(rows[:half], second, strict=True)])
-
-
 def packaged_kinds() -> set[str]:
     """Return the kinds of the mechanisms that come with opusim."""
     packaged = entry_points(group="opusim.mechanisms")

@@ -3,7 +3,7 @@
 Tiny Shakespeare from $OPUSIM_DATA/tinyshakespeare/input.txt, its first nine tenths to train and the rest to validate,
 as nanoGPT cuts it; the model, AdamW, schedule, clip and batches are nanoGPT's (`benchmarks.known_models.gpt`), and the
 whole validation text is read in stretches that do not overlap. FeedbackAlignment is given what the row says and nothing
-else. Nothing was tuned: the learning rate is nanoGPT's in every row.
+else. Nothing was tuned: the learning rate is nanoGPT's in every row. Draws docs/nanogpt.png at the end.
 
     OPUSIM_DATA=... python -m benchmarks.known_models.nanogpt            (nanoGPT's setting for a processor; resumes)
     OPUSIM_DATA=... python -m benchmarks.known_models.nanogpt --full     (its setting for a card; needs one)
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,7 @@ from benchmarks.known_models.training import Row, Task, last, runs_of, train_row
 from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results
+from opusim.training.runs.drawing import save_figure, style
 
 MODULE, NAME = "benchmarks.known_models.nanogpt", "nanogpt"
 BP, TOP, DFA, TDFA, PDFA = "backpropagation", "top only", "dfa", "tdfa", "pdfa, gaussian"
@@ -53,12 +56,24 @@ ROWS: dict[str, Row] = {
     f"{READOUT}, gaussian": Row(device="gaussian", readout=100, seeds=3),
     f"{READOUT}, gaussian, 4 times the outputs": Row(device="gaussian", readout=100, outputs=4),
     f"{READOUT}, camera, 4 times the outputs": Row(device="camera", readout=100, outputs=4),
+    f"{READOUT} without plain feedback": Row(readout=100, plain=0.0),
+    f"{READOUT} without plain feedback, gaussian": Row(device="gaussian", readout=100, plain=0.0),
     "dfa, points inside blocks": Row(feedback={"points": INSIDE}),
     "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
 }
+PICTURE = Path(__file__).parents[2] / "docs" / "nanogpt.png"
 README_LOSS = {"small": 1.88, "full": 1.4697}
 """Validation losses that nanoGPT's README reports."""
 PAPERS = "Launay et al. 2020: 1.74 (WikiText-103, six blocks of 512); GrAPE 2026: 1.11, learnt feedback"
+
+READING = (
+    "How to read it: `encoding` costs more than the device's noise. The default shows one bit of each entry, drawn "
+    "anew; `planes` shows four and takes four times the frames. A cosine with the true gradient is no measure of "
+    "learning: a read-out without plain feedback has the highest. Device time decides what is practical: a step is a "
+    "reading for each token, 768 here and 16,384 in the setting for a card. Digitally, DFA saves nothing: at equal "
+    "compute its loss is above backpropagation's at every size (Filipovich et al. 2022, arXiv 2210.14593)."
+)
+ALT = "Loss by steps, loss by the device's noise, and the cosine and the scale at each point, for five ways to learn"
 
 
 @cache
@@ -182,6 +197,55 @@ def table(results: dict[str, Any]) -> str:
     return markdown((*head, "frames a step", "device time [s]", "energy [kJ]"), rows)
 
 
+def draw() -> None:
+    """Draw losses by steps, losses by the device's noise, and alignment and scale by depth; means over the seeds."""
+    from matplotlib.figure import Figure
+
+    results = load_results(NAME)
+    found = {name: runs for name, row in ROWS.items() if (runs := runs_of(results, name, row.seeds))}
+    ends = {name: statistics.fmean(last(runs, "validation")) for name, runs in found.items()}
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    steps, noise, depth, scale = figure.subplots(2, 2).flat
+    # 1. The loss after each part of the run.
+    shown = [name for name in (TOP, PDFA, READOUT, DFA, BP) if name in found]
+    for number, name in enumerate(shown):
+        curve = _means([[part["validation"] for part in run["curve"]] for run in found[name]])
+        each = found[name][0]["step"] // len(curve)
+        at = [each * part for part in range(1, len(curve) + 1)]
+        steps.plot(at, curve, label=name, **style(number))
+    steps.set(xlabel="step", ylabel="validation loss [nats a character]")
+    # 2. The loss at the end against the noise of the device, and what needs no device.
+    names = [f"{PDFA}, noise {sigma:g}" for sigma in SIGMAS]
+    if all(name in ends for name in names):
+        noise.plot(SIGMAS, [ends[name] for name in names], label=PDFA, **style(1))
+    for number, name in enumerate(shown):
+        if name in (TOP, DFA, BP):
+            noise.axhline(ends[name], **style(number) | {"marker": "", "label": name})
+    noise.set(xscale="log", xlabel="noise of a reading, sigma", ylabel="validation loss at the end")
+    noise.set_xticks(SIGMAS, [f"{sigma:g}" for sigma in SIGMAS])
+    # 3. What the points receive and hold at the end.
+    for number, name in enumerate(shown):
+        if name in (PDFA, READOUT, DFA):
+            for axes, key in ((depth, "depth"), (scale, "scale")):
+                values = _means([run[key] for run in found[name] if run.get(key)])
+                axes.plot(range(1, len(values) + 1), values, label=name, **style(number))
+    depth.set(ylabel="feedback's cosine with the true gradient", ylim=(0, 1))
+    scale.set(ylabel="root mean square of the stream", ylim=(0, None))
+    for axes in (depth, scale):
+        axes.set_xlabel("point, from the input to the output")
+        axes.set_xticks(range(1, SMALL.layers))
+    for axes in (steps, noise, depth, scale):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3, linewidth=0.6)
+        axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, PICTURE)
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each column."""
+    return [statistics.fmean(values) for values in zip(*rows, strict=True)]
+
+
 def page_section() -> str:
     """Return what the results page shows; empty without results."""
     parts = []
@@ -198,6 +262,8 @@ def page_section() -> str:
             "energy are those of the device described, for the whole run."
         )
         parts += [text, table(results)]
+    if parts:
+        parts += [READING, f"![{ALT}](../../docs/{PICTURE.name})"]
     return section("nanoGPT on characters", *parts) if parts else ""
 
 
@@ -210,6 +276,7 @@ def main(
     """Train every run that the results lack; runs that were begun resume."""
     task = full() if full_setting else small()
     train_rows(task, ROWS, names=listed("--rows", rows, list(ROWS)), processes=processes)
+    draw()
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def watched(model: nn.Module, names: Sequence[str], head: str) -> Iterator[dict[
 
 def by_backpropagation(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator: torch.Generator) -> int:
     """Fit the read-out to a batch; return the passes that it took."""
-    feedback.fit_readout(lambda: losses(feedback, x, y).mean() / x.shape[1])
+    feedback.fit_readout(lambda: losses(feedback, x, y).mean() / x.shape[1], plain=0.0)
     return 3
 
 
@@ -114,7 +114,7 @@ def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator:
                 down = losses(model, x, y)
         slope = (up - down) / (2 * STEP * y.numel())  # of the mean loss
         gradient = (v * slope[:, None, None]).flatten(0, 1)
-        feedback.start_readout().fit(number, _features(feedback, seen[name], reading), gradient)
+        feedback.start_readout().fit(number, _features(feedback, seen[name], reading), gradient, plain=0.0)
     return 1 + 2 * len(feedback.points)
 
 

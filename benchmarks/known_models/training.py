@@ -32,6 +32,7 @@ class Row:
         sections: Sections of the device's description that are laid over the packaged ones.
         backpropagated: One batch in so many is learnt from by backpropagation; 0 for none.
         readout: The read-out is fitted to one batch in so many, and to three more in the first of these; 0 for never.
+        plain: Plain feedback beside the read-out, over the learnt part.
         outputs: Outputs of the device in units of those that the points need; the read-out takes all.
         seeds: How many seeds are run.
     """
@@ -41,6 +42,7 @@ class Row:
     sections: dict[str, Any] = field(default_factory=dict)
     backpropagated: int = 0
     readout: int = 0
+    plain: float = 1.0
     outputs: int = 1
     seeds: int = 1
 
@@ -95,6 +97,7 @@ class Progress:
         joules: Energy that they take there.
         curve: Figures after each part.
         depth: Signal alignment of each point at the end, from the input to the output.
+        scale: Root mean square of each point's output at the end.
     """
 
     step: int = 0
@@ -104,6 +107,7 @@ class Progress:
     joules: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
     depth: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
 
 
 class Training:
@@ -172,6 +176,7 @@ class Training:
             x, y = self._task.batch(self._seed, self._task.steps)
             found = self.feedback.diagnose(lambda: self._task.loss(self.model, x, y))
             self.progress.depth = [point.signal_alignment for point in found.points]
+            self.progress.scale = [point.scale for point in found.points]
         if self.feedback is not None and self.feedback.noisy_device is not None:
             self.feedback.noisy_device.close()
         return self.progress
@@ -191,7 +196,7 @@ class Training:
         else:
             before = feedback.usage
             if row.readout and (step % row.readout == 0 or step in _early(row.readout)):
-                feedback.fit_readout(lambda: self._task.loss(self.model, x, y))
+                feedback.fit_readout(lambda: self._task.loss(self.model, x, y), plain=row.plain)
             feedback.seek(step)
             self._task.loss(self.model, x, y).backward()
             used = feedback.usage - before

@@ -372,7 +372,6 @@ def pages() -> dict[Path, str]:
     readme, devices = ROOT / "README.md", ROOT / "docs" / "devices.md"
     choosing = ROOT / "docs" / "choosing-a-trainer.md"
     measured = markdown(("what", "figure", "measure it again"), headline_rows())
-    with_measured = with_block(readme.read_text(), "measured", measured)
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
@@ -399,7 +398,7 @@ def pages() -> dict[Path, str]:
     ):
         devices_text = with_block(devices_text, name, table)
     return {
-        readme: with_block(with_measured, "audited", guarantees.readme_table()),
+        readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(
             with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
         ),

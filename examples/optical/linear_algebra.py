@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import opusim
-from opusim.features.encoders import BitPlaneEncoder
+from opusim.features import OpticalOperator
 
 ROWS, COLUMNS, RANK, SKETCHES = 300, 200, 10, (10, 15, 20, 40, 80)
 
@@ -24,11 +24,9 @@ def matrix(seed: int = 0) -> np.ndarray:
 
 
 def sketch(a: np.ndarray, k: int, device: str) -> np.ndarray:
-    """Return A Omega, shape (rows, k), with Omega from the device: rows are shown in bit planes, and 0 is taken off."""
-    encoder = BitPlaneEncoder(8, layout="separated")
-    features = opusim.OpticalFeatures(k, device=device, encoder=encoder, linear=True)
-    shown = features.fit_transform(np.vstack([a, np.zeros((1, a.shape[1]))]))
-    return (shown[:-1] - shown[-1]) * features.encoder_.scale_
+    """Return A Omega, shape (rows, k), with Omega^T from the device."""
+    with opusim.open_device(device, n_inputs=a.shape[1], n_outputs=k) as opened:
+        return (OpticalOperator(opened) @ a.T).T
 
 
 def main(figure: str = "linear_algebra.png") -> dict[str, float]:

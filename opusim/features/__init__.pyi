@@ -7,4 +7,5 @@ from .encoders import MultiThresholdEncoder as MultiThresholdEncoder
 from .encoders import ThresholdEncoder as ThresholdEncoder
 from .optical import OpticalFeatures as OpticalFeatures
 from .optical import OpticalLayer as OpticalLayer
+from .optical import OpticalOperator as OpticalOperator
 from .optical import opu_kernel as opu_kernel

@@ -1,4 +1,4 @@
-"""Optical random features as a scikit-learn transformer and as a torch module, and the kernel that they approximate."""
+"""Optical random features for scikit-learn, torch and scipy, and the kernel that they approximate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin, clone
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -18,7 +19,7 @@ from opusim import checks
 from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
-from opusim.encodings import binarize
+from opusim.encodings import binarize, bit_planes
 from opusim.errors import ConfigError
 from opusim.features.encoders import FrameEncoder, ThresholdEncoder
 
@@ -243,6 +244,52 @@ class OpticalLayer(nn.Module):
         """Return what a printed model shows."""
         what = "linear" if self.linear else "intensities"
         return f"{self.device.name!r}, {self.device.n_inputs}, {self.device.n_outputs}, {what}"
+
+
+class OpticalOperator(LinearOperator):
+    """B of an open device as a linear operator of scipy: `operator @ x` reads B x of real vectors x.
+
+    Each vector is divided by its largest entry s and shown in signed binary digits (`opusim.encodings.bit_planes`), so
+    that an entry errs by at most 2^-planes s, and a reading's noise is multiplied by less than 0.58 s. Every product is
+    read anew. `operator.T @ y` is computed from the matrix, which the device has to tell.
+
+    Args:
+        device: The device; its window gives the shape, (n_outputs, n_inputs).
+        planes: Digits of an entry, from 1 to 24, each of which takes the frames of one reading.
+
+    Example:
+        >>> device = open_device("ideal", n_inputs=200, n_outputs=20)
+        >>> a = np.ones((500, 200))
+        >>> basis = np.linalg.qr((OpticalOperator(device) @ a.T).T)[0]  # Halko, Martinsson and Tropp 2011
+        >>> bool(np.allclose(basis @ (basis.T @ a), a, atol=1e-4))
+        True
+    """
+
+    def __init__(self, device: NoisyDevice, *, planes: int = 8) -> None:
+        checks.instance(NoisyDevice, device=device)
+        checks.integer(planes=planes, minimum=1, maximum=24)
+        super().__init__(dtype=np.dtype(np.float32), shape=(device.n_outputs, device.n_inputs))
+        self.device, self.planes = device, planes
+
+    def _matmat(self, X: Any) -> np.ndarray:
+        """Return B X for columns X, shape (n_inputs, k)."""
+        checks.complete(X=X)
+        columns = np.asarray(X)
+        if columns.dtype.kind not in "iufb":
+            raise TypeError(f"X has dtype {columns.dtype}: must be real numbers; give its parts one by one")
+        rows = torch.from_numpy(np.ascontiguousarray(columns.T, dtype=np.float32))
+        scale = rows.abs().amax(dim=1, keepdim=True)
+        digits, weights = bit_planes(rows / scale.clamp_min(torch.finfo(torch.float32).tiny), self.planes)
+        readings = self.device.project(digits.flatten(0, 1)).unflatten(0, (self.planes, -1))
+        return (torch.tensordot(weights, readings, dims=1) * scale).T.numpy()
+
+    def _rmatmat(self, X: Any) -> np.ndarray:
+        """Return B^T X for columns X, shape (n_outputs, k).
+
+        Raises:
+            CapabilityMissing: The device does not tell its matrix.
+        """
+        return np.asarray(np.asarray(self.device.require("matrix").matrix()).T @ X)
 
 
 def opu_kernel(X: Any, Y: Any = None, *, degree: int = 2, bias: float = 0.0, gain: float = 1.0) -> np.ndarray:

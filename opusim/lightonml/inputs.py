@@ -40,6 +40,8 @@ def as_array(X: Any) -> np.ndarray:
         TypeError: They are no real numbers.
     """
     checks.complete(X=X)
+    if hasattr(X, "toarray"):
+        raise TypeError(f"X is sparse ({type(X).__name__}): must be dense; give X.toarray()")
     found = X.detach().cpu().numpy() if isinstance(X, torch.Tensor) else np.asarray(X)
     if found.dtype.kind not in "iufb":
         raise TypeError(

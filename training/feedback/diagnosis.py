@@ -6,6 +6,7 @@ copy in which only what follows the last point learns.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import warnings
@@ -62,12 +63,17 @@ class PointDiagnosis:
             NaN if the block has no parameters.
         signal_to_noise: Root mean square of its reading without noise over the noise's standard deviation; infinite
             without noise.
+        scale: Root mean square of its output. Feedback that is not aligned lets it grow from point to point.
+        change: Distance of its output from that of the point before, over the norm of the latter; near 0, the depth
+            between them is unused. NaN at the first point and where the shapes differ.
     """
 
     name: str
     signal_alignment: float
     update_alignment: float
     signal_to_noise: float
+    scale: float
+    change: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +95,20 @@ class Diagnosis:
     seconds: float
 
     def __str__(self) -> str:
-        columns = ["feedback point", "signal alignment", "update alignment", "signal to noise"]
+        columns = [
+            "feedback point",
+            "signal alignment",
+            "update alignment",
+            "signal to noise",
+            "scale",
+            "change",
+        ]
         cells = [
-            [p.name, f"{p.signal_alignment:+.3f}", f"{p.update_alignment:+.3f}", f"{p.signal_to_noise:.3g}"]
+            [
+                p.name,
+                *(f"{value:+.3f}" for value in (p.signal_alignment, p.update_alignment)),
+                *(f"{value:.3g}" for value in (p.signal_to_noise, p.scale, p.change)),
+            ]
             for p in self.points
         ]
         step = (
@@ -150,12 +167,23 @@ def true_gradients(
     return signals, gradients
 
 
+def scales(calls: Calls) -> list[tuple[float, float]]:
+    """Return `scale` and `change` of each call of a point; see PointDiagnosis."""
+    outputs = [h.detach().double() for _, h in calls]
+    changes = [math.nan][: len(outputs)]
+    for before, after in itertools.pairwise(outputs):
+        same = before.shape == after.shape
+        changes.append(float((after - before).norm() / before.norm()) if same else math.nan)
+    return [(float(h.square().mean().sqrt()), change) for h, change in zip(outputs, changes, strict=True)]
+
+
 def compared(
     reached: Sequence[tuple[str, list[bool]]],
     found: Sequence[Tensor | None],
     true: Sequence[tuple[str, Tensor | None]],
     reference: Sequence[Tensor | None],
     *,
+    scaled: Sequence[tuple[float, float]],
     seen: Reading,
     projection: Projection,
     slices: Sequence[Slice],
@@ -167,14 +195,15 @@ def compared(
         found: The parameters' gradients with feedback.
         true: Name of each call of a point, and dL/dh by backpropagation.
         reference: The parameters' gradients by backpropagation.
+        scaled: What `scales` returned.
         seen: What was projected.
         projection: What projected it.
         slices: The outputs of B of each call of a point.
     """
     power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
     points = []
-    for part, (name, block), (_, gradient), feedback in zip(
-        slices, reached, true, seen.feedback, strict=True
+    for part, (name, block), (_, gradient), feedback, (scale, change) in zip(
+        slices, reached, true, seen.feedback, scaled, strict=True
     ):
         reading = seen.reading[:, part.offset : part.end].double()
         noise, ratio = float(power[part.offset : part.end].double().mean()), math.inf
@@ -189,6 +218,8 @@ def compared(
                     [g for g, own in zip(reference, block, strict=True) if own],
                 ),
                 signal_to_noise=ratio,
+                scale=scale,
+                change=change,
             )
         )
     return Diagnosis(

@@ -231,9 +231,12 @@ class LearntReadout:
 
         M_l = argmin sum_i |s M r_i / std_i - g_i|^2 + ridge |M|^2  over the rows i of some batches,
 
-    where g_i is dL/dh_l by backpropagation. J_i is taken as 1 / std(h_i) in it: the rest of it projects directions out
+    to which a share of the slice P_l is added, M_l + p |M_l| / |P_l| P_l in the Frobenius norm. g_i is dL/dh_l by
+    backpropagation. J_i is taken as 1 / std(h_i) in it: the rest of it projects directions out
     that the true gradient lacks as well. Readings are taken with their noise, so that M_l weighs them by what they are
-    worth.
+    worth. Alone (p = 0), M_l sends each block what it would do to the output directly, and the cosine with the true
+    gradient is high; but blocks that all write towards the output compute little for each other, and nanoGPT learns
+    slower than from plain feedback (benchmarks/known_models). With p = 1 it does not.
 
     Sources: Launay et al. 2020 (fixed feedback); GrAPE (ICLR 2026), which learns feedback from a backpropagated batch
     in an epoch; the least-squares form is ours.
@@ -246,7 +249,8 @@ class LearntReadout:
     def __init__(self, slices: Sequence[Slice], n_outputs: int) -> None:
         self.updates = 0
         """Batches that it was fitted to."""
-        self._matrices = [torch.eye(n_outputs)[part.offset : part.end] for part in slices]
+        self._plain = [torch.eye(n_outputs)[part.offset : part.end] for part in slices]
+        self._matrices = [matrix.clone() for matrix in self._plain]
         self._squares = [torch.zeros(n_outputs, n_outputs, dtype=torch.float64) for _ in slices]
         self._products = [torch.zeros(len(m), n_outputs, dtype=torch.float64) for m in self._matrices]
 
@@ -260,13 +264,14 @@ class LearntReadout:
         matrix = self._matrices[number] = self._matrices[number].to(reading.device)
         return reading[..., : matrix.shape[1]] @ matrix.T
 
-    def fit(self, number: int, features: Tensor, gradient: Tensor) -> None:
+    def fit(self, number: int, features: Tensor, gradient: Tensor, *, plain: float) -> None:
         """Fit the matrix of a call to the rows of a batch, besides those before.
 
         Args:
             number: Of the call.
             features: s r_i / std_i, shape (rows, n_outputs).
             gradient: g_i, shape (rows, outputs of the point).
+            plain: p, at least 0.
         """
         # 1. Add the batch to the sums, in which earlier ones fade.
         place = features.device
@@ -278,7 +283,10 @@ class LearntReadout:
         # 2. Solve the normal equations.
         ridge = _RIDGE * squares.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         damped = squares + ridge * torch.eye(len(squares), dtype=torch.float64, device=place)
-        self._matrices[number] = torch.linalg.solve(damped, products.T).T.float()
+        matrix = torch.linalg.solve(damped, products.T).T.float()
+        # 3. Add the share of plain feedback.
+        start = self._plain[number].to(place)
+        self._matrices[number] = matrix + plain * (matrix.norm() / start.norm()) * start
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""

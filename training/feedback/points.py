@@ -32,6 +32,7 @@ from opusim.training.feedback.diagnosis import (
     Reading,
     compared,
     learnt_gradients,
+    scales,
     true_gradients,
 )
 from opusim.training.feedback.hooks import FeedbackShape, PointHooks, refuse_second
@@ -410,7 +411,8 @@ class FeedbackAlignment(PointHooks):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         step, self._observed = self._step, []
         try:
-            reached, found = learnt_gradients(*self._ran(loss), parameters)
+            value, calls = self._ran(loss)
+            scaled, (reached, found) = scales(calls), learnt_gradients(value, calls, parameters)
             if not self._observed:
                 raise ValueError(_NO_PASS)
             seen = self._observed[-1]
@@ -422,7 +424,14 @@ class FeedbackAlignment(PointHooks):
                 buffer.copy_(buffers[name])
         projection = self._projector(seen.rows.device)
         return compared(
-            reached, found, true, reference, seen=seen, projection=projection, slices=self._slices
+            reached,
+            found,
+            true,
+            reference,
+            scaled=scaled,
+            seen=seen,
+            projection=projection,
+            slices=self._slices,
         )
 
     def start_readout(self) -> LearntReadout:
@@ -439,7 +448,7 @@ class FeedbackAlignment(PointHooks):
             self.readout = LearntReadout(slices, outputs)
         return self.readout
 
-    def fit_readout(self, loss: Callable[[], Tensor]) -> None:
+    def fit_readout(self, loss: Callable[[], Tensor], *, plain: float = 1.0) -> None:
         """Fit the read-out to one batch that is backpropagated; see `opusim.training.feedback.layout`.
 
         It takes a forward and a backward pass and a reading of the device, and moves no parameter. Call it on one batch
@@ -448,16 +457,18 @@ class FeedbackAlignment(PointHooks):
 
         Args:
             loss: Runs the model on the batch and returns the loss.
+            plain: Plain feedback in what the points receive, over the learnt part: at least 0, for none.
 
         Raises:
             RuntimeError: A private loop trains the model.
-            ValueError: The loss does not come from a forward pass of this model.
+            ValueError: plain is out of range, or the loss does not come from a forward pass of this model.
         """
         if self.private_loops:
             raise RuntimeError(
                 "fit_readout: a private loop trains the model, and a read-out that learns from its records would not "
                 "be private; fit it to public records before make_private"
             )
+        checks.non_negative(plain=plain)
         # 1. Backpropagate to the error's place and to the points.
         step, self._observed = self._step, []
         try:
@@ -486,12 +497,12 @@ class FeedbackAlignment(PointHooks):
             std = row_std(stream) if self._normalised else torch.ones_like(stream[..., :1])
             if one_to_one(Extent(*error.shape), point, "sum" if rows == "sum" else "each"):
                 scale = self.gain / part.channels**0.5
-                readout.fit(number, reading * (scale / std.reshape(-1, 1)), wanted.flatten(0, 1))
+                readout.fit(number, reading * (scale / std.reshape(-1, 1)), wanted.flatten(0, 1), plain=plain)
             else:
                 total = reading.view(len(error), -1, reading.shape[1]).sum(dim=1)
                 scale = self.gain / (part.channels * point.positions) ** 0.5
                 wanted = wanted.flatten(1) if part.positions > 1 else wanted.mean(dim=1)
-                readout.fit(number, total * (scale / std.mean(dim=1)), wanted)
+                readout.fit(number, total * (scale / std.mean(dim=1)), wanted, plain=plain)
         readout.updates += 1
 
     def _ran(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor]]]:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
+from opusim.errors import OpusimError
 from opusim.lightonml.opu import OPU
 from opusim.lightonml.projections import OpuTransformer, chosen_opu
 
@@ -49,25 +50,40 @@ class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 
     def set_params(self, **params: Any) -> Self:
         """Set parameters, and take or make the OPU that they name; fit again after it."""
+        before = {name: getattr(self, name) for name in params if name != "opu" and hasattr(self, name)}
         given = params.pop("opu", self._given)
         super().set_params(**params)
         if params.keys() & {"simulated", "max_n_features"} or given is not self._given:
+            try:
+                opu = chosen_opu(
+                    given,
+                    self.n_components,
+                    self.max_n_features,
+                    simulated=self.simulated,
+                    verbose_level=self.verbose_level,
+                )
+            except (TypeError, ValueError, OpusimError):
+                super().set_params(**before)
+                raise
             if self._given is None:
                 self.opu.close()
-            self._given = given
-            self.opu = chosen_opu(
-                given,
-                self.n_components,
-                self.max_n_features,
-                simulated=self.simulated,
-                verbose_level=self.verbose_level,
-            )
+            self._given, self.opu = given, opu
         self._fit = None
         return self
 
     def transform(self, X: Any, y: Any = None) -> np.ndarray:
         """Return the features of X, a plain array; a map that was not fitted is fitted to X."""
         return np.array(self._map(X))
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return self.fitted
+
+    @property
+    def n_features_in_(self) -> int:
+        """Features of a fitted map."""
+        if self._fit is None:
+            raise AttributeError("n_features_in_: the map was not fitted; call fit")
+        return self._fit.features.size
 
     @property
     def _n_features_out(self) -> int:

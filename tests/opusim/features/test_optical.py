@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from scipy.sparse.linalg import svds
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.linear_model import RidgeClassifier
@@ -15,8 +16,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
 from opusim import OpticalFeatures, OpticalLayer, open_device
-from opusim.errors import ConfigError
-from opusim.features import opu_kernel
+from opusim.devices.base import NoisyDevice
+from opusim.errors import CapabilityMissing, ConfigError
+from opusim.features import OpticalOperator, opu_kernel
 from opusim.features.encoders import BitPlaneEncoder, IdentityEncoder, ThresholdEncoder
 
 REPEATS = "the device adds fresh noise to every reading"
@@ -198,3 +200,44 @@ def test_a_bias_is_mirrors_that_are_always_on() -> None:
         opu_kernel(x, degree=3)
     with pytest.raises(ValueError, match="with the same d"):
         opu_kernel(x, y[:, :2])
+
+
+def test_an_operator_is_the_medium_up_to_its_digits() -> None:
+    with open_device("ideal", n_inputs=40, n_outputs=30) as device:
+        operator, matrix = OpticalOperator(device, planes=16), device.matrix().numpy()
+        x = np.random.default_rng(3).normal(size=(40, 5))
+        largest = np.abs(x).max(axis=0)
+        assert np.all(
+            np.abs(operator @ x - matrix @ x) < 2.0**-16 * largest * np.abs(matrix).sum(axis=1).max()
+        )
+        assert np.all(np.abs(OpticalOperator(device, planes=4) @ x - matrix @ x) > 0)
+        y = np.ones(30)
+        assert np.allclose(operator.T @ y, matrix.T @ y, rtol=1e-5)
+        assert np.array_equal(operator @ np.zeros(40), np.zeros(30))
+        assert svds(operator, k=2, return_singular_vectors=False) == pytest.approx(
+            np.linalg.svd(matrix, compute_uv=False)[1::-1], rel=1e-3
+        )
+        with pytest.raises(
+            TypeError, match="X has dtype complex128: must be real numbers; give its parts one"
+        ):
+            operator @ np.ones(40, dtype=complex)
+
+
+def test_the_noise_of_an_operator_is_that_of_its_digits() -> None:
+    """sigma s sqrt(sum_k 4^-k), and by planted fault not sigma s."""
+    sigma, planes, n = 2.0, 6, 4000
+    with open_device("gaussian", n_inputs=8, n_outputs=n, noise={"sigma": sigma}) as device:
+        x = np.arange(1.0, 9.0)
+        rest = OpticalOperator(device, planes=planes) @ x - device.matrix().numpy() @ x
+    expected = sigma * 8 * np.sqrt(np.sum(0.25 ** np.arange(1, planes + 1)))
+    five_errors = 5 * expected / np.sqrt(2 * n)
+    # the digits err by at most 2^-6 of the largest entry each, which adds below a hundredth of the variance
+    assert abs(np.std(rest) - expected) < five_errors + 0.005 * expected
+    assert abs(np.std(rest) - sigma * 8) > five_errors
+
+
+def test_a_device_that_does_not_tell_its_matrix_has_no_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_device("ideal", n_inputs=8, n_outputs=4) as device:
+        monkeypatch.setattr(type(device), "can", NoisyDevice.can)
+        with pytest.raises(CapabilityMissing, match="lacks the capability 'matrix'"):
+            OpticalOperator(device).T @ np.ones(4)

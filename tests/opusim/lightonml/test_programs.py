@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits, make_classification
 from sklearn.linear_model import Ridge, RidgeClassifier
 from sklearn.model_selection import GridSearchCV, ShuffleSplit, train_test_split
 from sklearn.pipeline import Pipeline
+from sklearn.utils.estimator_checks import check_estimator
 
 from opusim import open_device
 from opusim.features import opu_kernel
@@ -257,3 +259,50 @@ def test_wrong_maps_are_refused() -> None:
         OPUMap(30, opu=OPU(open_at_init=False), simulated=True)
     with pytest.raises(ValueError, match="ndims = 3: must be one of 1, 2"):
         OPUMap(30, simulated=True, ndims=3).fit(random_bits(2, 3, 4))
+
+
+_BINARY = "a device shows 0 or 1, and the check gives it real numbers; an encoder stands before the map"
+_LIGHTONML = "as lightonml's: one vector is taken, and the number of features is all that a fit learns"
+NOT_MET = {
+    **dict.fromkeys(
+        (
+            "check_fit_score_takes_y",
+            "check_estimators_dtypes",
+            "check_dtype_object",
+            "check_pipeline_consistency",
+            "check_estimators_pickle",
+            "check_f_contiguous_array_estimator",
+            "check_transformer_data_not_an_array",
+            "check_transformer_general",
+            "check_transformer_preserve_dtypes",
+            "check_methods_sample_order_invariance",
+            "check_methods_subset_invariance",
+            "check_dict_unchanged",
+            "check_fit_idempotent",
+        ),
+        _BINARY,
+    ),
+    **dict.fromkeys(("check_fit1d", "check_fit2d_predict1d", "check_estimators_nan_inf"), _LIGHTONML),
+    **dict.fromkeys(
+        ("check_complex_data", "check_estimators_empty_data_messages", "check_n_features_in_after_fitting"),
+        "it is refused, in opusim's words",
+    ),
+    "check_do_not_raise_errors_in_init_or_set_params": "a wrong OPU is refused at once",
+    "check_parameters_default_constructible": "the default is LightOn's appliance, which is not here",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*occurred during set_params of param:UserWarning")
+def test_estimator_checks_pass_but_for_those_that_have_a_reason() -> None:
+    found = check_estimator(
+        OPUMap(20, simulated=True), expected_failed_checks=NOT_MET, on_fail="raise", on_skip=None
+    )
+    failed = {each["check_name"] for each in found if each["status"] == "xfail"}
+    assert failed == set(NOT_MET)  # a reason whose check passes leaves
+    assert sum(each["status"] == "passed" for each in found) > 20
+
+
+def test_a_sparse_matrix_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"X is sparse \(csr_array\): must be dense; give X.toarray\(\)"):
+        OPUMap(20, simulated=True).fit(scipy.sparse.csr_array(np.eye(3)))

@@ -94,6 +94,28 @@ def test_cosines_are_those_of_the_gradients() -> None:
         assert abs(expected) < 0.9
 
 
+def test_scale_and_change_tell_of_growth_and_of_unused_depth() -> None:
+    class Added(nn.Module):
+        """Adds a multiple of its input to it."""
+
+        def __init__(self, weight: float) -> None:
+            super().__init__()
+            self.block = nn.Linear(6, 6, bias=False)
+            self.block.weight.data = weight * torch.eye(6)
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return h + self.block(h)
+
+    blocks = [Added(weight) for weight in (1.0, 0.0, 3.0, 1.0)]
+    model = FeedbackAlignment(nn.Sequential(*blocks, nn.Linear(6, 5)), points=["0", "1", "2"])
+    h = torch.randn(BATCH, 6)
+    points = model.diagnose(lambda: cross_entropy(model(h), y)).points
+    rms = float(h.square().mean().sqrt())
+    assert [point.scale for point in points] == pytest.approx([2 * rms, 2 * rms, 8 * rms], rel=1e-5)
+    assert math.isnan(points[0].change)
+    assert [point.change for point in points[1:]] == pytest.approx([0.0, 3.0], abs=1e-6)
+
+
 def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
     """The signal to noise ratio from many diagnoses, against the power of B e without noise and the noise's."""
     sigma = 0.3
@@ -120,7 +142,7 @@ def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
 def test_a_diagnosis_prints_as_a_table() -> None:
     model = FeedbackAlignment(network(), device=gaussian())
     text = str(model.diagnose(lambda: cross_entropy(model(x), y)))
-    titles = ["feedback point", "signal alignment", "update alignment", "signal to noise"]
+    titles = ["feedback point", "signal alignment", "update alignment", "signal to noise", "scale", "change"]
     assert text.splitlines()[0].split("  ") == titles
     assert "16 rows and 32 frames a step" in text
 

@@ -88,9 +88,14 @@ def test_it_finds_a_linear_gradient(options: dict[str, Any]) -> None:
     feedback = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"], **options)
     x, y = rows((200, 16))
     other = rows((200, 16), seed=1)
-    assert alignment(feedback, *other) < 0.6
+    plain = alignment(feedback, *other)
+    assert plain < 0.6
     feedback.fit_readout(lambda: loss_of(feedback, x, y))
+    assert plain + 0.1 < alignment(feedback, *other) < 0.99
+    feedback.fit_readout(lambda: loss_of(feedback, x, y), plain=0.0)
     assert alignment(feedback, *other) > 0.999
+    with pytest.raises(ValueError, match="plain"):
+        feedback.fit_readout(lambda: loss_of(feedback, x, y), plain=-1.0)
 
 
 def test_rows_of_other_records_would_be_seen() -> None:
@@ -98,8 +103,10 @@ def test_rows_of_other_records_would_be_seen() -> None:
     feedback = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"])
     x, y = rows((200, 16))
     fit = LearntReadout.fit
-    with patch.object(LearntReadout, "fit", lambda self, n, r, g: fit(self, n, r, g.roll(1, 0))):
-        feedback.fit_readout(lambda: loss_of(feedback, x, y))
+    with patch.object(
+        LearntReadout, "fit", lambda self, n, r, g, plain: fit(self, n, r, g.roll(1, 0), plain=plain)
+    ):
+        feedback.fit_readout(lambda: loss_of(feedback, x, y), plain=0.0)
     assert alignment(feedback, *rows((200, 16), seed=1)) < 0.6
 
 
@@ -112,7 +119,7 @@ def test_more_outputs_average_the_noise_of_a_device() -> None:
         )
         for seed in range(3):
             x, y = rows((400, 16), seed)
-            feedback.fit_readout(lambda f=feedback, x=x, y=y: loss_of(f, x, y))
+            feedback.fit_readout(lambda f=feedback, x=x, y=y: loss_of(f, x, y), plain=0.0)
         assert device.usage.frames > 0
         found.append(alignment(feedback, *rows((400, 16), seed=7)))
         device.close()

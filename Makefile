@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs-installed
 RELEASE := $(VENV)/.release-installed
 LOWEST := $(VENV)-lowest
 
-.PHONY: demo test examples docs lint format bench bench-gpu bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest clean
+.PHONY: demo test examples docs notebooks lint format bench bench-gpu bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -25,6 +25,9 @@ examples: $(DEV)  ## One script for each framework, also private ones; some seco
 
 docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
+notebooks: $(DOCS)  ## Execute the notebooks of docs/notebooks in place, after a change; some minutes.
+	OMP_NUM_THREADS=1 $(BIN)/python .ci/notebooks.py
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

@@ -1,13 +1,15 @@
-"""Progress of a long command on standard error: a progress bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal and in a notebook; elsewhere a plain line now and then, for commands."""
 
 from __future__ import annotations
 
+import html
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -15,6 +17,8 @@ from rich.progress import Progress as Bar
 
 from opusim.tables import duration
 
+Show = bool | Literal["lines"]
+"""Whether work shows a bar on a terminal and in a notebook; "lines" also writes lines where there is neither."""
 BETWEEN_LINES_S = 10.0
 """Least time between two lines."""
 _WORTH_A_LINE_S = 5.0
@@ -22,6 +26,8 @@ _WORTH_A_LINE_S = 5.0
 _SET_UP_S = 60.0
 """A first unit that takes less may be set-up for the most part: kernels compile for up to a minute."""
 _POLL_S = 0.5
+_BETWEEN_FRAMES_S = 0.2
+"""Least time between two updates of the bar in a notebook."""
 
 
 class Progress:
@@ -40,6 +46,7 @@ class Progress:
     Args:
         label: Name of the command.
         unit: What is counted, in the plural.
+        show: See `Show`; False shows nothing.
         stream: Where to write, or None for standard error.
         clock: Seconds since some moment.
     """
@@ -49,12 +56,14 @@ class Progress:
         label: str,
         unit: str,
         *,
+        show: Show = "lines",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label, self._unit, self._clock = label, unit, clock
-        self._stream = sys.stderr if stream is None else stream
+        self._show, self._stream = show, sys.stderr if stream is None else stream
         self._bar: Bar | None = None
+        self._cell: _NotebookBar | None = None
         self._task: TaskID | None = None
         self._total = self._first = self._done = 0
         self._left_s: float | None = None
@@ -64,8 +73,17 @@ class Progress:
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether anything is shown, once it is entered."""
+        return self._show == "lines" or self._bar is not None or self._cell is not None
+
     def __enter__(self) -> Self:
-        if self._stream.isatty():
+        if not self._show:
+            return self
+        if (display := _notebook_display()) is not None:
+            self._cell = _NotebookBar(display)
+        elif self._stream.isatty():
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=28),
@@ -83,7 +101,9 @@ class Progress:
         self._stop.set()
         if self._poller is not None:
             self._poller.join()
-        if self._bar is not None:
+        if self._cell is not None:
+            self._cell.clear()
+        elif self._bar is not None:
             self._bar.stop()
         elif self._last_line is not None and error is None:
             self._write(f"done after {duration(self._clock() - self._started)}")
@@ -100,18 +120,23 @@ class Progress:
         self._left_s, self._started, self._set_up = None, self._clock(), None
         if self._bar is not None:
             self._task = self._bar.add_task(self._label, total=total, completed=done, news="")
-        elif done < total and at_once:
+        elif self._cell is None and self._show == "lines" and done < total and at_once:
             self._line(None, "")
 
-    def advance(self, *, done: int | None = None, left_s: float | None = None, news: str = "") -> None:
-        """Count one more unit, or set how many are done in all.
+    def advance(
+        self, more: int = 1, *, done: int | None = None, left_s: float | None = None, news: str = ""
+    ) -> None:
+        """Count one more unit, or several, or set how many are done in all.
 
         Args:
-            done: Units done in all, or None to count one more.
+            more: Units done since the last call.
+            done: Units done in all, or None to count `more`.
             left_s: What the rest will take, or None to extrapolate the pace so far.
             news: A few words for the line.
         """
-        self._done = self._done + 1 if done is None else done
+        if not self.is_shown:
+            return
+        self._done = self._done + more if done is None else done
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, news=news)
             return
@@ -127,7 +152,13 @@ class Progress:
             is_due = self._clock() - self._last_line >= BETWEEN_LINES_S
         else:
             is_due = spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
-        if is_due and self._done < self._total:
+        if self._cell is not None:
+            left = "" if self._left_s is None or is_rough else f"about {duration(self._left_s)} left"
+            text = ", ".join(
+                part for part in (f"{self._done:,} of {self._total:,} {self._unit}", left, news) if part
+            )
+            self._cell.update(self._done, self._total, f"{self._label}: {text}")
+        elif self._show == "lines" and is_due and self._done < self._total:
             self._line(self._left_s, news, is_rough=is_rough, is_set_up=is_rough and spent < _SET_UP_S)
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
@@ -138,6 +169,8 @@ class Progress:
             count: Units done so far; called from a thread.
         """
         self.start(total)
+        if not self.is_shown:
+            return
 
         def poll() -> None:
             while not self._stop.wait(_POLL_S):
@@ -147,10 +180,10 @@ class Progress:
         self._poller.start()
 
     def say(self, text: str) -> None:
-        """Write a line at once, above the progress bar if there is one."""
+        """Write a line at once, above the progress bar if there is one; nothing if no progress is shown."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
-        else:
+        elif self.is_shown:
             self._write(text)
 
     def _line(
@@ -165,3 +198,34 @@ class Progress:
     def _write(self, text: str) -> None:
         print(f"{self._label}: {text}", file=self._stream, flush=True)
         self._last_line = self._clock()
+
+
+class _NotebookBar:
+    """A bar below a notebook's cell, without a widget, so that every front end shows it; nothing of it is kept.
+
+    Args:
+        display: The module `IPython.display`.
+    """
+
+    def __init__(self, display: Any) -> None:
+        self._html = display.HTML
+        self._handle = display.display(self._html(""), display_id=True)
+        self._updated = -math.inf
+
+    def update(self, done: int, total: int, text: str) -> None:
+        """Show what is done, and a line of text, unless the last update was a moment ago."""
+        if time.monotonic() - self._updated >= _BETWEEN_FRAMES_S:
+            bar = f'<progress value="{done}" max="{total}"></progress>'
+            self._handle.update(self._html(f"{bar} {html.escape(text)}"))
+            self._updated = time.monotonic()
+
+    def clear(self) -> None:
+        """Remove the bar."""
+        self._handle.update(self._html(""))
+
+
+def _notebook_display() -> Any:
+    """Return `IPython.display` if this process is the kernel of a notebook, else None."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return None if getattr(shell, "kernel", None) is None else ipython.display  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import cache
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from opusim.plugins import Deferred
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-jinja2 = Deferred("jinja2")
+jinja2, matplotlib = Deferred("jinja2"), Deferred("matplotlib.figure")
 
 _NO_TERMINAL = 140
 """Columns if the output is no terminal and COLUMNS is not set."""
@@ -77,7 +78,8 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if isinstance(table, str):
         return f"{table}\n"
     page = io.StringIO()
-    Console(width=output_width(), file=page).print(table)
+    # in a notebook rich would display the table at once, and under FORCE_COLOR write codes into the text
+    Console(width=output_width(), file=page, force_jupyter=False, color_system=None).print(table)
     return page.getvalue()
 
 
@@ -302,6 +304,25 @@ def html_page(template: str, **values: Any) -> str:
 def data_url(picture: bytes, kind: str = "image/png") -> str:
     """Return a picture as a data URL, which keeps a page self-contained."""
     return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
+
+
+@cache
+def _figure_class() -> Any:
+    """Return a subclass of matplotlib's figure that a notebook shows without pyplot."""
+
+    class ShownFigure(matplotlib.Figure):  # type: ignore[name-defined]
+        """A figure that shows itself."""
+
+        def _repr_png_(self) -> bytes:
+            return png_bytes(self)
+
+    return ShownFigure
+
+
+def blank_figure(width: float, height: float) -> Figure:
+    """Return a figure without axes, drawn without a display, which a notebook shows; sizes in inches."""
+    figure: Figure = _figure_class()(figsize=(width, height), layout="constrained")
+    return figure
 
 
 def png_bytes(figure: Figure) -> bytes:

@@ -26,6 +26,8 @@ from .protections.base import Protection as Protection
 from .protections.record import RecordGradients as RecordGradients
 from .reports.run_report import write_comparison as write_comparison
 from .reports.run_report import write_report as write_report
+from .reports.sweep import Sweep as Sweep
+from .reports.sweep import sweep as sweep
 from .runs.run import Run as Run
 from .runs.run import load_run as load_run
 from .zeroth_order.optimizer import ZerothOrder as ZerothOrder

@@ -48,7 +48,8 @@ from opusim.devices.certificate import (
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, MeasuredNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM
-from opusim.tables import data_url, html_page, png_bytes, print_table, unit_of, wrapped
+from opusim.progress import Progress, Show
+from opusim.tables import Shown, blank_figure, data_url, html_page, png_bytes, print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw, TemperatureTable
 
 _BLANK_FRAMES = 100
@@ -57,8 +58,8 @@ _STANDARD_ERRORS = 5.0  # of a difference from an older number, or from the desc
 _UNLIKE = 0.05  # relative difference from the description that no remark mentions
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Calibration:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Calibration(Shown):
     """What a calibration took and found.
 
     Attributes:
@@ -73,6 +74,9 @@ class Calibration:
     reading_noise: ReadingNoise
     transfer: PhotonTransfer | None = None
 
+    def _shown(self) -> dict[str, object]:
+        return {"certificate": self.certificate, "readings": f"{self.readings.shape[0]} of each input"}
+
 
 def calibrate(
     device: NoisyDevice,
@@ -81,6 +85,7 @@ def calibrate(
     readings: int = 500,
     confidence: float = 0.95,
     beta: float = 1e-6,
+    progress: Show = True,
 ) -> Calibration:
     """Calibrate an open device.
 
@@ -94,6 +99,7 @@ def calibrate(
         readings: of each of the constant inputs (`constant_inputs`), at least 30.
         confidence: of each single interval, in (0, 1).
         beta: probability that the certified law's numbers are wrong, in [1e-11, 0.5].
+        progress: whether to show a bar of the frames; see `opusim.progress.Show`.
 
     Raises:
         ValueError: a number out of range, or frames that cannot be evaluated.
@@ -110,17 +116,21 @@ def calibrate(
             "is served, and a law of counts needs frames, which only its own machine takes; calibrate it there "
             "before it is served, and start its server with --certificate",
         )
-    opened = device.usage.frames
+    opened, plan = device.usage.frames, plan or Plan()
     inputs = constant_inputs(device.n_inputs)
-    # successive readings of one vector, of the number type that the device gives
-    samples = np.stack([device.project(x.expand(readings, -1).contiguous()).cpu().numpy() for x in inputs])
-    taken = samples[0]
     transfer, described = None, {}
-    if isinstance(device, CameraDevice):
-        transfer, noise, content = _of_camera(device, inputs, samples, plan or Plan(), confidence, beta)
-        described = described_constants(device.description)
-    else:
-        noise, content = _of_readings(device, inputs, samples, confidence, beta)
+    with Progress("calibrate", "frames", show=progress) as bar:
+        bar.follow(frames_of(plan, device, readings), lambda: device.usage.frames - opened)
+        # successive readings of one vector, of the number type that the device gives
+        samples = np.stack(
+            [device.project(x.expand(readings, -1).contiguous()).cpu().numpy() for x in inputs]
+        )
+        if isinstance(device, CameraDevice):
+            transfer, noise, content = _of_camera(device, inputs, samples, plan, confidence, beta)
+            described = described_constants(device.description)
+        else:
+            noise, content = _of_readings(device, inputs, samples, confidence, beta)
+    taken = samples[0]
     estimates: dict[str, Estimate] = content.pop("estimates")
     known = {key: each for key, each in estimates.items() if np.all(np.isfinite([*vars(each).values()]))}
     # constants that differ from the described ones, and those that frames do not tell
@@ -400,7 +410,7 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
 
 def transfer_figure(certificate: Certificate, transfer: PhotonTransfer) -> Figure:
     """Draw photon transfer, response, its residuals and dark current."""
-    figure = Figure(figsize=(10, 8), layout="constrained")
+    figure = blank_figure(10, 8)
     figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
     (variance, response), (residuals, dark) = figure.subplots(2, 2)
     found, used = certificate.estimates, transfer.used()
@@ -446,7 +456,7 @@ def readings_figure(samples: np.ndarray) -> Figure:
     std = centred.std(axis=0, ddof=1)
     values = np.sort((centred / np.where(std > 0, std, 1)).ravel())
     ranks = np.unique((ndtr(np.linspace(-6, 6, 1000)) * (values.size - 1)).astype(int))
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = blank_figure(10, 3.8)
     left, right = figure.subplots(1, 2)
     expected = ndtri((ranks + 0.5) / values.size)
     left.plot(expected, values[ranks], ".", markersize=3)
@@ -464,7 +474,7 @@ def readings_figure(samples: np.ndarray) -> Figure:
 def temperature_figure(law: TemperatureLaw | TemperatureTable, name: str) -> Figure:
     """Return the noise of a reading against temperature, with the shares of its variance or the matrix's size."""
     temperatures = np.linspace(*law.temperatures_c, 200)
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = blank_figure(7, 4.2)
     axes = figure.subplots()
     share = axes.twinx()
     axes.plot(temperatures, [law.std(t) for t in temperatures], color="C0")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -57,7 +55,9 @@ def record_command(
             longest_exposure_us=longest_exposure_us or 10 * exposure_us,
             saturating_photons=1.1 * device.exposure.sensor.saturation_e / camera.light.quantum_efficiency,
         )
-        with output_folder(out), _watched("device record", lambda: device.usage.frames, wanted.images):
+        opened = device.usage.frames
+        with output_folder(out), Progress("device record", "frames") as progress:
+            progress.follow(wanted.images, lambda: device.usage.frames - opened)
             path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
         typer.echo(f"{path}: {wanted.images:,} images of {width} x {height} pixels, {bits} bits")
 
@@ -129,7 +129,7 @@ def calibrate_command(
     if name is None:
         raise ConfigError("NAME", "--recorded", "is missing too; name a device, or give frames in files")
 
-    from opusim.calibration.calibrate import calibrate, frames_of, print_calibration, write_report
+    from opusim.calibration.calibrate import calibrate, print_calibration, write_report
     from opusim.calibration.photon_transfer import Plan
     from opusim.devices.registry import open_window
 
@@ -139,9 +139,10 @@ def calibrate_command(
             raise ConfigError(name, "camera.dark", "is off, so warm_c has nothing to measure; leave it out")
         temperatures = (dark.temperature_c, warm_c) if dark is not None and warm_c is not None else None
         plan = Plan(frames=frames, temperatures_c=temperatures)
-        expected = frames_of(plan, device, readings)
-        with output_folder(out), _watched("device calibrate", lambda: device.usage.frames, expected):
-            found = calibrate(device, plan=plan, readings=readings, confidence=confidence, beta=beta)
+        with output_folder(out):
+            found = calibrate(
+                device, plan=plan, readings=readings, confidence=confidence, beta=beta, progress="lines"
+            )
     certificate, report = out / f"{found.certificate.device}.certificate.toml", out / "report.html"
     found.certificate.write(certificate)
     write_report(found, report)
@@ -176,10 +177,9 @@ def _calibrate_recorded(
     base = None if name is None else load_description(name)
     if base is not None and base.camera is None:
         raise ConfigError(base.name, "kind", f"{base.kind!r} has no camera; name a camera, or nothing")
-    with output_folder(out), Progress("device calibrate", "levels") as progress:
+    with output_folder(out):
         found = read_frames(recorded, bits=bits, packing=packing)
-        progress.start(len(found.levels))
-        transfer = reduced(found, progress.advance)
+        transfer = reduced(found, progress="lines")
         report = CameraReport.of(transfer, require_lawful(transfer), confidence, base)
     typer.echo(report.text())
     (out / "camera.txt").write_text(f"{report.text()}\n", encoding="utf-8")
@@ -205,7 +205,7 @@ def check_command(
     seed: _SEED = 1,
 ) -> None:
     """Compare a device with its certificate; exit with 3 if its noise is below the certified one."""
-    from opusim.calibration.calibrate import calibrate, compare, frames_of, require_noise
+    from opusim.calibration.calibrate import calibrate, compare, require_noise
     from opusim.calibration.photon_transfer import Plan
     from opusim.devices.certificate import load_certificate
     from opusim.devices.registry import open_window
@@ -215,8 +215,14 @@ def check_command(
         if device.identity[0] != old.device:
             raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
         plan = Plan(frames=frames)
-        with _watched("device check", lambda: device.usage.frames, frames_of(plan, device, readings)):
-            new = calibrate(device, plan=plan, readings=readings, confidence=old.confidence, beta=old.beta)
+        new = calibrate(
+            device,
+            plan=plan,
+            readings=readings,
+            confidence=old.confidence,
+            beta=old.beta,
+            progress="lines",
+        )
     rows = [
         (
             row.name,
@@ -346,12 +352,3 @@ def add_to(app: typer.Typer) -> None:
     app.command("check")(check_command)
     app.command("temperature")(temperature_command)
     app.command("fit")(fit_command)
-
-
-@contextmanager
-def _watched(label: str, taken: Callable[[], int], frames: int) -> Iterator[None]:
-    """Show progress from the number of frames that a device has taken."""
-    opened = taken()
-    with Progress(label, "frames") as progress:
-        progress.follow(frames, lambda: taken() - opened)
-        yield

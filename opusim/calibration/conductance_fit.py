@@ -44,6 +44,7 @@ from opusim.description.schema import DeviceDescription, load_description, parse
 from opusim.description.section import flat
 from opusim.errors import ConfigError
 from opusim.files import read_text
+from opusim.tables import blank_figure
 
 TimeLaw = Literal["none", "drift", "relaxation"]
 LEAST_LINES = 20
@@ -600,7 +601,7 @@ def fit_rows(found: ConductanceFit, g_max_us: float | None) -> list[tuple[str, s
 
 def fit_figure(found: ConductanceFit, data: Measurements) -> Figure:
     """Draw the values with the fitted law, the spread and drift, and the residuals."""
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure = blank_figure(11, 7.5)
     values, spreads, losses, residuals = figure.subplots(2, 2).flat
     mean, _ = expected_moments(found.law, data)
     elapsed, sizes = data.elapsed, abs(data.target)

@@ -17,7 +17,7 @@ from opusim.calibration.recorded_transfer import RecordedTransfer
 from opusim.description.schema import DeviceDescription, copied, packaged_names, parse_description
 from opusim.description.section import merged
 from opusim.devices.certificate import Limits
-from opusim.tables import table_text, unit_of, wrapped
+from opusim.tables import blank_figure, table_text, unit_of, wrapped
 
 _FIRST_TIME_S = 1e9  # seconds since 1970 that a date may have
 _SENSOR = ("gain_dn_per_e", "black_level_dn", "read_noise_e", "prnu", "dsnu_e")
@@ -131,7 +131,7 @@ class CameraReport:
 
     def figure(self) -> Figure:
         """Draw photon transfer with its limits, the response, the dark mean, and the variance over pixels."""
-        figure = Figure(figsize=(10, 8), layout="constrained")
+        figure = blank_figure(10, 8)
         figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
         (transfer, response), (dark, spatial) = figure.subplots(2, 2)
         self._draw_transfer(transfer)

@@ -24,7 +24,6 @@ so that the jackknife does not see it; the limits of linearity error and quantum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,6 +47,7 @@ from opusim.calibration.photon_transfer import (
     weighted_line,
 )
 from opusim.calibration.recorded import RecordedFrames, RecordedLevel
+from opusim.progress import Progress, Show
 
 _BLOCK = 2**22  # numbers of a block
 _SURFACE = 6  # coefficients of a quadratic surface
@@ -101,24 +101,26 @@ class ReducedLevel:
     repeated: int | None
 
 
-def reduced(frames: RecordedFrames, advance: Callable[[], None] = lambda: None) -> RecordedTransfer:
+def reduced(frames: RecordedFrames, *, progress: Show = True) -> RecordedTransfer:
     """Reduce every level to sums.
 
     Args:
         frames: the recording.
-        advance: called after each level.
+        progress: whether to show a bar of the levels; see `opusim.progress.Show`.
 
     Raises:
         ConfigError: too few pixels, or no dark or no flat frames.
     """
     found = []
-    for level in frames.levels:
-        dn = frames.frames_of(level)
-        if dn[0].size < 10 * GROUPS:
-            reason = f"have {dn[0].size} pixels; record a region of {10 * GROUPS} or more"
-            raise frames.refused("images", reason)
-        found.append(_reduced(level, dn, frames.largest))
-        advance()
+    with Progress("calibrate", "levels", show=progress) as bar:
+        bar.start(len(frames.levels))
+        for level in frames.levels:
+            dn = frames.frames_of(level)
+            if dn[0].size < 10 * GROUPS:
+                reason = f"have {dn[0].size} pixels; record a region of {10 * GROUPS} or more"
+                raise frames.refused("images", reason)
+            found.append(_reduced(level, dn, frames.largest))
+            bar.advance()
     for kind, is_dark in (("dark", True), ("flat", False)):
         if not any(each.level.is_dark == is_dark for each in found):
             raise frames.refused(kind, f"has no frames; record {kind} frames at the exposures of the others")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
 from opusim.files import append_whole_line, make_private_folder, open_to_read, parse_json
-from opusim.tables import duration, energy
+from opusim.tables import blank_figure, duration, energy
 
 _SCHEMA = 1
 
@@ -165,7 +165,7 @@ def usage_figure(entries: Iterable[Entry]) -> Figure:
     heights = np.array([[seconds[user].get(day, 0.0) for day in days] for user in users])
     largest = float(heights.sum(axis=0).max()) if days else 0.0
     unit, size = next((each for each in _UNITS if largest >= each[1]), _UNITS[-1])
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    figure = blank_figure(8, 3.5)
     axes = figure.add_subplot()
     below = np.zeros(len(days))
     for user, of_user in zip(users, heights / size, strict=True):

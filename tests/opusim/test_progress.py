@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from opusim.progress import BETWEEN_LINES_S, Progress
-from opusim.tables import duration, energy
+from opusim.progress import BETWEEN_LINES_S, Progress, Show
+from opusim.tables import duration, energy, table_text
 
 LINE = re.compile(
     r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left( at the pace of the first)?$"
@@ -132,6 +134,59 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "about" not in stream.getvalue()
 
 
+@pytest.mark.parametrize(("stream", "show"), [(io.StringIO, True), (io.StringIO, False), (Terminal, False)])
+def test_work_shows_nothing_without_a_terminal_or_if_asked(stream: type[io.StringIO], show: bool) -> None:
+    clock, written = Clock(), stream()
+    with Progress("audit", "trials", show=show, stream=written, clock=clock) as progress:
+        progress.start(4, at_once=True)
+        for _ in range(4):
+            clock.now += 100.0
+            progress.advance()
+        progress.say("failed: one")
+        progress.follow(4, lambda: 3)
+    assert not progress.is_shown
+    assert not written.getvalue()
+
+
+class Kernel:
+    """What a notebook's front end got of its kernel: IPython.display's published calls."""
+
+    def __init__(self) -> None:
+        self.kernel = self
+        self.shown: list[str] = []
+
+    def get_ipython(self) -> Kernel:
+        return self
+
+    def HTML(self, text: str) -> str:
+        return text
+
+    def display(self, text: str, *, display_id: bool) -> Kernel:
+        assert display_id
+        self.shown.append(text)
+        return self
+
+    def update(self, text: str) -> None:
+        self.shown.append(text)
+
+
+@pytest.mark.parametrize("show", [True, "lines"])
+def test_a_notebook_gets_a_bar_and_keeps_nothing(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, stream = Kernel(), io.StringIO()
+    module = SimpleNamespace(get_ipython=kernel.get_ipython, display=kernel)
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setattr("opusim.progress._BETWEEN_FRAMES_S", 0.0)
+    with Progress("audit", "trials", show=show, stream=stream) as progress:
+        progress.start(1000, at_once=True)
+        progress.advance(250, left_s=90.0, news="epoch <1>")
+        progress.say("failed: one")
+    assert kernel.shown[1] == (
+        '<progress value="250" max="1000"></progress> audit: 250 of 1,000 trials, about 90 s left, epoch &lt;1&gt;'
+    )
+    assert kernel.shown[-1] == ""
+    assert stream.getvalue() == "audit: failed: one\n"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -153,3 +208,14 @@ def test_durations_are_in_the_unit_that_a_reader_takes(seconds: float, text: str
 )
 def test_energies_are_in_the_unit_that_a_reader_takes(joules: float, text: str) -> None:
     assert energy(joules) == text
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_table_is_plain_text_wherever_it_is_made(notebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel sets FORCE_COLOR, and rich displays what it prints in a notebook."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: notebook)
+    text = table_text(("name", "value"), [("sigma", "0.5")])
+    assert "\x1b" not in text
+    assert "│ sigma │ 0.5   │" in text

@@ -28,6 +28,7 @@ from opusim.accounting.audit import (
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
 from opusim.accounting.one_run import NOT_NORMAL, OneRunBound, OneRunResult, guesses_bound
+from opusim.tables import Shown, html_table
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (
@@ -324,8 +325,8 @@ def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
     return max((bound.power for bound in bounds if bound.power is not None), default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Audit:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Audit(Shown):
     """The audit of a run.
 
     Attributes:
@@ -367,6 +368,25 @@ class Audit:
     def scores(self, role: Role = Role.RUN) -> dict[str, OneRunResult]:
         """Return the bounds from scores of canaries, by attack; empty if trials were played."""
         return {one.attack: one.result for one in self.of(role) if isinstance(one.result, OneRunResult)}
+
+    def _shown(self) -> dict[str, object]:
+        best = self.strongest
+        return {
+            "epsilon": f"at least {best.result.epsilon_lower:.4g}",
+            "attack": repr(best.attack),
+            "confidence": f"{self.confidence:.4g}",
+            "claim": None if best.claim is None else number(best.claim.epsilon),
+            "refuted": self.refuted,
+            "played": repr(self.played.value),
+            "trials": self.trials,
+            "failed_controls": len(self.failed_controls) or None,
+            "seed": self.seed,
+        }
+
+    def _repr_html_(self) -> str:
+        """Return the table of the bounds on the run and of the controls, for a notebook."""
+        rows = audit_rows(self)
+        return html_table(list(rows[0]), [list(row.values()) for row in rows])
 
     @property
     def strongest(self) -> Finding:

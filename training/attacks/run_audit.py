@@ -19,6 +19,7 @@ from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.files import make_private_folder, quoted, require_writable_folder
+from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
@@ -112,8 +113,7 @@ def audit_run(
     trials: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
-    on_start: Callable[[int], None] = lambda total: None,
-    on_trial: Callable[[int], None] = lambda done: None,
+    progress: Show = True,
 ) -> Audit:
     """Attack a run, and keep what was found as `audit.json`.
 
@@ -137,8 +137,7 @@ def audit_run(
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
-        on_start: Told how many trials there will be.
-        on_trial: Called with the number of trials done so far, after each, or after some thousand of a game.
+        progress: Whether to show a bar of the trials; see `opusim.train`.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
@@ -158,23 +157,16 @@ def audit_run(
     game = game_of(run.plan)
     trials = trials or (_STEP_TRIALS if game is None else GAME_TRIALS)
     control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials
-    on_start(trials + 2 * control_trials)
-    done = 0
-
-    def advance(more: int = 1) -> None:
-        nonlocal done
-        done += more
-        on_trial(done)
-
-    with torch_threads(run.plan.algorithm.config.threads):
+    with torch_threads(run.plan.algorithm.config.threads), Progress("audit", "trials", show=progress) as bar:
+        bar.start(trials + 2 * control_trials)
         if game is not None:
-            findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
+            findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=bar.advance)
         else:
             findings, control = [], record_protected(run.plan, _CONTROL_NOISE)
             for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
                 count = trials if role is Role.RUN else control_trials
                 own: dict[str, Any] = {"trials": count, "seed": derive_seed(seed, "audit", role.value)}
-                findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=advance)
+                findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=bar.advance)
     release = game is not None and run.plan.mode == "release"
     found = Audit(
         findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),

@@ -548,27 +548,14 @@ def _play(
     run: Path, shared: dict[str, Any], trials: int | None, canaries: int | None, *, one_run: bool
 ) -> Audit:
     """Attack a run's steps or play the game of its protection; or train once with canaries."""
-    from opusim.progress import Progress
     from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
     from opusim.training.attacks.run_audit import audit_run
 
     if one_run:
-        with Progress("audit of one training", "steps") as progress:
-            return audit_one_training(
-                run,
-                **shared,
-                canaries=DEFAULT_CANARIES if canaries is None else canaries,
-                on_start=progress.start,
-                on_step=progress.advance,
-            )
-    with Progress("audit", "trials") as progress:
-        return audit_run(
-            run,
-            **shared,
-            trials=trials,
-            on_start=progress.start,
-            on_trial=lambda done: progress.advance(done=done),
+        return audit_one_training(
+            run, **shared, canaries=DEFAULT_CANARIES if canaries is None else canaries, progress="lines"
         )
+    return audit_run(run, **shared, trials=trials, progress="lines")
 
 
 def _play_final_model(
@@ -577,22 +564,19 @@ def _play_final_model(
     """Train many times with a crafted record or without it."""
     from opusim import checks
     from opusim.accounting.one_run import FEWEST_CANARIES
-    from opusim.progress import Progress
     from opusim.training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
 
     if trainings is not None:
         given: dict[str, Any] = {"--trials": trainings}
         checks.integer(minimum=FEWEST_CANARIES, **given)
-    with Progress("audit of final models", "trainings") as progress:
-        return audit_final_model(
-            run,
-            **shared,
-            trainings=DEFAULT_TRAININGS if trainings is None else trainings,
-            jobs=1 if jobs is None else jobs,
-            cluster=cluster,
-            on_start=lambda total, done: progress.start(total, done=done, at_once=True),
-            on_training=lambda done: progress.advance(done=done),
-        )
+    return audit_final_model(
+        run,
+        **shared,
+        trainings=DEFAULT_TRAININGS if trainings is None else trainings,
+        jobs=1 if jobs is None else jobs,
+        cluster=cluster,
+        progress="lines",
+    )
 
 
 _WIDE_PAGE = 140
@@ -632,17 +616,14 @@ def _audit_mechanism(
         typer.Exit: With code 1, if a check raised an alarm.
     """
     from opusim.files import require_writable
-    from opusim.progress import Progress
     from opusim.training.attacks.mechanism.audit import audit_mechanism
     from opusim.training.attacks.mechanism.checks import report_text
     from opusim.training.runs.storage import write_json
 
     if out is not None:
         require_writable(out, "--out")
-    with Progress(f"self-test of {kind}", "steps") as progress:
-        given = {name: value for name, value in asked.items() if value is not None}
-        watched: dict[str, Any] = {"on_start": progress.start, "on_step": progress.advance}
-        found = audit_mechanism(kind, **given, seed=seed, **watched)
+    given = {name: value for name, value in asked.items() if value is not None}
+    found = audit_mechanism(kind, **given, seed=seed, progress="lines")
     if out is not None:
         write_json(out, found.to_json())
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else report_text(found))

@@ -34,13 +34,12 @@ from opusim.training.cli.options import (
 )
 from opusim.training.config.kinds import TRAINERS, TrainerSection
 from opusim.training.config.run import RunConfig
-from opusim.training.engine.callbacks import Callback, Watchers
+from opusim.training.engine.callbacks import Callback
 
 if TYPE_CHECKING:
     from opusim.devices.usage import Usage
     from opusim.training.runs.run import Run
     from opusim.training.sweeps.execution import SweepForecast
-    from opusim.training.sweeps.sweep import Row
 
 _EPILOG = (
     "[bold]--set[/bold] changes any key of the configuration; `opusim train options {kind}` explains those of {kind}, "
@@ -85,7 +84,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
         from opusim.training.engine.session import train
 
         folder = values["out"]
-        watched(config, values["quiet"], lambda watcher: train(config, folder=folder, watcher=watcher))
+        watched(config, values["quiet"], lambda **shown: train(config, folder=folder, **shown))
 
     lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
     epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
@@ -130,8 +129,8 @@ def resume(
     if device is not None and not _follows(config):
         require_present(parse_description(str(folder.config_file), device))
 
-    def work(watcher: Callback | None) -> Run:
-        return train(folder=run, resume=True, moved=moved, watcher=watcher, trust_code=trust_code)
+    def work(**shown: Any) -> Run:
+        return train(folder=run, resume=True, moved=moved, trust_code=trust_code, **shown)
 
     watched(config, quiet, work)
 
@@ -185,25 +184,28 @@ def small_batch(config: RunConfig) -> str | None:
     )
 
 
-def watched(config: RunConfig, quiet: bool, work: Callable[[Callback | None], Run]) -> None:
+def watched(config: RunConfig, quiet: bool, work: Callable[..., Run]) -> None:
     """Train with a progress bar, then print the table and write the report.
 
     The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
+
+    Args:
+        config: The configuration.
+        quiet: Whether only the run folder is printed.
+        work: Trains, and takes `callbacks` and `progress` of `opusim.train`.
     """
     from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
 
     if _follows(config):
-        work(None)
+        work()
         return
     hints = () if quiet else (place_text(config.torch_device), small_batch(config))
     lines = [line for line in (caution(config), *hints) if line is not None]
-    watchers: list[Callback] = [Announced(line) for line in lines]
-    if quiet:
-        run = work(Watchers(watchers))
-    else:
-        with RunProgress(f"train {config.trainer.kind}", "steps") as progress:
-            run = work(Watchers([*watchers, AnnouncedUsage(), progress]))
+    callbacks: list[Callback] = [Announced(line) for line in lines]
+    if not quiet:
+        callbacks.append(AnnouncedUsage())
+    run = work(callbacks=callbacks, progress=False if quiet else "lines")
     report_file = write_report(run)
     if quiet:
         typer.echo(run.folder.path)
@@ -252,34 +254,6 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo(wrapped(run.advice))
     if run.config.mode == "experiment":
         typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
-
-
-class RunProgress(Progress, Callback):
-    """Shows steps done, the time left and the newest accuracies."""
-
-    _news = ""
-
-    @override
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        self.start(total_steps, done=step)
-
-    @override
-    def on_step(self, *, step: int) -> None:
-        self.advance(done=step, news=self._news)
-
-    @override
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        parts = [f"epoch {record['epoch']}"]
-        for name in ("train", "validation"):
-            accuracy = record.get(f"{name}_accuracy")
-            if accuracy is not None:
-                parts.append(f"{name} {100 * accuracy:.1f} %")
-        words = {"bits_per_byte": "bits per byte", "bits_per_token": "bits per token", "rmse": "RMSE"}
-        for key in [key for key in words if f"validation_{key}" in record][:1]:
-            parts.append(f"{record[f'validation_{key}']:.4g} {words[key]}")
-        if record.get("validation_r2", 0.0) < 0:
-            parts.append("R^2 below 0")
-        self._news = ", ".join(parts)
 
 
 class Announced(Callback):
@@ -504,17 +478,15 @@ def curve(
     if draw_only:
         rows = folder.rows(points)
     else:
-        with SweepProgress("curve", "runs") as progress:
-            rows = run_sweep(
-                points,
-                folder,
-                jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
-                cluster=cluster,
-                retry_failed=retry_failed,
-                on_forecast=progress.foretell,
-                on_start=lambda done, total: progress.start(total, done=done, at_once=True),
-                on_row=progress.count,
-            )
+        rows = run_sweep(
+            points,
+            folder,
+            jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
+            cluster=cluster,
+            retry_failed=retry_failed,
+            progress="lines",
+            on_forecast=_foretell,
+        )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, text)
     print_rows(setting_rows(result), without=("device energy", "device time"))
@@ -526,23 +498,14 @@ def curve(
         raise typer.Exit(code=1)
 
 
-class SweepProgress(Progress):
-    """Shows a sweep on standard error."""
+def _foretell(found: SweepForecast) -> None:
+    """Say what the runs will take of their devices, if some have one."""
+    from opusim.accounting.mechanism import counted
 
-    def foretell(self, found: SweepForecast) -> None:
-        """Say what the runs will take of their devices, if some have one."""
-        from opusim.accounting.mechanism import counted
-
-        silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
-        if found.runs:
-            more = silent and f"; without {silent}, not known before"
-            line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
-            self.say(line)
-        elif silent:
-            self.say(f"device: what {silent} will take is not known before they start")
-
-    def count(self, row: Row, seconds_left: float | None) -> None:
-        """Count one more run, and name it if it failed."""
-        if row.status == "failed":
-            self.say(f"failed: {row.identity}: {row.reason}")
-        self.advance(left_s=seconds_left)
+    silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
+    if found.runs:
+        more = silent and f"; without {silent}, not known before"
+        line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
+        typer.echo(line, err=True)
+    elif silent:
+        typer.echo(f"device: what {silent} will take is not known before they start", err=True)

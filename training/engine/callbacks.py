@@ -8,6 +8,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from opusim.progress import Progress
+
 if TYPE_CHECKING:
     from opusim.devices.usage import Usage
 
@@ -78,3 +80,31 @@ class Watchers(Callback):
         with ExitStack() as ends:
             for watcher in reversed(self._watchers):  # the stack calls the last one first
                 ends.callback(watcher.on_end, summary)
+
+
+class RunProgress(Progress, Callback):
+    """Shows steps done, the time left and the newest accuracies."""
+
+    _news = ""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """Begin to count."""
+        self.start(total_steps, done=step)
+
+    def on_step(self, *, step: int) -> None:
+        """Count the steps."""
+        self.advance(done=step, news=self._news)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """Say the newest figures with the next step."""
+        parts = [f"epoch {record['epoch']}"]
+        for name in ("train", "validation"):
+            accuracy = record.get(f"{name}_accuracy")
+            if accuracy is not None:
+                parts.append(f"{name} {100 * accuracy:.1f} %")
+        words = {"bits_per_byte": "bits per byte", "bits_per_token": "bits per token", "rmse": "RMSE"}
+        for key in [key for key in words if f"validation_{key}" in record][:1]:
+            parts.append(f"{record[f'validation_{key}']:.4g} {words[key]}")
+        if record.get("validation_r2", 0.0) < 0:
+            parts.append("R^2 below 0")
+        self._news = ", ".join(parts)

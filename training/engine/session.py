@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -28,6 +29,7 @@ from opusim.files import quoted
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks, exchange_backend, init_process_group
+from opusim.progress import Show
 from opusim.training.config.kinds import KINDS
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.config.sections import is_import_path
@@ -36,7 +38,7 @@ from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.algorithm import Trainer
-from opusim.training.engine.callbacks import Callback, Watchers
+from opusim.training.engine.callbacks import Callback, RunProgress, Watchers
 from opusim.training.engine.cards import to_device
 from opusim.training.engine.certified import facts_of, noted_alarms
 from opusim.training.engine.loop import Engine, follow
@@ -74,7 +76,9 @@ def train(
     settings: Sequence[str] = (),
     watcher: Callback | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: Show = True,
     trust_code: bool = False,
+    **keys: Any,
 ) -> Run:
     """Train a network with the hardware in the loop, and return the run.
 
@@ -98,7 +102,10 @@ def train(
         settings: Lines "key=value" over the configuration.
         watcher: Receives the progress.
         callbacks: Receive the progress and the end, such as the logger of examples/tensorboard_logger.py.
+        progress: Whether to show a bar, on a terminal and in a notebook; "lines" also writes a line now and then
+            elsewhere, as `opusim train` does.
         trust_code: Whether a resumed run may execute the user-supplied code that its folder names by import path.
+        **keys: Keys of the configuration over it, such as ``epochs=3`` or ``device={"name": "camera"}``.
 
     Raises:
         ConfigError: The configuration or the device description is wrong.
@@ -107,10 +114,16 @@ def train(
         DeviceError: The device cannot be opened or fails.
         TrainingDiverged: A batch's error is not finite.
     """
+    for name, given, taken in (("data", data, "records"), ("model", model, "a module")):
+        if isinstance(given, Mapping):
+            raise TypeError(
+                f"{name} = {reprlib.repr(given)}: is a section of the configuration, and {name} takes {taken}; write "
+                f"opusim.train({{{name!r}: {{...}}}}, ...)"
+            )
     init_process_group()
     ranks = Ranks()
     with ranks.session():
-        stated = _stored(config, settings, folder) if resume else load_config(config, settings)
+        stated = _stored(config or keys, settings, folder) if resume else load_config(config, settings, keys)
         resolved = for_this_machine(stated)
         is_led = not ranks.is_first and leads_steps(resolved)
         require_shareable(resolved, ranks)
@@ -128,11 +141,14 @@ def train(
         records = load_data(reading, data, test)
         if is_led:
             return _follow(resolved, records, run_folder, model=model, resume=resume, ranks=ranks)
-        with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
-            run = train_on(
-                resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watchers
-            )
-            watchers.summary = run.summary
+        show = progress if ranks.is_first else False
+        with RunProgress(f"train {resolved.trainer.kind}", "steps", show=show) as bar:
+            heard = [*([watcher] if watcher else []), *callbacks, *([bar] if bar.is_shown else [])]
+            with Watchers(heard) as watchers:
+                run = train_on(
+                    resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watchers
+                )
+                watchers.summary = run.summary
         return run
 
 
@@ -312,7 +328,7 @@ def _begin(
 
 def _stored(config: object, settings: Sequence[str], folder: str | Path | None) -> RunConfig:
     """Return the configuration of the run to resume."""
-    if config is not None or settings:
+    if config or settings:
         raise RunFolderError(
             "a run resumes under the configuration in its folder; leave config and settings out, or start a new folder "
             "with them"

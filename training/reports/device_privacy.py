@@ -49,7 +49,7 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, PhotonC
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower
-from opusim.plugins import Deferred
+from opusim.tables import blank_figure
 from opusim.temperature import TemperatureLaw
 from opusim.training.protections.argmax_labels import (
     NO_LIGHT,
@@ -69,8 +69,6 @@ from opusim.training.protections.counted_labels import CountsReadout, equidistan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-drawing = Deferred("matplotlib.figure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -641,7 +639,7 @@ def temperature_epsilon_figure(counts: LabelCounts, targets: Sequence[float]) ->
             "is off, so epsilon does not depend on the temperature; leave the figure out",
         )
     temperatures = np.linspace(*counts.temperatures_c, _FIGURE_STEPS)
-    figure: Figure = drawing.Figure(figsize=(11, 4.6), layout="constrained")
+    figure = blank_figure(11, 4.6)
     left, right = figure.subplots(1, 2)
     for light, color in zip(LIGHTS, ("C0", "C1", "C2", "C3"), strict=True):
         points = [OperatingPoint(temperature_c=float(t), light=light) for t in temperatures]

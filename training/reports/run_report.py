@@ -16,7 +16,13 @@ from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from opusim.training.attacks.findings import Audit, Played, audit_rows, paragraphs, read_audit
 from opusim.training.config.sections import OWN_ARRAYS
-from opusim.training.runs.drawing import Line, LineChart, learning_curves, main_figure
+from opusim.training.runs.drawing import (
+    LineChart,
+    alignment_curves,
+    learning_curves,
+    main_figure,
+    noise_curves,
+)
 from opusim.training.runs.folder import RunFolder, StoredRun
 from opusim.training.zeroth_order.config import ZoConfig
 
@@ -28,8 +34,6 @@ RELEASE_DASHES = (
     "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
 )
 """Explains the dashes in the table of a release run."""
-_LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
-"""Ends of the axis of cosines, unless one is lower."""
 
 
 def write_report(run: StoredRun, *, audit: Audit | None = None, folder: Path | None = None) -> Path:
@@ -268,56 +272,3 @@ def _device_rows(run: StoredRun) -> list[dict[str, str]]:
 def shown_values(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Flatten a nested mapping into (dotted key, value) pairs, without empty values."""
     return [(key, str(value)) for key, value in flat(values).items() if value is not None]
-
-
-# Figures
-
-
-def alignment_curves(run: StoredRun) -> LineChart | None:
-    """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
-
-    Returns:
-        The figure, or None if the run has no observations.
-    """
-    observed = [record for record in run.metrics if record.get("alignment")]
-    if not observed:
-        return None
-    epochs = [record["epoch"] for record in observed]
-    part = "layer" if "layers" in run.facts["network"] else "point"
-    lines = [
-        Line(
-            x=epochs,
-            y=[record["alignment"][layer] for record in observed],
-            label=f"{part} {layer + 1}",
-            number=layer,
-        )
-        for layer in range(len(observed[0]["alignment"]))
-    ]
-    lowest = min(min(line.y) for line in lines)
-    return LineChart(
-        lines=lines,
-        x_label="epoch",
-        y_label="cosine with the gradient",
-        y_limits=(min(_LEAST_ALIGNMENT, 1.1 * lowest), _MOST_ALIGNMENT),
-    )
-
-
-def noise_curves(run: StoredRun) -> LineChart | None:
-    """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
-
-    Returns:
-        The figure, or None if the run has no observations or without noise.
-    """
-    observed = [record for record in run.metrics if record.get("signal_norm")]
-    if not observed or not any(any(record["noise_norm"]) for record in observed):
-        return None
-    epochs = [record["epoch"] for record in observed]
-    lines = []
-    for layer in range(len(observed[0]["signal_norm"])):
-        place = "error" if run.config.trainer.kind == "bp" else f"layer {layer + 1}"
-        for what, key in (("signal", "signal_norm"), ("noise", "noise_norm")):
-            values = [record[key][layer] for record in observed]
-            lines.append(
-                Line(x=epochs, y=values, label=f"{what}, {place}", number=layer, hollow=what == "noise")
-            )
-    return LineChart(lines=lines, x_label="epoch", y_label="mean norm per record", logarithmic=True)

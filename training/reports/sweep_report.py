@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from opusim.accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
-from opusim.tables import data_url, duration, energy, html_page
+from opusim.tables import blank_figure, data_url, duration, energy, html_page
 from opusim.training.reports.run_report import distinct
 from opusim.training.runs.drawing import COLOURS, LINES, new_figure, save_figure, style
 from opusim.training.runs.folder import RunFolder
@@ -65,7 +65,7 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
     Raises:
         OSError: The folder is not writable.
     """
-    records = [_record(result, point) for point in result.points]
+    records = [_as_text(record) for record in sweep_records(result)]
     _write_csv(result.folder.table_file, records)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -143,26 +143,39 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
     return [{key: row[key] for key in told} for row in rows]
 
 
-def _record(result: SweepResult, point: Point) -> dict[str, Any]:
-    """Return one run as plain values, for the CSV file and the page's long table."""
-    row = result.rows.get(point.identity)
-    run_path = result.folder.run_path(point)
-    axes = dict.fromkeys(key for other in result.points for key in other.values)
-    record: dict[str, Any] = {"series": point.series, **{key: str(point.values.get(key, "")) for key in axes}}
-    if row is None:
-        return record | {"status": "not run"}
-    figures_of_run = {
-        "accuracy": row.accuracy,
-        "epsilon_proven": row.proven_epsilon,
-        "epsilon_claimed": row.claimed_epsilon,
-        "epsilon_audited": audited_epsilon(run_path),
-        "device_frames": row.figures.get("frames"),
-        "device_joules": row.figures.get("joules"),
-        "device_seconds": row.figures.get("seconds"),
-        "wall_seconds": row.wall_s,
-    }
-    record |= {name: "" if v is None else f"{v:.6g}" for name, v in figures_of_run.items()}
-    return record | {"status": row.status, "reason": row.reason or "", "run": row.identity}
+def sweep_records(result: SweepResult) -> list[dict[str, Any]]:
+    """Return one mapping per run of a sweep: its series, its value on each axis, its figures (None if unknown)."""
+    axes = dict.fromkeys(key for point in result.points for key in point.values)
+    records = []
+    for point in result.points:
+        row = result.rows.get(point.identity)
+        record: dict[str, Any] = {"series": point.series} | {key: point.values.get(key) for key in axes}
+        if row is None:
+            records.append(record | {"status": "not run"})
+            continue
+        figures = {
+            "accuracy": row.accuracy,
+            "epsilon_proven": row.proven_epsilon,
+            "epsilon_claimed": row.claimed_epsilon,
+            "epsilon_audited": audited_epsilon(result.folder.run_path(point)),
+            "device_frames": row.figures.get("frames"),
+            "device_joules": row.figures.get("joules"),
+            "device_seconds": row.figures.get("seconds"),
+            "wall_seconds": row.wall_s,
+        }
+        records.append(record | figures | {"status": row.status, "reason": row.reason, "run": row.identity})
+    return records
+
+
+def _as_text(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return one run's record for the CSV file and the page's long table; numbers of figures have six digits."""
+    figures = list(record)[list(record).index("accuracy") :] if "accuracy" in record else []
+
+    def text(key: str, value: object) -> str:
+        is_figure = key in figures and isinstance(value, float | int)
+        return "" if value is None else f"{value:.6g}" if is_figure else str(value)
+
+    return {key: text(key, value) for key, value in record.items()}
 
 
 def _again(result: SweepResult, point: Point) -> str:
@@ -357,7 +370,7 @@ def cost(result: SweepResult) -> Figure | None:
     if not kinds:
         return None
     names = list(dict.fromkeys(curve.name for curve in drawn))
-    figure = Figure(figsize=(7.2, 0.9 + 0.34 * len(names)), layout="constrained")
+    figure = blank_figure(7.2, 0.9 + 0.34 * len(names))
     panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for axes, kind in zip(panels, kinds, strict=True):
         found = [curve for curve in drawn if curve.kind == kind]

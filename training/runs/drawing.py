@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 from opusim.files import write_file
-from opusim.plugins import Deferred
-from opusim.tables import Shown, png_bytes
+from opusim.tables import Shown, blank_figure, png_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from opusim.training.runs.folder import StoredRun
-
-matplotlib = Deferred("matplotlib.figure")
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's, ordered so that neighbours also differ in lightness when printed in grey."""
@@ -284,7 +281,7 @@ def style(number: int) -> dict[str, Any]:
 
 def new_figure(width: float = 6.4, height: float = 3.8) -> tuple[Figure, Axes]:
     """Make a figure with one pair of axes, drawn without a display; sizes in inches."""
-    figure: Figure = matplotlib.Figure(figsize=(width, height), layout="constrained")
+    figure = blank_figure(width, height)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3, linewidth=0.6)
@@ -376,3 +373,57 @@ def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChar
     half = _MIN_ACCURACY_RANGE / 2
     middle = min(max((low + high) / 2, half), 100 - half)
     return replace(chart, y_limits=(middle - half, middle + half))
+
+
+_LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
+"""Ends of the axis of cosines, unless one is lower."""
+
+
+def alignment_curves(run: StoredRun) -> LineChart | None:
+    """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
+
+    Returns:
+        The figure, or None if the run has no observations.
+    """
+    observed = [record for record in run.metrics if record.get("alignment")]
+    if not observed:
+        return None
+    epochs = [record["epoch"] for record in observed]
+    part = "layer" if "layers" in run.facts["network"] else "point"
+    lines = [
+        Line(
+            x=epochs,
+            y=[record["alignment"][layer] for record in observed],
+            label=f"{part} {layer + 1}",
+            number=layer,
+        )
+        for layer in range(len(observed[0]["alignment"]))
+    ]
+    lowest = min(min(line.y) for line in lines)
+    return LineChart(
+        lines=lines,
+        x_label="epoch",
+        y_label="cosine with the gradient",
+        y_limits=(min(_LEAST_ALIGNMENT, 1.1 * lowest), _MOST_ALIGNMENT),
+    )
+
+
+def noise_curves(run: StoredRun) -> LineChart | None:
+    """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
+
+    Returns:
+        The figure, or None if the run has no observations or without noise.
+    """
+    observed = [record for record in run.metrics if record.get("signal_norm")]
+    if not observed or not any(any(record["noise_norm"]) for record in observed):
+        return None
+    epochs = [record["epoch"] for record in observed]
+    lines = []
+    for layer in range(len(observed[0]["signal_norm"])):
+        place = "error" if run.config.trainer.kind == "bp" else f"layer {layer + 1}"
+        for what, key in (("signal", "signal_norm"), ("noise", "noise_norm")):
+            values = [record[key][layer] for record in observed]
+            lines.append(
+                Line(x=epochs, y=values, label=f"{what}, {place}", number=layer, hollow=what == "noise")
+            )
+    return LineChart(lines=lines, x_label="epoch", y_label="mean norm per record", logarithmic=True)

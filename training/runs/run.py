@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from opusim import checks
 from opusim.plugins import Deferred
 from opusim.tables import Shown
 from opusim.training.config.run import LossName
@@ -44,7 +45,7 @@ from opusim.training.networks.user_code import (
     warn_if_changed,
 )
 from opusim.training.runs.checkpoints import copy_parameters, read_checkpoint
-from opusim.training.runs.drawing import LineChart, learning_curves
+from opusim.training.runs.drawing import LineChart, alignment_curves, learning_curves, noise_curves
 from opusim.training.runs.folder import RunFolder, StoredRun, newest_checkpoint
 from opusim.training.runs.storage import read_array
 
@@ -196,19 +197,25 @@ class Run(Shown, StoredRun):
         split = Split(self._prepared(records.x), records.y)
         return evaluate_split(self._network, split, self.config.loss, self.form.target)
 
-    def plot(self) -> LineChart:
-        """Return the learning curve: a notebook draws it, and ``run.plot().svg()`` is the content of a file.
+    def plot(self, what: Literal["learning", "alignment", "noise"] = "learning") -> LineChart:
+        """Return a figure of the run: a notebook draws it, and ``run.plot().svg()`` is the content of a file.
 
-        It shows the run's main figure on validation records, or on training records if none were held out.
+        Args:
+            what: "learning", the run's main figure on validation records, or on training records if none were held out;
+                "alignment", the cosine of each layer's update with its backpropagation gradient; "noise", the norms of
+                the signal that each hidden layer receives and of its noise.
 
         Raises:
-            ValueError: There are no metrics, as in release mode and before the first epoch has ended.
+            ValueError: There are no metrics to draw: release mode keeps none, before the first epoch has ended there
+                are none, and only trainers with feedback have an alignment and a noise.
         """
-        chart = learning_curves([self], [self.config.trainer.kind])
+        checks.choice(("learning", "alignment", "noise"), what=what)
+        charts = {"alignment": alignment_curves, "noise": noise_curves}
+        chart = charts[what](self) if what in charts else learning_curves([self], [self.config.trainer.kind])
         if chart is None:
             raise ValueError(
-                f"run {self.folder.path} has no metrics to draw; release mode keeps none, and others have some after "
-                "an epoch"
+                f"run {self.folder.path} has no metrics of {what} to draw; release mode keeps none, others have some "
+                "after an epoch, and alignment and noise are those of trainers with feedback"
             )
         return chart
 

@@ -6,6 +6,7 @@ twice. `run_sweep` calls it for every point that has no row yet.
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import statistics
@@ -13,21 +14,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
 import joblib
+import torch
 from joblib.externals.loky.process_executor import TerminatedWorkerError
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from opusim.accounting.guarantee import BudgetExceeded
 from opusim.devices.usage import Usage
 from opusim.plugins import FOREIGN_ERRORS
+from opusim.progress import Progress, Show
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import DataConfig, SplitRule, is_import_path
 from opusim.training.data import Dataset
-from opusim.training.engine.plan import Forecast, RunPlan
+from opusim.training.data.tables import OwnData, OwnTest, as_arrays, is_frame
+from opusim.training.engine.plan import Forecast, RunPlan, load_data, with_own_inputs
 from opusim.training.engine.session import train_on
 from opusim.training.errors import FolderBusy, RunInterrupted, SweepStopped
 from opusim.training.networks.user_code import named_dataset, require_trusted
@@ -44,6 +50,45 @@ _FORECAST_S = 20.0
 """Seconds after which the forecast of a sweep asks no further setting's device."""
 _POLL_S = 1.0
 """Seconds between two looks at a run folder that another process is writing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """User-supplied data and model of all runs of a sweep; see `opusim.train`.
+
+    Attributes:
+        data: The records, or None.
+        test: Test records, or None.
+        label: The column of a table to predict, or several, or None.
+        model: The module of which each run trains a copy, or None.
+    """
+
+    data: OwnData | Dataset | None = None
+    test: OwnTest | None = None
+    label: str | Sequence[str] | None = None
+    model: nn.Module | None = None
+
+    def applied(self, points: Sequence[Point]) -> list[Point]:
+        """Return the points of runs on these inputs, which are part of a run's identity."""
+        if self.data is None and self.model is None:
+            return list(points)
+        state = None if self.model is None else [*self.model.state_dict().values()]
+        content = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.cpu().numpy(), [self.data, self.test, state]
+        )
+        digest = joblib.hash([*content, repr(self.model)])[:8]
+        return [
+            replace(
+                point,
+                config=with_own_inputs(point.config, self.data, self.label, self.model),
+                inputs=digest,
+            )
+            for point in points
+        ]
+
+
+_NAMED = Inputs()
+"""Nothing of the user's: what each configuration names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +142,12 @@ def run_sweep(
     folder: SweepFolder,
     *,
     jobs: int,
+    inputs: Inputs = _NAMED,
     cluster: str | None = None,
     retry_failed: bool = False,
     patience_s: float = 10.0,
+    progress: Show = False,
     on_forecast: Callable[[SweepForecast], None] | None = None,
-    on_start: Callable[[int, int], None] = lambda done, total: None,
     on_row: Callable[[Row, float | None], None] = lambda row, left: None,
 ) -> dict[str, Row]:
     """Make the runs that are missing, and return all rows by identity.
@@ -110,11 +156,12 @@ def run_sweep(
         points: The sweep's points; points with the same configuration share a run.
         folder: The sweep's folder; only one process writes it.
         jobs: Number of parallel runs on this machine, at least 1.
+        inputs: User-supplied data and model, which were applied to the points.
         cluster: Address of a Dask scheduler whose workers see the same folder; None uses local processes.
         retry_failed: Whether to try runs again that failed before.
         patience_s: Seconds to wait for the scheduler's answer.
+        progress: Whether to show a bar of the runs, and to name those that fail; see `opusim.train`.
         on_forecast: Called first, with what the missing runs will take of their devices; None asks no device.
-        on_start: Called with the number of runs that are done already, and the total.
         on_row: Called with each new row, and the estimated seconds left (None if unknown).
 
     Raises:
@@ -130,41 +177,48 @@ def run_sweep(
             rows = {identity: row for identity, row in rows.items() if row.status != "failed"}
         if on_forecast is not None:
             on_forecast(SweepForecast.of([point for key, point in distinct.items() if key not in rows]))
-        on_start(len(rows), len(distinct))
-        deaths: Counter[str] = Counter()
-        idle = 0
-        while missing := [point for identity, point in distinct.items() if identity not in rows]:
-            before = len(rows), deaths.total()
-            new = (
-                _on_cluster(missing, folder, cluster, patience_s) if cluster else _here(missing, folder, jobs)
-            )
-            try:
-                with closing(new):
-                    for row in new:
-                        rows[row.identity] = row
-                        on_row(row, _seconds_left(rows, distinct, jobs))
-            except TerminatedWorkerError as error:
-                rows |= folder.rows(missing)
-                for point in missing:  # over which did processes die too often, usually out of memory?
-                    if point.identity in rows or not folder.run_path(point).exists():
-                        continue
-                    deaths[point.identity] += 1
-                    if deaths[point.identity] >= _MAX_DEATHS:
-                        reason = (
-                            f"its process died {_MAX_DEATHS} times (out of memory?); try it with --jobs 1"
-                        )
-                        rows[point.identity] = row = failed_row(point.identity, reason)
-                        write_row(folder.row_path(point), row)
-                idle = idle + 1 if (len(rows), deaths.total()) == before else 0
-                if idle == _MAX_DEATHS:
-                    raise SweepStopped(
-                        f"{idle} processes died before they started a run (out of memory?); finished runs are kept, "
-                        "resume with fewer --jobs"
-                    ) from error
+        with Progress("sweep", "runs", show=progress) as bar:
+            bar.start(len(distinct), done=len(rows), at_once=True)
+            deaths: Counter[str] = Counter()
+            idle = 0
+            while missing := [point for identity, point in distinct.items() if identity not in rows]:
+                before = len(rows), deaths.total()
+                new = (
+                    _on_cluster(missing, folder, inputs, cluster, patience_s)
+                    if cluster
+                    else _here(missing, folder, inputs, jobs)
+                )
+                try:
+                    with closing(new):
+                        for row in new:
+                            rows[row.identity] = row
+                            left = _seconds_left(rows, distinct, jobs)
+                            if row.status == "failed":
+                                bar.say(f"failed: {row.identity}: {row.reason}")
+                            bar.advance(left_s=left)
+                            on_row(row, left)
+                except TerminatedWorkerError as error:
+                    rows |= folder.rows(missing)
+                    for point in missing:  # over which did processes die too often, usually out of memory?
+                        if point.identity in rows or not folder.run_path(point).exists():
+                            continue
+                        deaths[point.identity] += 1
+                        if deaths[point.identity] >= _MAX_DEATHS:
+                            reason = (
+                                f"its process died {_MAX_DEATHS} times (out of memory?); try it with --jobs 1"
+                            )
+                            rows[point.identity] = row = failed_row(point.identity, reason)
+                            write_row(folder.row_path(point), row)
+                    idle = idle + 1 if (len(rows), deaths.total()) == before else 0
+                    if idle == _MAX_DEATHS:
+                        raise SweepStopped(
+                            f"{idle} processes died before they started a run (out of memory?); finished runs are "
+                            "kept, resume with fewer --jobs"
+                        ) from error
     return rows
 
 
-def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
+def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED) -> Row:
     """Make one run and write its row; a failed run gets a row too.
 
     If another process is still writing the run folder (it outlived its sweep), wait for it.
@@ -173,8 +227,9 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
         config: The point's configuration.
         run_path: Its run folder.
         row_path: The file of its row.
+        inputs: User-supplied data and model.
     """
-    folder = RunFolder(run_path)
+    folder, model = RunFolder(run_path), copy.deepcopy(inputs.model)
     started = time.perf_counter()
     try:
         # the sweep itself names it
@@ -183,19 +238,28 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
         run = None
         while run is None and not folder.finished:
             try:
-                dataset = _dataset(config.data, config.split)
+                dataset = (
+                    _dataset(config.data, config.split)
+                    if inputs.data is None
+                    else load_data(config, inputs.data, inputs.test)
+                )
                 resume = folder.started
                 if resume:
                     require_trusted(folder.read_facts(), trust_code=names_code)
-                run = train_on(folder.read_config() if resume else config, dataset, folder, resume=resume)
+                run = train_on(
+                    folder.read_config() if resume else config, dataset, folder, model=model, resume=resume
+                )
             except FolderBusy:
                 time.sleep(_POLL_S)
             except BudgetExceeded:
                 break  # the folder is finished, and its summary holds the reason
-        run = run or load_run(folder.path, trust_code=names_code)
+        run = run or load_run(folder.path, model=model, trust_code=names_code)
         # the seconds of training in all processes that wrote the folder, at least those of this call
         written = sum(record["wall_s"] for record in folder.read_timing())
-        row = row_of(run, config, wall_s=max(time.perf_counter() - started, written))
+        test = inputs.test
+        if test is not None:
+            test = (test,) if is_frame(test) else as_arrays(test, "test")
+        row = row_of(run, config, wall_s=max(time.perf_counter() - started, written), test=test)
     except RunInterrupted:
         raise
     except FOREIGN_ERRORS as error:  # one failed run must not stop the others
@@ -204,7 +268,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     return row
 
 
-def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path) -> Row:
+def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED) -> Row:
     """Make one run on a worker of a cluster in the folder of the command, to which names of files are relative.
 
     Args:
@@ -212,6 +276,7 @@ def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path) -> Row
         config: See `run_point`.
         run_path: See `run_point`.
         row_path: See `run_point`.
+        inputs: See `run_point`.
 
     Raises:
         SweepStopped: The worker does not see the folder.
@@ -223,7 +288,7 @@ def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path) -> Row
             f"a worker on {socket.gethostname()} cannot enter {here} ({error.strerror}), from which the sweep was "
             "started; start it in a folder that every worker sees"
         ) from error
-    return run_point(config, run_path, row_path)
+    return run_point(config, run_path, row_path, inputs)
 
 
 @lru_cache(maxsize=1)
@@ -232,22 +297,28 @@ def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     return named_dataset(options, split)
 
 
-def _here(points: Sequence[Point], folder: SweepFolder, jobs: int) -> Generator[Row, None, None]:
+def _here(
+    points: Sequence[Point], folder: SweepFolder, inputs: Inputs, jobs: int
+) -> Generator[Row, None, None]:
     """Yield rows as local runs end. Each run has one thread, since runs share the machine."""
-    tasks = [joblib.delayed(run_point)(*_arguments(point, folder)) for point in points]
+    tasks = [joblib.delayed(run_point)(*_arguments(point, folder), inputs) for point in points]
     with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
-        yield from joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(tasks)
+        yield from joblib.Parallel(
+            n_jobs=jobs, batch_size=1, max_nbytes=None, return_as="generator_unordered"
+        )(tasks)
 
 
 def _on_cluster(
-    points: Sequence[Point], folder: SweepFolder, address: str, patience_s: float
+    points: Sequence[Point], folder: SweepFolder, inputs: Inputs, address: str, patience_s: float
 ) -> Generator[Row, None, None]:
     """Yield rows as runs on a Dask cluster end; see `connected` for the errors."""
     with connected(address, patience_s=patience_s) as client:
         from distributed import as_completed  # an extra, which `connected` found
 
         here = Path.cwd()
-        runs = [client.submit(run_in, here, *_arguments(point, folder), pure=False) for point in points]
+        runs = [
+            client.submit(run_in, here, *_arguments(point, folder), inputs, pure=False) for point in points
+        ]
         for done in as_completed(runs):
             yield done.result()
 

@@ -105,19 +105,21 @@ class Point:
         series: Name of its series.
         values: Its value on each axis, by dotted configuration key.
         config: Its resolved configuration.
+        inputs: Digest of user-supplied data and model; "" without them.
     """
 
     series: str
     values: dict[str, Any]
     config: RunConfig
+    inputs: str = ""
 
     @property
     def identity(self) -> str:
-        """Name of its run folder: points with the same configuration share one run.
+        """Name of its run folder: points with the same configuration and the same inputs share one run.
 
         Release runs have no seed. An axis `seed` counts their repetitions, which share a configuration.
         """
-        name = f"{self.config.trainer.kind}-{self.config.digest()[:16]}"
+        name = f"{self.config.trainer.kind}-{self.config.digest()[:16]}{self.inputs and '-'}{self.inputs}"
         is_repetition = self.config.mode == "release" and "seed" in self.values
         return f"{name}-{self.values['seed']}" if is_repetition else name
 
@@ -306,13 +308,20 @@ _ACCURACIES = ("test_accuracy", "validation_accuracy")
 """Figures that `Row.accuracy` looks for, in this order."""
 
 
-def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
-    """Return the row of a finished run."""
+def row_of(run: Run, config: RunConfig, *, wall_s: float, test: Any = None) -> Row:
+    """Return the row of a finished run.
+
+    Args:
+        run: The run.
+        config: The point's configuration.
+        wall_s: See `Row`.
+        test: User-supplied test records, in a form of `opusim.train`, or None.
+    """
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
     # its summary holds no figures of data, but public test records measure its model
-    if config.mode == "release":
-        found = evaluate_run(run.folder.path)
+    if config.mode == "release" and (test is not None or not config.data.is_own):
+        found = evaluate_run(run.folder.path) if test is None else run.evaluate(*test)
         summary |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
     noise = (run.facts.get("device") or {}).get("noise")  # in its description, directly or by a temperature
     return Row(

@@ -44,6 +44,7 @@ def test_a_certificate_comes_back_and_is_stated_by_the_device(name: str, tmp_pat
     path = tmp_path / "certificate.toml"
     found.certificate.write(path)
     assert load_certificate(path) == found.certificate
+    assert repr(found) == f"Calibration(certificate={found.certificate!r}, readings=60 of each input)"
     with (
         open_device(name, seed=seed, **WINDOW) as plain,
         open_device(name, seed=seed, certificate=path, **WINDOW) as sure,

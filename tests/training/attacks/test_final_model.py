@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from opusim import training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.one_run import Method
+from opusim.progress import Progress
 from opusim.training.attacks.findings import audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.final_model import (
     SCORES_FILE,
@@ -91,26 +92,28 @@ def test_final_models_tell_nearly_what_is_proven_and_less_noise_is_refuted(run: 
 
 
 @pytest.mark.slow
-def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
+def test_a_stopped_audit_resumes_and_is_kept(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "audit"
 
     class Stopped(Exception):
         pass
 
-    def stop(done: int) -> None:
+    def stop(bar: Progress, *, done: int) -> None:
         if done == 5:
             raise Stopped
 
     options: dict[str, Any] = {"data": data(), "trainings": 20, "seed": 7}
-    with pytest.raises(Stopped):
-        audit_final_model(run, **options, out=place, on_training=stop)
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "advance", stop)
+        with pytest.raises(Stopped):
+            audit_final_model(run, **options, out=place)
     before = json.loads((place / SCORES_FILE).read_text())["scores"]
     assert len(before) == 5
-    told: list[tuple[int, int]] = []
-    found = audit_final_model(
-        run, **options, out=place, on_start=lambda total, done: told.append((total, done))
-    )
-    assert told == [(20, 5)]
+    capsys.readouterr()
+    found = audit_final_model(run, **options, out=place, progress="lines")
+    assert "audit of final models: 5 of 20 trainings\n" in capsys.readouterr().err
     after = json.loads((place / SCORES_FILE).read_text())["scores"]
     assert after[:5] == before
     assert len(after) == found.trials == 20

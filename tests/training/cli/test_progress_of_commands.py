@@ -43,7 +43,7 @@ COMMANDS = [
         ("train", "bp", *SMALL, "--protect", "label-amplified", "--noise-multiplier", "1", "--out", "b"),
     ),
     ("audit", "trials", ("audit", "run", "--trials", "40", "--json")),
-    ("curve", "runs", ("curve", "spec.toml", "--jobs", "1")),
+    ("sweep", "runs", ("curve", "spec.toml", "--jobs", "1")),
     (
         "tune",
         "trials",

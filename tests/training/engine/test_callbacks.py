@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import opusim
 from opusim import training
+from opusim.errors import ConfigError
 from opusim.training.engine.callbacks import Callback
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +50,31 @@ def test_callbacks_hear_of_epochs_and_of_the_end(tmp_path: Path, stop_at: Any) -
     with pytest.raises(KeyboardInterrupt):
         training.train(CONFIG, data=data(), folder=tmp_path / "b", watcher=stop_at(3), callbacks=[heard])
     assert heard.ends[1:] == [None]
+
+
+@pytest.mark.parametrize(("is_terminal", "progress"), [(True, True), (True, False), (False, True)])
+def test_training_shows_a_bar_on_a_terminal(
+    is_terminal: bool, progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", stream)
+    training.train(CONFIG, data=data(), folder=tmp_path / "run", progress=progress)
+    assert ("train bp" in stream.getvalue() and "10/10" in stream.getvalue()) == (is_terminal and progress)
+    assert bool(stream.getvalue()) == (is_terminal and progress)
+
+
+def test_keys_of_the_configuration_may_be_arguments(tmp_path: Path) -> None:
+    run = training.train(CONFIG, data=data(), folder=tmp_path / "run", epochs=1, optimizer={"lr": 0.5})
+    assert (run.config.epochs, run.config.optimizer.lr, run.config.model.hidden) == (1, 0.5, (4,))
+    with pytest.raises(ConfigError, match=r"epoch: .*epochs"):
+        training.train(CONFIG, data=data(), folder=tmp_path / "other", epoch=1)
+    with pytest.raises(
+        TypeError, match=r"model = {'hidden': \[8\]}: is a section .* opusim.train\({'model': "
+    ):
+        training.train(CONFIG, data=data(), folder=tmp_path / "other", model={"hidden": [8]})  # type: ignore[arg-type]
+    with pytest.raises(opusim.RunFolderError, match="resumes under the configuration in its folder"):
+        training.train(data=data(), folder=tmp_path / "run", resume=True, epochs=3)
 
 
 def test_every_callback_is_told_the_end(tmp_path: Path) -> None:

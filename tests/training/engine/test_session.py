@@ -107,6 +107,15 @@ def test_a_run_shows_its_figures_in_a_notebook(tmp_path: Path) -> None:
     assert f'<td style="text-align:left">{run.step} (finished)</td>' in run._repr_html_()
     chart = run.plot()
     assert [line.x for line in chart.lines] == [(1, 2)]
+    alignment = run.plot("alignment")
+    assert alignment.y_label == "cosine with the gradient"
+    found = [[*line.y] for line in alignment.lines]
+    assert found == [
+        list(layer) for layer in zip(*[record["alignment"] for record in run.metrics], strict=True)
+    ]
+    assert {line.label.split(",")[0] for line in run.plot("noise").lines} == {"signal", "noise"}
+    with pytest.raises(ValueError, match="what = 'aligment'"):
+        run.plot("aligment")  # type: ignore[arg-type]
     assert chart._repr_html_() == chart.svg().decode()
     assert len(repr(chart)) < 100
     assert run.metrics._repr_html_().count("<tr>") == 3
@@ -116,7 +125,7 @@ def test_a_run_shows_its_figures_in_a_notebook(tmp_path: Path) -> None:
     assert list(frame.index) == [1, 2]
     assert frame["train_loss"].tolist() == [record["train_loss"] for record in run.metrics]
     released = training.train({**protected, "mode": "release"}, data=data(), folder=tmp_path / "released")
-    with pytest.raises(ValueError, match="has no metrics to draw; release mode keeps none"):
+    with pytest.raises(ValueError, match="has no metrics of learning to draw; release mode keeps none"):
         released.plot()
 
 

@@ -21,6 +21,7 @@ from opusim.tables import column_widths, output_width, print_table, wrapped
 from opusim.training.reports import run_report, sweep_report
 from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from opusim.training.reports.sweep_report import setting_rows, write_sweep
+from opusim.training.runs import drawing
 from opusim.training.runs.drawing import Line, LineChart
 from opusim.training.runs.run import Run
 from opusim.training.sweeps import sweep as curves
@@ -99,8 +100,8 @@ def page(sweep: SweepResult) -> str:
 def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
     for drawn in (
         run_report.learning_curves([one_epoch], ["a"]),
-        run_report.alignment_curves(one_epoch),
-        run_report.noise_curves(one_epoch),
+        drawing.alignment_curves(one_epoch),
+        drawing.noise_curves(one_epoch),
     ):
         assert drawn is not None
         assert drawn.x_ticks == [1.0]

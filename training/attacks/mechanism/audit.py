@@ -25,6 +25,7 @@ from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.description.section import BadKey, merged, parse_setting
 from opusim.errors import ConfigError
+from opusim.progress import Progress, Show
 from opusim.randomness.streams import MODES, derive_seed
 from opusim.training.attacks.mechanism.checks import LAGS, Check, MechanismAudit, checked, shared
 from opusim.training.attacks.mechanism.readings import (
@@ -298,8 +299,7 @@ def audit_mechanism(
     seed: int | None = None,
     level: float = 1e-4,
     single_records: bool = True,
-    on_start: Callable[[int], None] = lambda total: None,
-    on_step: Callable[[], None] = lambda: None,
+    progress: Show = True,
 ) -> MechanismAudit:
     """Test whether a trainer releases what its ledger accounts for.
 
@@ -323,8 +323,7 @@ def audit_mechanism(
         seed: Seed of the runs in experiment mode, in [0, 2^63); None draws one, which the result states.
         level: Probability of any alarm if the mechanism is as accounted, in (0, 1).
         single_records: Whether to make the runs with small batches; False saves their time.
-        on_start: Called with the total number of steps.
-        on_step: Called after each step.
+        progress: Whether to show a bar of the steps; see `opusim.train`.
 
     Raises:
         ConfigError: A setting is reserved for the self-test, or is wrong.
@@ -354,13 +353,16 @@ def audit_mechanism(
     small = small if single_records else None
     dataset = _dataset(subject, config)
     few = 0 if small is None else _total_steps(small, SINGLE_RECORDS)
-    on_start(RUNS * (_total_steps(config, config.protection.tested_records) + few))
-    with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch,
+        Progress(f"self-test of {kind}", "steps", show=progress) as bar,
+    ):
+        bar.start(RUNS * (_total_steps(config, config.protection.tested_records) + few))
         folders = [RunFolder(Path(scratch) / str(number)) for number in range(2 * RUNS)]
-        runs = [_trained(config, subject, dataset, folder, seed, on_step) for folder in folders[:RUNS]]
+        runs = [_trained(config, subject, dataset, folder, seed, bar.advance) for folder in folders[:RUNS]]
         found, shape, accounted = _compared(runs)
         if small is not None:
-            found += _small_batches(small, subject, folders[RUNS:], seed, on_step)
+            found += _small_batches(small, subject, folders[RUNS:], seed, bar.advance)
     return MechanismAudit(
         kind=kind,
         model=model,
@@ -404,7 +406,14 @@ def _trained(
         config = config.unchecked(data={"name": dataset.name})
     else:
         watcher = _Steps(on_step, model if config.protection.last_iterate else None)
-        train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
+        train(
+            config.replaced(seed=own),
+            data=dataset,
+            model=model,
+            folder=folder.path,
+            watcher=watcher,
+            progress=False,
+        )
         kept = (read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints))
         states, config = watcher.states or list(kept), folder.read_config()
     return FinishedRun(folder=folder, config=config, subject=subject, dataset=dataset, states=states)

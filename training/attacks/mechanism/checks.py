@@ -16,7 +16,7 @@ from pydantic import computed_field
 from scipy.special import kolmogorov, ndtr
 
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
-from opusim.tables import wrapped
+from opusim.tables import Shown, wrapped
 from opusim.training.runs.storage import record_from_json, record_json
 
 SCHEMA_VERSION = 1
@@ -88,8 +88,8 @@ class Check:
         return not self.p_value >= self.level  # NaN is an alarm
 
 
-@dataclass(frozen=True, kw_only=True)
-class MechanismAudit:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MechanismAudit(Shown):
     """The self-test of one mechanism.
 
     Attributes:
@@ -127,6 +127,18 @@ class MechanismAudit:
     quiet_device: bool = False
     model: str = "mlp"
     single_records: bool = False
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "kind": repr(self.kind),
+            "protection": repr(self.protection),
+            "mode": repr(self.mode),
+            "accounted": repr(self.accounted),
+            "steps": self.steps,
+            "checks": len(self.checks),
+            "alarms": [check.name for check in self.alarms],
+            "seed": self.seed,
+        }
 
     @property
     def alarms(self) -> tuple[Check, ...]:

@@ -26,6 +26,7 @@ from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
+from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
@@ -77,8 +78,7 @@ def audit_one_training(
     canaries: int = DEFAULT_CANARIES,
     seed: int | None = None,
     delta: float | None = None,
-    on_start: Callable[[int], None] = lambda total: None,
-    on_step: Callable[[], None] = lambda: None,
+    progress: Show = True,
 ) -> Audit:
     """Train once as a run was trained, with canaries, bound epsilon from their scores, and keep it as `one-run.json`.
 
@@ -97,8 +97,7 @@ def audit_one_training(
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
-        on_start: Told how many steps there will be.
-        on_step: Called after each.
+        progress: Whether to show a bar of the steps; see `opusim.train`.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
@@ -112,9 +111,7 @@ def audit_one_training(
     folder = RunFolder(path)
     place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
-    found = play_one_run(
-        started_again(run, seed), canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step
-    )
+    found = play_one_run(started_again(run, seed), canaries, seed=seed, delta=delta, progress=progress)
     keep(found, place, run)
     return found
 
@@ -140,8 +137,7 @@ def play_one_run(
     *,
     seed: int,
     delta: float | None = None,
-    on_start: Callable[[int], None] = lambda total: None,
-    on_step: Callable[[], None] = lambda: None,
+    progress: Show = False,
 ) -> Audit:
     """Train a resolved run once with canaries, in a folder that is deleted afterwards; see `audit_one_training`.
 
@@ -150,8 +146,7 @@ def play_one_run(
         canaries: m.
         seed: Of coins and canaries, in [0, 2^63).
         delta: Of the bounds; None takes the run's.
-        on_start: Told how many steps there will be.
-        on_step: Called after each.
+        progress: See `audit_one_training`.
 
     Raises:
         NoGuarantee: The run protects labels, or its trainer cannot carry canaries.
@@ -164,11 +159,14 @@ def play_one_run(
     protected = plan.protects == "records"
     played, observer, inside, relation = (_crafted if protected else _planted)(plan, canaries, seed)
     delta = plan.protection.options.delta if delta is None else delta
-    on_start(played.total_steps)
     started = time.process_time()
-    with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch,
+        Progress("audit of one training", "steps", show=progress) as bar,
+    ):
+        bar.start(played.total_steps)
         folder = RunFolder(Path(scratch) / "run")
-        observer.after_step = on_step
+        observer.after_step = bar.advance
         train_planned(played, folder, watcher=observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
@@ -426,6 +424,7 @@ def audit_private_loop(
     canaries: int = DEFAULT_CANARIES,
     seed: int | None = None,
     delta: float | None = None,
+    progress: Show = True,
 ) -> Audit:
     """Run a private loop once with canaries, bound epsilon from their scores, and keep it there as `one-run.json`.
 
@@ -445,6 +444,7 @@ def audit_private_loop(
         canaries: m, at least 20.
         seed: Of coins and canaries, in [0, 2^63); None draws one, which the result keeps.
         delta: Of the bounds; None takes the loop's.
+        progress: Whether to show a bar of the steps, if the loop stated how many it makes; see `opusim.train`.
 
     Raises:
         ConfigError: There are more canaries than weights.
@@ -493,8 +493,12 @@ def audit_private_loop(
 
         private.wrap_writer(wrap)
         started = time.process_time()
-        observer.on_start(step=0, total_steps=settings.total_steps or 0)
-        loop(private)
+        total = settings.total_steps or 0
+        observer.on_start(step=0, total_steps=total)
+        with Progress("audit of a private loop", "steps", show=progress if total else False) as bar:
+            bar.start(total)
+            observer.after_step = bar.advance
+            loop(private)
         observer.finish()
         spent = time.process_time() - started
     ledger = read_ledger(private.folder / LEDGER_FILE)

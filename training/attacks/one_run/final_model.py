@@ -42,6 +42,7 @@ from opusim.accounting.guarantee import Adjacency, NoGuarantee, from_json
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.one_run import FEWEST_CANARIES
 from opusim.files import make_private_folder
+from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Played
@@ -211,8 +212,7 @@ def audit_final_model(
     delta: float | None = None,
     jobs: int = 1,
     cluster: str | None = None,
-    on_start: Callable[[int, int], None] = lambda total, done: None,
-    on_training: Callable[[int], None] = lambda done: None,
+    progress: Show = True,
 ) -> Audit:
     """Train many times as a run was trained, with a crafted record or without it, and attack the final models.
 
@@ -235,8 +235,7 @@ def audit_final_model(
         delta: Of the bounds; None takes the run's.
         jobs: Trainings at a time, at least 1; each has one thread if there are several.
         cluster: Address of a Dask scheduler whose workers train; None trains on this machine.
-        on_start: Told how many trainings there will be, and how many are done.
-        on_training: Called with the number of trainings done so far.
+        progress: Whether to show a bar of the trainings; see `opusim.train`.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
@@ -257,15 +256,16 @@ def audit_final_model(
     look = Look(trainings, own_delta if delta is None else delta)
     scores = _Scores(place / SCORES_FILE, worst_case=worst_case, seed=seed, folder=folder, delta=own_delta)
     game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
-    on_start(trainings, min(len(scores.found), trainings))
     scores.warn_before(look)
     started = time.process_time()
+    with Progress("audit of final models", "trainings", show=progress) as bar:
+        bar.start(trainings, done=min(len(scores.found), trainings), at_once=True)
 
-    def keep() -> None:
-        scores.write()
-        on_training(len(scores.found))
+        def keep() -> None:
+            scores.write()
+            bar.advance(done=len(scores.found))
 
-    play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
+        play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
     found = replace(found, looks=scores.looked(look))
     found.keep(place)

@@ -376,6 +376,11 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
                 f"{certificate.device}: the dark charge is at most {fresh.dark_e_high:.6g} electrons, certified is "
                 f"{law.dark_e_low:.6g}; warm the sensor to its temperature, or calibrate again"
             )
+        if fresh.light_spread and not law.light_spread:
+            raise NoiseBelowCertificate(
+                f"{certificate.device}: light is spread over the outputs in another way than certified; bring medium "
+                "and camera back, or calibrate again"
+            )
         if fresh.light_ratio_low > law.light_ratio_high:
             raise NoiseBelowCertificate(
                 f"{certificate.device}: the light is at least {fresh.light_ratio_low:.6g} of the described, certified "

@@ -26,6 +26,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
+from opusim.training.errors import RunInterrupted
 from opusim.training.protections import argmax_labels
 from opusim.training.protections.argmax_labels import (
     ArgmaxReadout,
@@ -462,7 +463,9 @@ def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_run_measures_the_rates_that_a_certificate_leaves_open(mode: str, tmp_path: Path) -> None:
+def test_a_run_measures_the_rates_that_a_certificate_leaves_open(
+    mode: str, tmp_path: Path, ctrl_c_at: type
+) -> None:
     """Pixels respond by 0.5 % otherwise than described, which only frames tell."""
     with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
         open_light = {"light_spread": "unknown", "frame_ratio_high": 1.001}
@@ -476,7 +479,9 @@ def test_a_run_measures_the_rates_that_a_certificate_leaves_open(mode: str, tmp_
     ):
         training.train(config, data=data(), folder=tmp_path / "unmeasured")
     config["protection"] = {**config["protection"], "rate_frames": 1000}
-    run = training.train(config, data=data(), folder=tmp_path / "run")
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), folder=tmp_path / "run", watcher=ctrl_c_at(2))
+    run = training.train(data=data(), folder=tmp_path / "run", resume=True)
     (guarantee,) = run.guarantees
     assert 2.9 < guarantee.epsilon <= 3.0
     assert guarantee.theorem == "measured-rates"

@@ -279,7 +279,7 @@ def readings_without_power(device: CameraDevice, inputs: torch.Tensor, samples: 
     """
     exposure, scale = device.exposure, device.recovery.decode()[0]
     light = (device.frame_rates(inputs) - exposure.dark_e).transpose(1, 0, 2)  # (inputs, frames, n_outputs)
-    unit = exposure.sensor.gain_dn_per_e * scale
+    unit = exposure.gain_dn * scale
     signed = light * unit * device.recovery.weights[:, None]
     parts = zip(samples, signed, np.square(unit) * light, strict=True)
     steady = [without_power(part, change, shot) for part, change, shot in parts]

@@ -520,7 +520,8 @@ class CameraDevice(NoisyDevice):
     def _saturated_share(self, vectors: torch.Tensor) -> float:
         """Every frame of the projections is shown, and the anchor."""
         sensor = self.exposure.sensor
-        end = np.minimum(sensor.top_dn, sensor.black_level_dn + self.exposure.gain_dn * sensor.saturation_e)
+        full_dn = sensor.black_level_dn + self.exposure.gain_dn * sensor.saturation_e
+        end = torch.as_tensor(np.minimum(sensor.top_dn, full_dn))
         shown = vectors.to(self._torch_device)
         if self._motion is None:
             fields = self._frame_fields(self.speckle.fields(_binary_parts(shown))).flatten(1, 2)

@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -288,7 +287,9 @@ class _GenicamCamera(ABC):
 
     def grab(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Grabber.grab`."""
-        taken = list(takewhile(lambda found: found is not None, (self._fetch() for _ in range(n))))
+        taken: list[tuple[np.ndarray, int]] = []
+        while len(taken) < n and (found := self._fetch()) is not None:
+            taken.append(found)
         return np.array([frame for frame, _ in taken]), np.array(
             [number for _, number in taken], dtype=np.int64
         )

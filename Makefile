@@ -10,8 +10,9 @@ DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
 RELEASE := $(VENV)/.release-installed
 LOWEST := $(VENV)-lowest
+ADAPTERS := $(VENV)-adapters
 
-.PHONY: demo test examples docs notebooks lint format bench bench-gpu bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest clean
+.PHONY: demo test examples docs notebooks lint format bench bench-gpu bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest adapters clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -77,7 +78,7 @@ audit: $(DEV)  ## Planted faults by audit and every statement beside its audit, 
 fresh: $(DEV)  ## All tests, also the slow ones, with fresh seeds; a test that fails prints its seeds.
 	OPUSIM_FRESH_SEEDS=1 $(PYTEST) -m "slow or not slow"
 
-nightly: fresh  ## `fresh`, then `coverage`, with the kernels uncompiled as well.
+nightly: fresh adapters  ## `fresh` and `adapters`, then `coverage`, with the kernels uncompiled as well.
 	$(MAKE) -j2 coverage
 
 dist: $(RELEASE)  ## Wheel and sdist, built twice and compared byte by byte, and what they need (CycloneDX).
@@ -127,8 +128,14 @@ lowest:  ## The tests on the lowest versions that setup.cfg admits; where torch 
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -W default::DeprecationWarning tests/accounting tests/opusim
 
+adapters:  ## Adapters of instruments on their libraries' simulators, in an environment of their own; 15 minutes.
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install --quiet -r requirements.txt pytest hypothesis mm-test-adapters "setuptools>=77.0.3"
+	$(ADAPTERS)/bin/python -m pip install --quiet --no-build-isolation --editable ".[slmsuite,alp4,pylablib,pylon,genicam,micromanager]"
+	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest -q -m "slow or not slow" tests/opusim/devices/test_adapters.py
+
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(ADAPTERS) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name '*.nb[ci]' -delete  # numba's cache does not see changes in imported kernels
 
 $(VENV)/bin/python:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -45,6 +46,29 @@ POISSON_LOSS = Theorem(
     checked_by_code=("each label is shown as often as stated", _ONLY_THIS_WAY),
     trusted=(
         "counts are independent Poisson counts at the stated rates, light at most and dark charge at least as stated",
+        PUBLIC_FEATURES,
+    ),
+)
+MEASURED_RATES = Theorem(
+    name="measured-rates",
+    title="Poisson counts whose rates lie within measured limits",
+    statement="Counts at rates a in [a_low, a_high] under one label and b in [b_low, b_high] under another are at most "
+    "as revealing as Poisson(a_high) against Poisson(b_low), and Poisson(a_low) against Poisson(b_high), of which a "
+    "pair counts where the first may exceed the second, the other one where it may lie below; where both may be, both "
+    "are counted. Limits that are wrong with probability beta take it off delta.",
+    proof="If a >= b, thin by t = (a - b) / (a_high - b_low) <= 1 and add independent Poisson(c), c = b - t b_low = "
+    "a - t a_high >= 0: that takes the pair (a_high, b_low) to (a, b). If a < b, the other pair likewise. Which of "
+    "them it is depends on the pixel only, so releasing the counts of both, if both may be, tells no less. Rates "
+    "between are those of less light and more dark charge (theorem poisson-loss).",
+    reference="Blackwell 1953 for the comparison of experiments",
+    code="opusim.accounting.mechanisms.counts.paired_limits",
+    page="privacy-devices.md, section 3",
+    checked_by_code=(
+        *POISSON_LOSS.checked_by_code,
+        "rates measured before and behind the labels do not differ by more than noise",
+    ),
+    trusted=(
+        "counts are independent Poisson counts; rates between the two measurements are those of the measurements",
         PUBLIC_FEATURES,
     ),
 )
@@ -157,6 +181,28 @@ def _left_of(delta: float, beta: float, power_error: float) -> float:
     return left
 
 
+def paired_limits(low: np.ndarray, high: np.ndarray, a: int, b: int) -> np.ndarray:
+    """Return two rows of rates that tell at least as much as two labels with rates anywhere within limits.
+
+    Args:
+        low: Lower limits of each label at every pixel, shape (labels, pixels).
+        high: Upper limits.
+        a: One label.
+        b: The other one.
+    """
+    above, below = high[a] > low[b], low[a] < high[b]
+    return np.stack(
+        [
+            np.concatenate([high[a, above], low[a, below]]),
+            np.concatenate([low[b, above], high[b, below]]),
+        ]
+    )
+
+
+def _rows(rates: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in np.asarray(rates, dtype=float).tolist())
+
+
 def _expected(**rates: tuple[float, ...]) -> None:
     """Require expected counts: finite and at least 0."""
     for name, row in rates.items():
@@ -171,6 +217,11 @@ def _patterns(**rates: tuple[tuple[float, ...], ...]) -> None:
             raise ValueError(f"{name}: must have a row for each of at least two labels, all of one length")
         for row in rows:
             _expected(**{name: row})
+
+
+def _patterns_if_any(**rates: tuple[tuple[float, ...], ...]) -> None:
+    """Require what `_patterns` does, unless there is none."""
+    _patterns(**{name: rows for name, rows in rates.items() if rows})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,11 +289,21 @@ class LabelCounts(_LabelFrame):
         _expected,
     ]
     brightest: Annotated[Positive, Doc("Most light, as a multiple of that of `light`.")] = 1.0
+    light_low: Annotated[
+        tuple[tuple[float, ...], ...],
+        Doc("Lower limits of `light`, which then holds upper ones, as measured; empty if rates are known."),
+        _patterns_if_any,
+        Absent(()),
+    ] = ()
 
     kind: ClassVar[str] = "label_counts"
     noise_field: ClassVar[str | None] = "brightest"
-    theorem = POISSON_LOSS
     priced: ClassVar[bool] = False
+
+    @property
+    def theorem(self) -> Theorem:
+        """poisson-loss of known rates, measured-rates of limits."""
+        return MEASURED_RATES if self.light_low else POISSON_LOSS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -250,6 +311,11 @@ class LabelCounts(_LabelFrame):
             raise ValueError(
                 f"dark has {len(self.dark)} numbers, light {len(self.light[0])} for each label: give as many"
             )
+        if self.light_low:
+            low, high = np.asarray(self.light_low), np.asarray(self.light)
+            checks.shape(high.shape, light_low=low)
+            if np.any(low > high):
+                raise ValueError("light_low: exceeds light, the upper limits; exchange the two")
 
     @classmethod
     def of(
@@ -260,11 +326,12 @@ class LabelCounts(_LabelFrame):
         beta: float = 0.0,
         certificate: str = "",
         power_error: float = 0.0,
+        light_low: np.ndarray | None = None,
     ) -> LabelCounts:
         """Return the mechanism of arrays, shapes (labels, pixels) and (pixels,)."""
-        rows = tuple(tuple(row) for row in np.asarray(light, dtype=float).tolist())
         return cls(
-            light=rows,
+            light=_rows(light),
+            light_low=() if light_low is None else _rows(light_low),
             dark=tuple(np.asarray(dark, dtype=float).tolist()),
             beta=beta,
             certificate=certificate,
@@ -276,14 +343,21 @@ class LabelCounts(_LabelFrame):
         """Expected counts of all steps of each label, shape (labels, pixels); readings of one label add up."""
         return self.steps * (self.brightest * np.asarray(self.light) + np.asarray(self.dark))
 
+    @property
+    def rates_low(self) -> np.ndarray:
+        """Their lower limits, at the same light and dark charge."""
+        return self.steps * (
+            self.brightest * np.asarray(self.light_low or self.light) + np.asarray(self.dark)
+        )
+
     def describe(self) -> str:
         """Return what ran, in a few words."""
         times = "once" if self.steps == 1 else f"{self.steps:,} times"
         rates = self.rates / self.steps
         return (
             f"every label shown {times} to {counted(len(self.dark), 'pixel')} and its photon counts kept, at most "
-            f"{self.brightest:.4g} of the described light, {rates.min():.4g} to {rates.max():.4g} electrons a pixel"
-            f"{self._under}"
+            f"{self.brightest:.4g} of the {'measured' if self.light_low else 'described'} light, {rates.min():.4g} to "
+            f"{rates.max():.4g} electrons a pixel{self._under}"
         )
 
     @classmethod
@@ -297,7 +371,18 @@ class LabelCounts(_LabelFrame):
             raise NoGuarantee("label_counts: readings of different numbers of labels; state each separately")
         if delta == 0:
             return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
-        return _known_bounds(np.concatenate([one.rates for one in mechanisms], axis=1), delta)
+        rates = np.concatenate([one.rates for one in mechanisms], axis=1)
+        if not any(one.light_low for one in mechanisms):
+            return _known_bounds(rates, delta)
+        low = np.concatenate([one.rates_low for one in mechanisms], axis=1)
+        worst = max(
+            (
+                _known_bounds(paired_limits(low, rates, *pair), delta)
+                for pair in combinations(range(len(rates)), 2)
+            ),
+            key=lambda found: found.upper,
+        )
+        return replace(worst, lower=min(numerics.pattern_bounds(rates, delta).lower, worst.upper))
 
     @classmethod
     def why_infinite(cls, mechanisms: Sequence[Self], delta: float) -> str:

@@ -386,6 +386,11 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
                 f"{certificate.device}: the dark charge is at most {fresh.dark_e_high:.6g} electrons, certified is "
                 f"{law.dark_e_low:.6g}; warm the sensor to its temperature, or calibrate again"
             )
+        if fresh.light_spread and not law.light_spread:
+            raise NoiseBelowCertificate(
+                f"{certificate.device}: light is spread over the outputs in another way than certified; bring medium "
+                "and camera back, or calibrate again"
+            )
         if fresh.light_ratio_low > law.light_ratio_high:
             raise NoiseBelowCertificate(
                 f"{certificate.device}: the light is at least {fresh.light_ratio_low:.6g} of the described, certified "
@@ -507,6 +512,10 @@ WORDS = {
     "dark_deviation_e": "an output's deviation from that mean, limit; of a group's mean, over the root of its outputs",
     "light_ratio_low": "light over the described, lower limit",
     "light_ratio_high": "light over the described, upper limit",
+    "frame_ratio_high": "light of a frame over the mean of frames, upper limit",
+    "gain_dn_per_e_low": "gain, lower limit",
+    "gain_dn_per_e_high": "gain, upper limit",
+    "light_spread": "light of single outputs",
     "power_law": "law of the light's power in a frame, assumed",
     "power_rms_low": "relative standard deviation of that power, lower limit",
     "power_rms_high": "relative standard deviation of that power, upper limit",

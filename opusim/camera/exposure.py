@@ -167,6 +167,11 @@ class Exposure:
         return bias_and_dark + self.light.ambient_e * self.response
 
     @property
+    def gain_dn(self) -> np.ndarray | float:
+        """K: DN per electron, of each pixel if they differ."""
+        return self.sensor.gain_dn_per_e
+
+    @property
     def mean_power(self) -> float:
         """Mean power of a frame now, relative to the described light."""
         return 1.0

@@ -15,7 +15,10 @@ average, normal, cut at 1, and a pixel collects from where it was and from the n
 Read noise differs from pixel to pixel (log-normal, of a stated root mean square), pixels of a row and of a column share
 noise that is drawn anew in every frame (EMVA 1288 release 4.0 separates these three parts), and telegraph pixels jump
 between two levels +- A / 2: a stationary Markov chain whose level correlates by exp(-frame period / correlation time)
-from frame to frame of a call (Wang et al., IEDM 2006). All of it comes behind the count and earns nothing.
+from frame to frame of a call (Wang et al., IEDM 2006). Gains differ from pixel to pixel as those of a CMOS sensor's
+amplifiers do, K_j = K (1 + gain_spread z_j) (Huang et al., Nature Methods 10, 653, 2013, map gain, offset and variance
+of each pixel): numbers are b + K_j (electrons), so that a pixel's variance over its mean is K_j, and K under PRNU.
+All of it comes behind the count and earns nothing.
 The read-out N (1 - q N / N_sat) is a function of the count and changes no guarantee. A dropped frame is black; a
 repeated one shows the numbers of the frame before, so that readings are no longer independent, and no law is stated.
 
@@ -78,6 +81,7 @@ from opusim.tables import unit_of
 signal = Deferred("scipy.signal")
 
 _DCNU_PLANE, _FAULT_PLANE, _READ_PLANE, _TELEGRAPH_PLANE = 18, 19, 21, 22  # counter words that no medium uses
+_GAIN_PLANE = 23
 
 
 class Laser:
@@ -231,9 +235,10 @@ def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnevenReadOut:
-    """Noise of the read-out beyond a read noise that is alike at all pixels and independent.
+    """A read-out beyond a gain and a read noise that are alike at all pixels and independent.
 
     Attributes:
+        gain_scale: gain of each pixel over the sensor's, above 0, shape (n_outputs,).
         read_scale: read noise of each pixel over its root mean square, shape (n_outputs,).
         row_e: standard deviation of the rows' noise, electrons, at least 0.
         column_e: of the columns' noise.
@@ -243,6 +248,7 @@ class UnevenReadOut:
         correlation: of a level in successive frames, in [0, 1).
     """
 
+    gain_scale: np.ndarray
     read_scale: np.ndarray
     row_e: float
     column_e: float
@@ -260,6 +266,7 @@ class UnevenReadOut:
         jumps = ndtr(pixel_normals(seed, _TELEGRAPH_PLANE, pixels)) < (faults.telegraph_share or 0.0)
         rows, columns = (0 * pixels, pixels) if row_pixels is None else np.divmod(pixels, row_pixels)
         return cls(
+            gain_scale=1.0 + (faults.gain_spread or 0.0) * pixel_normals(seed, _GAIN_PLANE, pixels),
             read_scale=np.exp(s * pixel_normals(seed, _READ_PLANE, pixels) - s * s),  # of mean square 1
             row_e=faults.row_noise_e or 0.0,
             column_e=faults.column_noise_e or 0.0,
@@ -331,6 +338,11 @@ class ImperfectExposure(Exposure):
 
     @property
     @override
+    def gain_dn(self) -> np.ndarray | float:
+        return super().gain_dn if self.uneven is None else self.sensor.gain_dn_per_e * self.uneven.gain_scale
+
+    @property
+    @override
     def mean_power(self) -> float:
         return 1.0 if self.laser is None else self.laser.mean
 
@@ -356,7 +368,7 @@ class ImperfectExposure(Exposure):
     def shared_variance_dn2(self, weights: np.ndarray) -> np.ndarray | float:
         if self.uneven is None:
             return 0.0
-        return self.sensor.gain_dn_per_e**2 * self.uneven.covariance_e2(weights)
+        return np.square(self.gain_dn) * self.uneven.covariance_e2(weights)
 
     @override
     def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -368,7 +380,7 @@ class ImperfectExposure(Exposure):
         if self.nonlinearity == 0 and self.uneven is None:
             return super().moments(rates)
         sensor, c = self.sensor, self.nonlinearity / self.sensor.saturation_e
-        shot, gain = float(sensor.shot_noise), sensor.gain_dn_per_e
+        shot, gain = float(sensor.shot_noise), self.gain_dn
         mean = rates - c * (shot * rates + np.square(rates))
         variance = rates - 2 * c * (2 * rates**2 + rates) + c * c * (4 * rates**3 + 6 * rates**2 + rates)
         rest = sensor.variance_dn2(0.0)
@@ -376,8 +388,8 @@ class ImperfectExposure(Exposure):
             squares = (
                 np.square(self.uneven.gaussian_e(sensor.read_noise_e)) + np.square(self.uneven.levels_e) / 4
             )
-            rest = rest + gain**2 * (squares - sensor.read_noise_e**2)
-        return sensor.black_level_dn + gain * (mean + self.offset_e), gain**2 * shot * variance + rest
+            rest = rest + np.square(gain) * squares - (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2
+        return sensor.black_level_dn + gain * (mean + self.offset_e), np.square(gain) * shot * variance + rest
 
     @override
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
@@ -444,7 +456,7 @@ class ImperfectExposure(Exposure):
             numbers += sensor.read_noise_e * own * read
         if self.uneven is not None:
             numbers += self.uneven.electrons(frames, stream)
-        numbers = sensor.black_level_dn + sensor.gain_dn_per_e * numbers
+        numbers = sensor.black_level_dn + self.gain_dn * numbers
         if sensor.adc_bits is not None:
             numbers = np.clip(np.rint(numbers), 0.0, sensor.top_dn)
         arrived = numbers.astype(np.float32)
@@ -757,27 +769,31 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     # Least and largest variance of a number beyond K^2 rate, DN squared (`Sensor.rounding_limit_dn2`). Where dark
     # frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are so coarse
     # that rounding hides the counts' own noise.
-    # Of an uneven read-out the least noisy pixel and one frame's level count for the least variance, at every pixel
-    # (more Gaussian noise hides more of the rounding), or 0 where dark frames may reach the lower end; each pixel's own
-    # noise and the levels' covariance count for the largest.
+    # Of an uneven read-out the pixel of the least noise in DN and one frame's level count for the least variance, at
+    # every pixel (more Gaussian noise hides more of the rounding), or 0 where dark frames may reach the lower end; each
+    # pixel's own noise and the levels' covariance count for the largest.
     sensor, uneven = exposure.sensor, exposure.uneven if isinstance(exposure, ImperfectExposure) else None
     beyond: np.ndarray | float = 0.0
-    shot = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
+    shot = np.square(exposure.gain_dn) * exposure.floor_e * float(sensor.shot_noise)
     if uneven is not None:
-        noise_e = uneven.gaussian_e(sensor.read_noise_e)
+        noise_e, levels_e = (
+            uneven.gain_scale * each for each in (uneven.gaussian_e(sensor.read_noise_e), uneven.levels_e)
+        )
         sensor = replace(sensor, read_noise_e=float(noise_e.min()))
-        squares = frames * (np.square(noise_e) - noise_e.min() ** 2 + np.square(uneven.levels_e) / 4)
-        beyond = squares + np.maximum(uneven.covariance_e2(recovery.weights), 0.0)
-        beyond = np.square(scale * sensor.gain_dn_per_e) * beyond
+        squares = frames * (np.square(noise_e) - noise_e.min() ** 2 + np.square(levels_e) / 4)
+        shared = np.square(uneven.gain_scale) * uneven.covariance_e2(recovery.weights)
+        beyond = np.square(scale * sensor.gain_dn_per_e) * (squares + np.maximum(shared, 0.0))
     middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
     exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
     if uneven is not None:
         if sensor.adc_bits is not None and sensor.gain_dn_per_e * sensor.read_noise_e < _FALLS_FROM_DN:
             limit = np.full_like(limit, 0.25)
-        reach = 8.5 * noise_e.max() + uneven.levels_e - exposure.offset_e
+        if np.ptp(uneven.gain_scale):  # of each gain another rounding
+            limit, exact = np.full_like(limit, 0.25 * (sensor.adc_bits is not None)), middle + shot
+        reach = 8.5 * noise_e.max() + levels_e - uneven.gain_scale * exposure.offset_e
         exact = np.where(sensor.black_level_dn < sensor.gain_dn_per_e * reach, 0.0, exact)
     rest = np.minimum(middle - limit, exact - shot)
-    counts = np.square(slope * sensor.gain_dn_per_e) * exposure.floor_e
+    counts = np.square(slope * exposure.gain_dn) * exposure.floor_e
     hidden = np.divide(-rest, counts, out=np.zeros_like(rest), where=(rest < 0) & (counts > 0))
     shown = np.maximum(1.0 - hidden, 0.0)  # share of the counts' variance that rounding never hides
     most = frames * np.square(scale) * (middle + limit) + beyond
@@ -793,7 +809,7 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
 
 def count_weights(exposure: Exposure, recovery: Recovery) -> np.ndarray:
     """Return what an electron more in each frame adds to a reading, without nonlinearity: (frames, n_outputs)."""
-    return np.asarray(exposure.sensor.gain_dn_per_e * recovery.decode()[0] * recovery.weights[:, None])
+    return np.asarray(exposure.gain_dn * recovery.decode()[0] * recovery.weights[:, None])
 
 
 def under_power(boxes: PhotonCountNoise, power: LightPower, weight: np.ndarray) -> FluctuatingCountNoise:

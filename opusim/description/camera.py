@@ -255,6 +255,8 @@ class PixelSettings(StrictSection):
             saturation).
         read_noise_spread: standard deviation of the pixels' read noises relative to their root mean square
             (log-normal), which sensor.read_noise_e is; None is off, as for the others.
+        gain_spread: standard deviation of the pixels' gains relative to sensor.gain_dn_per_e (normal, cut at 4.3).
+            Unlike prnu it scales counts, offset and read noise alike, so that a pixel's variance over its mean differs.
         row_noise_e: standard deviation of a noise that all pixels of a row of the sensor share in a frame, electrons.
         column_noise_e: the same of a column; rows have sensor.row_pixels.
         telegraph_share: share of the pixels whose read-out jumps between two levels (random telegraph signal).
@@ -269,6 +271,7 @@ class PixelSettings(StrictSection):
     crosstalk: float = Field(default=0.0, ge=0, le=0.25)
     nonlinearity: float = Field(default=0.0, ge=0, le=0.25)
     read_noise_spread: float | None = Field(default=None, gt=0, le=2)
+    gain_spread: float | None = Field(default=None, gt=0, le=0.2)
     row_noise_e: float | None = Field(default=None, gt=0)
     column_noise_e: float | None = Field(default=None, gt=0)
     telegraph_share: float | None = Field(default=None, gt=0, le=0.2)
@@ -277,8 +280,8 @@ class PixelSettings(StrictSection):
 
     @property
     def uneven_keys(self) -> tuple[str, ...]:
-        """Keys that are given of read-out noise that differs over pixels, or that pixels or frames share."""
-        keys = "read_noise_spread", "row_noise_e", "column_noise_e", "telegraph_share"
+        """Keys that are given of a read-out that differs over pixels, or whose noise pixels or frames share."""
+        keys = "read_noise_spread", "gain_spread", "row_noise_e", "column_noise_e", "telegraph_share"
         return tuple(key for key in keys if getattr(self, key) is not None)
 
     @model_validator(mode="after")

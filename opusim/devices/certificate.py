@@ -100,6 +100,10 @@ class GaussianLaw(_Law):
         return GaussianNoise(std=self.std, n_outputs=noise.n_outputs, beta=beta)
 
 
+_ANY_LIGHT_E = 1e12
+"""Electrons that no pixel collects, the upper limit of light that is not known."""
+
+
 class _CountLaw(_Law):
     """Limits of the dark charge and of the light that counts at the pixels have.
 
@@ -113,6 +117,13 @@ class _CountLaw(_Law):
         light_ratio_low: lower limit of the mean light over the description's.
         light_ratio_high: upper limit of any frame's light over the description's, or of the mean light if the power
             fluctuates; more light is less private.
+        frame_ratio_high: upper limit of any frame's light over the mean of frames; None if the power fluctuates, and in
+            certificates of earlier versions.
+        gain_dn_per_e_low: lower limit of the gain, DN per electron; None likewise.
+        gain_dn_per_e_high: upper limit of it.
+        light_spread: ``unknown`` if frames speak against the light of single outputs that the description states.
+            `light_ratio_low` and `light_ratio_high` are then those of the mean over outputs, and no law of an output's
+            light is credited but one that is measured (``protection.rate_frames``).
     """
 
     dark_e_low: float = Field(ge=0)
@@ -122,6 +133,10 @@ class _CountLaw(_Law):
     dark_deviation_e: float | None = Field(default=None, ge=0)
     light_ratio_low: float = Field(ge=0)
     light_ratio_high: float = Field(gt=0)
+    frame_ratio_high: float | None = Field(default=None, ge=1)
+    gain_dn_per_e_low: float | None = Field(default=None, gt=0)
+    gain_dn_per_e_high: float | None = Field(default=None, gt=0)
+    light_spread: Literal["unknown"] | None = None
 
     @property
     def least_light(self) -> float:
@@ -163,9 +178,10 @@ class _CountLaw(_Law):
         more = np.maximum(self.dark_e_high, low) - self.dark_e_low
         if noise.weight is not None:
             more = np.sum(np.square(noise.weight) * more, axis=0)
+        most = _ANY_LIGHT_E if self.light_spread else self.dark_e_low + self.light_ratio_high * light
         return {
             "rate_low": np.full_like(low, self.dark_e_low),
-            "rate_high": self.dark_e_low + self.light_ratio_high * light,
+            "rate_high": np.broadcast_to(most, low.shape),
             "weight": noise.weight,
             "added_variance": noise.added_variance,
             "added_variance_high": high + more,

@@ -34,6 +34,7 @@ from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower, PhotonCountNoise
+from opusim.training.protections.measured_rates import MeasuredRates
 from opusim.training.protections.noisy_labels import Pay
 
 FRAMES_AT_ONCE = 4096
@@ -55,8 +56,9 @@ class LabelFrames:
         certified: Limits of the device's certificate, or None without one.
         power: Law of the laser's power in a frame, of the largest spread that the certificate allows; None if it is
             constant.
-        beta: Probability that these are wrong, 0 without one.
+        beta: Probability that these are wrong, 0 without one; with that of `measured`.
         certificate: Digest of the certificate, or empty.
+        measured: What frames of the labels' patterns say of `light`; None if the description tells it.
     """
 
     device: CameraDevice
@@ -66,6 +68,7 @@ class LabelFrames:
     power: LightPower | None = None
     beta: float = 0.0
     certificate: str = ""
+    measured: MeasuredRates | None = None
 
     @classmethod
     def of(cls, device: NoisyDevice, n_classes: int) -> LabelFrames:
@@ -109,16 +112,53 @@ class LabelFrames:
             found, certified=certificate.noise, beta=certificate.beta, certificate=certificate.digest
         )
 
+    def gain(self) -> tuple[float, float]:
+        """Return limits of the gain, DN per electron: the certificate's, or the described one twice.
+
+        Raises:
+            ConfigError: The certificate is one of an earlier version.
+        """
+        limits, described = self.certified, self.law.sensor.gain_dn_per_e
+        if limits is None:
+            return described, described
+        if limits.gain_dn_per_e_low is None or limits.gain_dn_per_e_high is None:
+            raise ConfigError(
+                self.device.name,
+                "certificate.noise.gain_dn_per_e_low",
+                "is missing; calibrate the device again",
+            )
+        return limits.gain_dn_per_e_low, limits.gain_dn_per_e_high
+
+    def with_light(self, rates: MeasuredRates) -> LabelFrames:
+        """Return this camera with light as measured in place of the described one, and offsets to match."""
+        law, gain = self.law, self.law.sensor.gain_dn_per_e
+        unlit = law.rates(OperatingPoint(light=NO_LIGHT))[0, 0]
+        measured = replace(
+            law,
+            light_e=np.maximum(rates.light_dn, 0.0)[None] / gain,
+            offset_e=(rates.dark_dn - law.sensor.black_level_dn) / gain - unlit,
+        )
+        return replace(self, law=measured, measured=rates, beta=self.beta + 2 * rates.beta)
+
     @cached_property
     def fingerprint(self) -> bytes:
         """Tells whether two openings of a camera see the labels alike: a digest of all but the device."""
-        parts = self.law, self.dark, self.certified, self.power, self.beta, self.certificate
+        parts = self.law, self.dark, self.certified, self.power, self.beta, self.certificate, self.measured
         return hashlib.blake2b(pickle.dumps(parts)).digest()
 
     @property
     def excess(self) -> float:
-        """Most mean light, as a multiple of the law's, that the certificate allows; 1 without one."""
-        return 1.0 if self.certified is None else self.certified.light_ratio_high
+        """Most mean light, as a multiple of the law's, that the certificate allows; 1 without one.
+
+        Of measured light, most light of a frame as a multiple of the mean of frames.
+        """
+        limits = self.certified
+        if limits is None:
+            return 1.0
+        if self.measured is None:
+            require_known_light(self.device.name, limits)
+            return limits.light_ratio_high
+        return limits.frame_ratio_high or math.inf
 
     def power_error(self, delta: float) -> float:
         """Return the share of a delta with which a frame may be brighter than accounted for; 0 of constant light.
@@ -158,6 +198,16 @@ class LabelFrames:
     def taken(self, labels: Tensor, light: float) -> np.ndarray:
         """Take a frame of each label, digital numbers, shape (n, pixels)."""
         return self.device.dimmed_frames(torch.eye(self.device.n_inputs)[labels], light)
+
+
+def require_known_light(name: str, limits: PhotonCountLaw | FluctuatingCountLaw | None) -> None:
+    """Refuse a certificate that leaves the light of single outputs open, where no frames measure it."""
+    if limits is not None and limits.light_spread:
+        reason = (
+            "leaves the light of single outputs open (light_spread = 'unknown'); let a run measure its labels' rates: "
+            f"{KEY} = 'counts' with protection.rate_frames, such as 1000"
+        )
+        raise ConfigError(name, "certificate.noise.light_spread", reason)
 
 
 def _require_steady_mean(device: CameraDevice) -> None:
@@ -220,6 +270,7 @@ class ArgmaxReadout:
             ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
                 light fluctuates and delta does not exceed the certificate's beta.
         """
+        require_known_light(frames.device.name, frames.certified)
         power_error = frames.power_error(delta)
         brightest = frames.brightest(power_error)
         if math.isinf(brightest):

@@ -275,6 +275,9 @@ class LabelReadoutConfig(OneLookConfig):
     noise must be Gaussian. counts: a camera's photon counts of each label, kept; the laser is dimmed until they cost
     epsilon. argmax: only the brightest of as many groups of pixels as labels, under a secret permutation of each
     record's labels; the counts are discarded."""
+    rate_frames: int | None = Field(None, ge=500, le=1_000_000)
+    """Frames of each label's pattern, before and behind the labels, by which counts measure the rates of every pixel
+    with limits, whatever medium and responses are; None takes the described ones. More frames narrow the limits."""
     top_up: bool = True
     """Whether digital noise makes up what the device's lacks for epsilon; false refuses a device of too little noise,
     and says how much it lacks."""
@@ -284,7 +287,20 @@ class LabelReadoutConfig(OneLookConfig):
             needs="protection.noise = 'device'",
             holds=lambda run: run.protection.noise == "device",
         ),
+        Effect(
+            keys=("protection.rate_frames",),
+            needs="protection.noise = 'counts'",
+            holds=lambda run: run.protection.noise == "counts",
+        ),
     )
+
+    @model_serializer(mode="wrap")
+    def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is not stated and former versions did not know, so that their folders resume."""
+        found: dict[str, Any] = write(self)
+        if self.rate_frames is None:
+            found.pop("rate_frames", None)
+        return found
 
     @property
     @override

@@ -37,6 +37,7 @@ from opusim.training.protections.argmax_labels import (
     read_argmax,
 )
 from opusim.training.protections.base import calibrated_once
+from opusim.training.protections.measured_rates import SHARE, MeasuredRates
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 from opusim.training.protections.planning import epsilon_of
 
@@ -69,13 +70,19 @@ class CountsReadout:
         Raises:
             NoGuarantee: No light does.
         """
-        pixels, power_error = equidistant_pixels(frames.light), frames.power_error(delta)
+        power_error, measured = frames.power_error(delta), frames.measured
+        if measured is None:
+            pixels, low, high = equidistant_pixels(frames.light), None, frames.light
+        else:
+            pixels = measured.usable[equidistant_pixels(frames.light[:, measured.usable])]
+            low, high = measured.limits()
         start = LabelCounts.of(
-            frames.light[:, pixels],
+            high[:, pixels],
             frames.dark[pixels],
             beta=frames.beta,
             certificate=frames.certificate,
             power_error=power_error,
+            light_low=None if low is None else low[:, pixels],
         )
         described = frames.excess * frames.brightest(power_error)
         found = calibrated_once(
@@ -123,7 +130,39 @@ def read_counts(readout: CountsReadout, labels: Tensor, *, pay: Pay) -> Tensor:
         The log-likelihood of every class, float32, shape (n, k), largest 0.
     """
     pay(readout.mechanism)
-    return torch.from_numpy(readout.log_likelihood(labels)).float()
+    scores = readout.log_likelihood(labels)
+    if readout.frames.measured is not None:
+        again = measured_rates(readout.frames, readout.frames.measured.count, readout.frames.measured.beta)
+        readout.frames.measured.require_same(again, readout.pixels, readout.frames.device.name)
+    return torch.from_numpy(scores).float()
+
+
+def measured_rates(frames: LabelFrames, count: int, beta: float) -> MeasuredRates:
+    """Measure the rates of the labels' patterns at all pixels of a camera.
+
+    Args:
+        frames: The camera, and limits of its gain.
+        count: Frames of each pattern.
+        beta: Probability that a limit is wrong.
+
+    Raises:
+        ConfigError: The light fluctuates or fills the pixels, or numbers bend.
+    """
+    device = frames.device
+    if frames.law.nonlinearity:
+        reason = "bends numbers, and rates are measured by straight ones; leave protection.rate_frames out"
+        raise ConfigError(device.name, "camera.pixels.nonlinearity", reason)
+    if frames.power is not None and frames.power.rms > 0:
+        reason = "fluctuates, and rates are measured under steady light; leave protection.rate_frames out"
+        raise ConfigError(device.name, "camera.light.power", reason)
+    rates = MeasuredRates.of(device, len(frames.light), count=count, gain=frames.gain(), beta=beta)
+    if rates.usable.size < 2:
+        raise ConfigError(
+            device.name,
+            "camera.light.anchor_flux_per_s",
+            "fills the pixels with labels' patterns; dim the laser",
+        )
+    return rates
 
 
 def equidistant_pixels(light: np.ndarray) -> np.ndarray:
@@ -239,9 +278,10 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
         return self._read(frames, self.dataset.train.y.cpu(), pay)
 
     def work_before(self) -> DeviceWork:
-        """See Protection.work_before; one frame of each label."""
-        labels = len(self.dataset.train)
-        return DeviceWork(frames=labels, calls=math.ceil(labels / FRAMES_AT_ONCE))
+        """See Protection.work_before; one frame of each label, and those that measure rates before and behind."""
+        labels, k = len(self.dataset.train), self.dataset.n_classes
+        measured = 2 * (k + 1) * (getattr(self.options, "rate_frames", None) or 0)
+        return DeviceWork(frames=labels + measured, calls=math.ceil(labels / FRAMES_AT_ONCE))
 
     @abstractmethod
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:
@@ -252,6 +292,18 @@ class LabelCountsProtection(_CameraProtection[CountsReadout]):
     """Labels: a camera's counts of each, kept."""
 
     readout = CountsReadout
+    _measured: MeasuredRates | None = None
+
+    @override
+    def _frames(self, device: NoisyDevice | None) -> LabelFrames:
+        """The camera; its rates are measured at the first opening, if they are to be measured."""
+        frames, count = super()._frames(device), self.options.rate_frames
+        if count is None:
+            return frames
+        if self._measured is None:
+            beta = SHARE / 2 * max(self.options.delta - frames.beta, 0.0)
+            self._measured = measured_rates(frames, count, beta)
+        return frames.with_light(self._measured)
 
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:
         return read_counts(self._readout(frames), labels, pay=pay)

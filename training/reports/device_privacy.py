@@ -62,6 +62,7 @@ from opusim.training.protections.argmax_labels import (
     label_groups,
     largest_epsilon,
     own_light,
+    require_known_light,
     shared_range,
 )
 from opusim.training.protections.base import creditable_law
@@ -221,9 +222,15 @@ class LabelCounts:
 
     @property
     def limits(self) -> PhotonCountLaw | FluctuatingCountLaw | None:
-        """The certificate's limits, or None without one."""
+        """The certificate's limits, or None without one.
+
+        Raises:
+            ConfigError: They leave the light of single outputs open.
+        """
         law = None if self.certificate is None else self.certificate.noise
-        return law if isinstance(law, PhotonCountLaw | FluctuatingCountLaw) else None
+        found = law if isinstance(law, PhotonCountLaw | FluctuatingCountLaw) else None
+        require_known_light(self.name, found)
+        return found
 
     @property
     def _beta(self) -> float:

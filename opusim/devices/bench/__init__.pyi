@@ -1,3 +1,12 @@
+from .adapters import Alp4Patterns as Alp4Patterns
+from .adapters import HarvestersCamera as HarvestersCamera
+from .adapters import MicroManagerCamera as MicroManagerCamera
+from .adapters import PylablibCamera as PylablibCamera
+from .adapters import PylonCamera as PylonCamera
+from .adapters import SlmsuiteCamera as SlmsuiteCamera
+from .adapters import SlmsuiteNoise as SlmsuiteNoise
+from .adapters import SlmsuitePatterns as SlmsuitePatterns
+from .adapters import SteppedCamera as SteppedCamera
 from .device import BenchDevice as BenchDevice
 from .device import open_bench as open_bench
 from .instruments import Grabber as Grabber

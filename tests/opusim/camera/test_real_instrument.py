@@ -28,6 +28,7 @@ LINEAR: dict[str, dict[str, Any]] = {
     "dead": {"pixels": {"dead_share": 0.05}},
     "dark currents": {"pixels": {"dcnu": 0.3}},
     "cross-talk": {"pixels": {"crosstalk": 0.05, "dead_share": 0.02}},
+    "gains": {"pixels": {"gain_spread": 0.1}},
     "ambient": {"light": {"ambient_flux_per_s": 50.0}},
 }
 NOISY = {
@@ -39,6 +40,7 @@ NOISY = {
     },
     "nonlinearity": {"pixels": {"nonlinearity": 0.1}},
     "read noises": {"pixels": {"read_noise_spread": 0.8}, "sensor": {"read_noise_e": 12.0}},
+    "gains": {"pixels": {"gain_spread": 0.1}},
     "rows and columns": {
         "pixels": {"row_noise_e": 9.0, "column_noise_e": 6.0},
         "sensor": {"row_pixels": 16},
@@ -126,7 +128,8 @@ def test_frames_of_the_anchor_and_of_patterns_show_their_expected_electrons(effe
             ),
         }
         for frames, expected in light.values():
-            electrons = frames.mean(axis=0, dtype=np.float64) - 100 - exposure.offset_e - exposure.dark_e
+            electrons = (frames.mean(axis=0, dtype=np.float64) - 100) / exposure.gain_dn
+            electrons -= exposure.offset_e + exposure.dark_e
             errors = np.sqrt((expected + exposure.dark_e + 1.6**2 + 1 / 12) / 400)
             common = 0.1 / 400**0.5 if effect == "power" else 0.0
             off = (electrons - expected) / np.hypot(errors, common * expected)
@@ -336,6 +339,34 @@ def test_pixels_share_the_noise_of_their_row_and_column_and_jump_between_two_lev
     error = np.sqrt((1 + 1) / levels.size)
     assert abs(lag - np.exp(-1)) < 5 * error + 1e-3
     assert abs(lag - np.exp(-1.2)) > 5 * error + 1e-3
+
+
+@pytest.mark.parametrize("unlike", ["gain_spread", "prnu"])
+def test_gains_that_differ_show_in_variance_over_mean_and_sensitivities_do_not(
+    unlike: str, seed: int
+) -> None:
+    sensor: dict[str, Any] = {
+        "adc_bits": None,
+        "read_noise_e": 0.0,
+        "dsnu_e": 0.0,
+        "prnu": 0.0,
+        "gain_dn_per_e": 0.7,
+    }
+    camera: dict[str, Any] = {"sensor": sensor}
+    if unlike == "prnu":
+        sensor["prnu"] = 0.1
+    else:
+        camera["pixels"] = {"gain_spread": 0.1}
+    frames, outputs = 4000, 400
+    with device(camera, n_outputs=outputs, seed=seed) as twin:
+        shown = twin.flat_frames(frames, photons=1000.0).astype(np.float64) - 100
+    mean, variance = shown.mean(axis=0), shown.var(axis=0, ddof=1)
+    error = np.sqrt(2 / frames)  # of a variance, relative
+    gains = variance / mean / 0.7
+    spread = np.var(gains, ddof=1) - error**2
+    expected = 0.01 if unlike == "gain_spread" else 0.0
+    assert abs(spread - expected) < 5 * (expected + error**2) * np.sqrt(2 / outputs)
+    assert abs(np.var(mean / mean.mean(), ddof=1) - 0.01) < 5 * 0.01 * np.sqrt(2 / outputs) + 1e-4
 
 
 def test_read_noises_have_their_root_mean_square() -> None:

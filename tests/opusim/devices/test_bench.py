@@ -273,6 +273,11 @@ def grabbed(change: Callable[[np.ndarray, np.ndarray], Any]) -> Callable[[Any, i
     return grab
 
 
+def fixed(value: Any) -> property:
+    """An attribute that keeps its value, whatever is assigned."""
+    return property(lambda self: value, lambda self, other: None)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -282,12 +287,9 @@ def grabbed(change: Callable[[np.ndarray, np.ndarray], Any]) -> Callable[[Any, i
         ),
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
-        ({"bits": 8}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
-        ({"bits": 24}, "has bits = 24; give the bits of its numbers, an integer from 1 to 16"),
-        (
-            {"shape": property(lambda self: (40,), lambda self, value: None)},
-            r"has shape = \(40,\); give rows and columns",
-        ),
+        ({"bits": fixed(8)}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
+        ({"bits": fixed(24)}, "has bits = 24; give the bits of its numbers, an integer from 1 to 16"),
+        ({"shape": fixed((40,))}, r"has shape = \(40,\); give rows and columns"),
         ({"grab": None}, "lacks grab"),
         ({"configure": lambda self, **given: None}, "Grabber.configure raised TypeError"),
         (
@@ -527,7 +529,7 @@ def test_cameras_of_fewer_bits_are_read(
     bits: int, optics: Any, opener: Opener, modules: dict[str, ModuleType]
 ) -> None:
     optics.bits, optics.black_dn = bits, 4.0
-    with opener(setup=None, grabber=changed(modules["my_bench"].Camera, bits=bits)) as device:
+    with opener(setup=None, grabber=changed(modules["my_bench"].Camera, bits=fixed(bits))) as device:
         assert device.setup.levels_dn[1] == pytest.approx(0.15 * 2**bits, rel=0.25)
         b = device.measure_matrix(2).clone()
         assert projected(device, reference_vectors(40, N_INPUTS), b) < 1.5

@@ -26,6 +26,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
+from opusim.training.errors import RunInterrupted
 from opusim.training.protections import argmax_labels
 from opusim.training.protections.argmax_labels import (
     ArgmaxReadout,
@@ -459,6 +460,35 @@ def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
     (mechanism,) = read_ledger(run.folder.ledger_file).mechanisms
     assert isinstance(mechanism, kind)
     assert (mechanism.beta, mechanism.certificate) == (1e-6, certificate.digest)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_measures_the_rates_that_a_certificate_leaves_open(
+    mode: str, tmp_path: Path, ctrl_c_at: type
+) -> None:
+    """Pixels respond by 0.5 % otherwise than described, which only frames tell."""
+    with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
+        open_light = {"light_spread": "unknown", "frame_ratio_high": 1.001}
+        gains = {"gain_dn_per_e_low": 0.99, "gain_dn_per_e_high": 1.01}
+        certificate = certificate_of(device, beta=1e-6, **open_light, **gains)  # type: ignore[arg-type]
+    certificate.write(tmp_path / "certificate.toml")
+    chosen = {"name": "camera_low_light", "certificate": str(tmp_path / "certificate.toml")}
+    config = config_of("counts", device=chosen, mode=mode)
+    with pytest.raises(
+        ConfigError, match="light_spread: leaves the light of single outputs open .*rate_frames"
+    ):
+        training.train(config, data=data(), folder=tmp_path / "unmeasured")
+    config["protection"] = {**config["protection"], "rate_frames": 1000}
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), folder=tmp_path / "run", watcher=ctrl_c_at(2))
+    run = training.train(data=data(), folder=tmp_path / "run", resume=True)
+    (guarantee,) = run.guarantees
+    assert 2.9 < guarantee.epsilon <= 3.0
+    assert guarantee.theorem == "measured-rates"
+    (mechanism,) = read_ledger(run.folder.ledger_file).mechanisms
+    assert isinstance(mechanism, LabelCounts)
+    assert 1e-6 < mechanism.beta < 2e-6  # a tenth of what the certificate leaves of delta
+    assert "of the measured light" in mechanism.describe()
 
 
 def test_experiments_repeat_and_releases_do_not(tmp_path: Path) -> None:

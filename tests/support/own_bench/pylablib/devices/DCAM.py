@@ -22,6 +22,8 @@ class DCAMTimeoutError(DCAMError):
 class DCAMCamera:
     """Takes a frame at every pulse, or by itself."""
 
+    TimeoutError = DCAMTimeoutError
+
     def __init__(self, idx: int = 0) -> None:
         bench = optical_bench.current()
         if not bench.camera_opens:

@@ -1,0 +1,130 @@
+"""Counts certified for the patterns that are shown: limits of measured rates hold the hidden ones, or the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.accounting import numerics
+from opusim.accounting.composition import guarantees
+from opusim.accounting.mechanisms.counts import LabelCounts, paired_limits
+from opusim.camera.stages import Sensor
+from opusim.errors import DeviceFault
+from opusim.training.protections.measured_rates import MeasuredRates
+
+K, PIXELS, FRAMES, DELTA, BETA = 4, 24, 500, 1e-3, 1e-6
+DARK_E = 6.0
+
+
+@dataclass
+class HiddenCamera:
+    """A camera of an independent generator, whose pixels respond unequally; only its frames tell so."""
+
+    seed: int
+    prnu: float = 0.005
+    power: float = 1.0
+    n_inputs: int = K
+    n_outputs: int = PIXELS
+    gain: float = 0.8
+    exposure: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw = np.random.default_rng(self.seed)
+        described = 60 * self.draw.exponential(size=(K, PIXELS))
+        self.described = np.minimum(described, 400)
+        self.light = self.described * (1 + self.prnu * self.draw.standard_normal(PIXELS))
+        sensor = Sensor(gain_dn_per_e=self.gain, shot_noise=True, black_level_dn=100.0, adc_bits=12)
+        self.exposure = SimpleNamespace(sensor=sensor)
+
+    def _taken(self, rates: np.ndarray) -> np.ndarray:
+        numbers = 100 + self.gain * (self.draw.poisson(rates) + 1.6 * self.draw.standard_normal(rates.shape))
+        return np.rint(numbers).astype(np.float32)
+
+    def dimmed_frames(self, x: torch.Tensor, light: float) -> np.ndarray:
+        return self._taken(self.power * light * (x.numpy() @ self.light) + DARK_E)
+
+    def flat_frames(self, count: int) -> np.ndarray:
+        return self._taken(np.full((count, PIXELS), DARK_E))
+
+    def measured(self) -> MeasuredRates:
+        device: Any = self
+        return MeasuredRates.of(device, K, count=FRAMES, gain=(0.99 * self.gain, 1.01 * self.gain), beta=BETA)
+
+
+def epsilon(high: np.ndarray, low: np.ndarray | None = None) -> float:
+    """Of counts of these rates of light, or of limits of them, with the laser dimmed to a hundredth."""
+    mechanism = LabelCounts.of(
+        0.01 * high, np.full(PIXELS, DARK_E), light_low=None if low is None else 0.01 * low
+    )
+    return guarantees([mechanism], delta=DELTA)[0].epsilon
+
+
+def test_limits_hold_the_hidden_rates_of_a_hundred_cameras_and_steady_ones_pass() -> None:
+    wrong = 0
+    for seed in range(100):
+        camera = HiddenCamera(seed)
+        rates = camera.measured()
+        low, high = rates.limits()
+        wrong += bool(np.any((low > camera.light) | (high < camera.light)))
+        rates.require_same(camera.measured(), rates.usable, "hidden")
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_stated_epsilon_is_at_least_that_of_the_hidden_rates(count: int) -> None:
+    stated, exact, estimated, described = [], [], [], []
+    for seed in range(count):
+        camera = HiddenCamera(seed)
+        rates = camera.measured()
+        stated.append(epsilon(*rates.limits()[::-1]))
+        exact.append(epsilon(camera.light))
+        estimated.append(epsilon(np.maximum(rates.light_dn, 0) / camera.gain))
+        described.append(epsilon(camera.described))
+    assert np.all(np.array(stated) >= exact)
+    assert np.mean(np.array(stated) / exact) < 1.35
+    if count > 50:  # planted: estimates, or the described responses, in place of limits
+        for planted in (estimated, described):
+            below = np.count_nonzero(np.array(planted) < exact)
+            assert below > count / 2 - 5 * (count / 4) ** 0.5 > 5
+
+
+@pytest.mark.parametrize("change", [0.9, 1.1])
+def test_rates_that_drifted_beyond_their_limits_end_the_run(change: float) -> None:
+    camera = HiddenCamera(7)
+    rates = camera.measured()
+    camera.power = change
+    with pytest.raises(DeviceFault, match=r"left their limits at \d+ of \d+ pixels .* nothing was kept"):
+        rates.require_same(camera.measured(), rates.usable, "hidden")
+
+
+def test_one_pixel_that_drifted_beyond_its_limits_is_found() -> None:
+    for seed in range(20):
+        camera = HiddenCamera(seed)
+        rates = camera.measured()
+        pixel = seed % PIXELS
+        camera.light[:, pixel] = rates.limits()[1][:, pixel] * 1.02
+        with pytest.raises(DeviceFault, match="left their limits"):
+            rates.require_same(camera.measured(), rates.usable, "hidden")
+
+
+def test_rates_within_limits_tell_no_more_than_their_pairs(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    low = draw.uniform(1, 3, (2, 8))
+    high = low + draw.uniform(0, 1, (2, 8))
+    most = numerics.pattern_upper(paired_limits(low, high, 0, 1), DELTA)
+    for _ in range(20):
+        inside = low + draw.choice([0.0, 0.5, 1.0], (2, 8)) * (high - low)
+        assert numerics.pattern_upper(inside, DELTA) <= most * (1 + 1e-6)
+    equal = np.array([[1.0, 2.0]]).repeat(2, axis=0)
+    wide = paired_limits(equal, equal + 1, 0, 1)
+    assert wide.tolist() == [[2.0, 3.0, 1.0, 2.0], [1.0, 2.0, 2.0, 3.0]]
+
+
+def test_lower_limits_above_upper_ones_are_refused() -> None:
+    with pytest.raises(ValueError, match="light_low: exceeds light, the upper limits"):
+        LabelCounts.of(np.ones((2, 3)), np.ones(3), light_low=2 * np.ones((2, 3)))

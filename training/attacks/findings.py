@@ -65,6 +65,14 @@ class Role(StrEnum):
     PROTECTED = "protected control"
     BROKEN = "broken control"
 
+    @property
+    def error(self) -> float:
+        """Probability that any bound on the subject is too high, which they share.
+
+        A control that must find nothing is read at a thousandth, so that it does not fail by chance.
+        """
+        return 1e-3 if self in (Role.NULL, Role.PROTECTED) else 0.05
+
 
 class Played(StrEnum):
     """What an audit plays, again and again or once."""
@@ -691,18 +699,13 @@ def _power(audit: Audit) -> str:
     return f"{text}{normal}. {_weakness(audit)}".rstrip()
 
 
-_COINS = (
-    "in the null control the same scores are read with coins that no training followed, and all bounds must be 0 (by "
-    "chance, one audit in twenty has one above it)."
-)
+_COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."
 _CONTROLS = {
     Played.STEP: "in the null control, the attacker is asked about records that were in no batch, and must find "
-    "nothing (by chance, one such bound in twenty exceeds 0). In the protected control, the run's records are "
-    "protected by known noise, and no bound may exceed the theorem. In the broken control that noise is left out, and "
-    "an attack must find it.",
-    Played.PROTECTION: "in the null control both worlds are the first one, and nothing must be found (by chance, one "
-    "such bound in twenty exceeds 0). In the broken control the same code runs with a quarter of the noise or four "
-    "times the epsilon, and the attack must find it.",
+    "nothing. In the protected control, the run's records are protected by known noise, and no bound may exceed the "
+    "theorem. In the broken control that noise and the device's are left out, and an attack must find it.",
+    Played.PROTECTION: "in the null control both worlds are the first one, and nothing must be found. In the broken "
+    "control the same code runs with a quarter of the noise or four times the epsilon, and the attack must find it.",
     Played.TRAINING: f"{_COINS} In the broken control half of the noise is taken away from the same readings, which "
     "the auditor, who knows the coins and the batches, can tell from the canaries, and it must be found.",
     Played.FINAL_MODELS: _COINS,
@@ -713,12 +716,18 @@ def _controls(audit: Audit) -> str:
     if all(finding.role is Role.RUN for finding in audit.findings):  # as older versions kept it
         return ""
     text = f"Controls: {_CONTROLS[audit.played]}"
-    failed = sorted({finding.role.value for finding in audit.failed_controls})
+    chance = f"A control that must find nothing fails by chance with probability at most {Role.NULL.error:g}."
+    return f"{text} {chance} {headline(audit) or 'All controls behaved as required.'}"
+
+
+def headline(audit: Audit) -> str:
+    """Return the line that stands above an audit whose controls failed; empty if none did."""
+    failed = " and the ".join(sorted({finding.role.value for finding in audit.failed_controls}))
     if not failed:
-        return f"{text} All controls behaved as required."
+        return ""
     return (
-        f"{text} These controls did NOT behave as required: {', '.join(failed)}. Repeat the audit with more "
-        f"{audit.played.counted} and another seed before you rely on it."
+        f"DO NOT RELY ON THIS AUDIT: the {failed} did not behave as required. Repeat it with more "
+        f"{audit.played.counted} and another seed."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def applicable_attacks(
     if noiseless is not None and (protected or not spans):
         # groups of parameters with one noise each: the layers of a feedback or of ulr; without protection only the last
         # layer, whose signal a published feedback leaves without noise
-        groups = [list(plan.network.tensors)]
+        buffers = plan.network.buffers  # no step of the optimizer moves them
+        groups = [[name for name in plan.network.tensors if name not in buffers]]
         if algorithm.layer_signals != "none":
             groups = [list(names) for _, names in groupby(groups[0], lambda name: name.partition(".")[0])]
         if algorithm.layer_signals == "exact" and not protected:
@@ -96,10 +98,11 @@ GAME_TRIALS = 20_000
 FEWEST_TRIALS = 40
 _STEP_TRIALS, _CONTROL_TRIALS = 400, 100
 _REHEARSALS = 16
-_ERROR = 0.05
-"""Probability that any bound on the run is too high, shared by its attacks."""
-_CONTROL_NOISE = 4.0
-"""Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show."""
+_CONTROL_NOISE, _QUIET_CONTROL, _FEW = 4.0, 8.0, 80
+"""Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show.
+
+Fewer than 80 trials take twice the noise (0.43), since 40 can show 0.6.
+"""
 
 
 def audit_run(
@@ -144,7 +147,7 @@ def audit_run(
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
             `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: No attack applies.
-        ConfigError: The optimizer cannot be undone, or data are missing.
+        ConfigError: Data are missing.
         ValueError: A number out of range.
     """
     if trials is not None:
@@ -170,8 +173,9 @@ def audit_run(
         if game is not None:
             findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
         else:
-            findings, control = [], record_protected(run.plan, _CONTROL_NOISE)
-            for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
+            noise = _CONTROL_NOISE if control_trials >= _FEW else _QUIET_CONTROL
+            findings, control = [], record_protected(run.plan, noise)
+            for role, plan in ((Role.PROTECTED, control), (Role.BROKEN, control), (Role.RUN, run.plan)):
                 count = trials if role is Role.RUN else control_trials
                 own: dict[str, Any] = {"trials": count, "seed": derive_seed(seed, "audit", role.value)}
                 findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=advance)
@@ -281,7 +285,9 @@ def _of_step(
     known = [mechanism.known_batch() for mechanism in meant.mechanisms] if protects else []
     claim = guarantees(known, delta=delta)[0] if protects else None
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
-    played = (without_noise(meant) if role is Role.BROKEN else None) or meant
+    played = meant
+    if role is Role.BROKEN:  # a device's noise hides records too, and is not what the control is about
+        played = (without_noise(meant) or meant).with_silent_device()
     batch = meant.sampler.expected_batch_size
     with noiseless_steps(run, meant) as noiseless, replayed_step(run, played) as step:
         # the attacker does not know that the broken run is broken
@@ -303,17 +309,18 @@ def _of_step(
     weaker = with_half_the_noise(known, delta) if role is Role.RUN and claim is not None else []
     for attack, (candidates, strangers) in zip(attacks, scores, strict=True):
         plan_of_audit = AuditPlan(
-            threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
+            threat_model=f"sees {step.released}, knows {attack.knows}",
             pair=game.pair,
             delta=delta,
-            confidence=1 - _ERROR / len(attacks),
+            confidence=1 - role.error / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
         )
         subjects = [(role, candidates, claim)]
         if role is Role.RUN:
             subjects.append((Role.NULL, strangers, None))
         for subject, seen, claimed in subjects:
-            result = audit(*seen, plan_of_audit)
+            plan_of_subject = replace(plan_of_audit, confidence=1 - subject.error / len(attacks))
+            result = audit(*seen, plan_of_subject)
             power = power_of(result, claimed, weaker)
             shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
             found.append(Finding.of(subject, attack.name, seen, result, **shown))

@@ -413,7 +413,7 @@ KindOption = Annotated[
     typer.Option(
         metavar="KIND",
         help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
-        "convex) or of a private-loop on records of the audit's choice. Exit code 1 means an alarm.",
+        "convex) or of a private-loop on records of the audit's choice.",
     ),
 ]
 Trials = Annotated[
@@ -605,10 +605,14 @@ _WIDE_PAGE = 140
 
 
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
-    """Write report and pages of what was found, and print the findings and what they mean."""
+    """Write report and pages of what was found, and print the findings and what they mean.
+
+    Raises:
+        typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
+    """
     from opusim.accounting.explanation import print_rows
     from opusim.tables import output_width, wrapped
-    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
+    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, headline, paragraphs
     from opusim.training.reports.audit_page import write_audit_page
     from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
     from opusim.training.runs.folder import read_run
@@ -618,14 +622,18 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     page, document = write_audit_page(loaded, found, place)
     if loaded.config.mode == "release" and found.holds_private_records:
         typer.echo(NOT_FOR_RELEASE, err=True)
+    if not found.controls_hold:
+        typer.echo(wrapped(headline(found)), err=as_json)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
-        return
-    print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
-    for text in paragraphs(found):
-        typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
-    typer.echo(f"for a reviewer: {page} and {document}")
+    else:
+        print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
+        for text in paragraphs(found):
+            typer.echo("\n" + wrapped(text))
+        typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
+        typer.echo(f"for a reviewer: {page} and {document}")
+    if found.refuted or not found.controls_hold:
+        raise typer.Exit(1 if found.refuted else 3)
 
 
 def _audit_mechanism(

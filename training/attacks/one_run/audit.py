@@ -40,7 +40,6 @@ from opusim.training.attacks.one_run.observers import (
 )
 from opusim.training.attacks.replay import AuditedRun
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run
-from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
@@ -104,7 +103,7 @@ def audit_one_training(
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
             `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: The run protects labels, releases its last model only, or its trainer cannot carry canaries.
-        ConfigError: The optimizer cannot be undone, data are missing, or there are more canaries than weights.
+        ConfigError: Data are missing, or there are more canaries than weights.
         ValueError: A number out of range.
     """
     checks.integer(canaries=canaries, minimum=20)
@@ -225,7 +224,9 @@ def audit_of_scores(
         (Role.BROKEN, weaker, inside),
     ):
         for adversary, own in found.items():
-            result = audit_one_run(own, coins, plans[adversary])
+            plan = plans[adversary]
+            shared = role.error / (1 - CONFIDENCE)
+            result = audit_one_run(own, coins, replace(plan, confidence=1 - shared * (1 - plan.confidence)))
             parts = own[coins], own[~coins]
             findings.append(Finding.of(role, adversary.name, parts, result, scope="run", claim=proven))
     game = mechanisms[0].describe()
@@ -482,7 +483,7 @@ def audit_private_loop(
         observer = GradientObserver(
             network,
             drawn,
-            OptimizerConfig(),
+            None,
             scale=settings.batch_size / settings.max_grad_norm,
             sampler=private.data_loader.sampler,
         )

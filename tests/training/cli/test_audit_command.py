@@ -66,7 +66,7 @@ def test_a_control_that_fails_is_a_headline_and_exit_code_3(
     monkeypatch.setattr(run_audit, "without_noise", lambda plan: plan)
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 3, shown.output
-    assert shown.output.startswith("DO NOT RELY ON THIS AUDIT: the broken control")
+    assert shown.stdout.startswith("DO NOT RELY ON THIS AUDIT: the broken control")
     assert "DO NOT RELY" in (tmp_path / "audit" / "audit.html").read_text()
 
 

@@ -308,10 +308,12 @@ class Attack(ABC):
     Attributes:
         name: In a word or two.
         knows: What the attacker knows besides what is released.
+        centre: The score that favours neither world, or None if it is not known.
     """
 
     name: str
     knows: str
+    centre: float | None = None
     _seen: tuple[Observation, dict[str, Any]] | None = None
 
     @abstractmethod

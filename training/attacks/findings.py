@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
+from opusim.accounting.anytime import AnytimeResult
 from opusim.accounting.audit import (
     AuditPlan,
     AuditResult,
@@ -27,7 +28,7 @@ from opusim.accounting.audit import (
 )
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
-from opusim.accounting.one_run import NOT_NORMAL, OneRunBound, OneRunResult, guesses_bound
+from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (
@@ -154,6 +155,9 @@ class Finding:
         estimate: What the trials say at face value, or None if it was not made.
         power: Probability of refuting the claim at half of the noise, with as many trials or with ideal scores; None if
             not known.
+        anytime: What the same scores say game by game; None if they are no games in which a coin is fair given the past
+            (canaries of one run at a delta above 0), or were not read so.
+        beside: The same scores read as those of one run's canaries; None if they are that already, or were not.
     """
 
     role: Role
@@ -168,6 +172,8 @@ class Finding:
     actual: float | None = None
     estimate: Estimate | None = None
     power: float | None = None
+    anytime: AnytimeResult | None = None
+    beside: OneRunResult | None = None
 
     @classmethod
     def of(
@@ -212,7 +218,9 @@ class Finding:
 
     @property
     def refutes(self) -> bool:
-        """Whether a bound exceeds the claimed epsilon of the game."""
+        """Whether a bound exceeds the claimed epsilon of the game, or the bets against it have won."""
+        if self.anytime is not None and self.anytime.refuted_at is not None:
+            return True
         if isinstance(self.result, OneRunResult):
             return bool(self.result.refuting)
         return self.claim is not None and self.result.verdict(self.claim) is Verdict.REFUTED
@@ -495,7 +503,15 @@ def paragraphs(audit: Audit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
     attacked = audit.of(Role.RUN) if audit.scores() else []
     who = [f"Adversary {one.attack!r} {one.adversary}." for one in attacked]
-    texts = [_game(audit), *who, _result(audit), *_statements(audit), _power(audit)]
+    texts = [
+        _game(audit),
+        *who,
+        _result(audit),
+        *_statements(audit),
+        _anytime(audit),
+        _beside(audit),
+        _power(audit),
+    ]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
 
 
@@ -510,9 +526,9 @@ def verdict(audit: Audit) -> str:
     whose = "one step" if best.scope == "step" else "the run"
     if audit.refuted:
         says = _refutation(audit)
-        if claim is not None:
+        if claim is not None and bound > claim.epsilon:
             says = says or f"That is above the {claim.status.value} {number(claim.epsilon)} of {whose}."
-        return f"REFUTED. {found}. {says}"
+        return " ".join(text for text in (f"REFUTED. {found}.", says, _won(audit)) if text)
     if claim is None or math.isinf(claim.epsilon):
         return f"{found}. No theorem gives a finite epsilon to compare it with."
     share = bound / claim.epsilon if claim.epsilon else 1.0
@@ -613,7 +629,16 @@ def _refutation(audit: Audit) -> str:
             found.append(f"{attack!r} by {bound.method.value}: at least {shown}")
     if found:
         return f"The claimed epsilon {number(epsilon)} is REFUTED ({'; '.join(found)})."
+    if won := _won(audit):
+        return won
     return f"The claimed epsilon {number(epsilon)} is not refuted, which does not prove it."
+
+
+def _won(audit: Audit) -> str:
+    """Return in a sentence who refuted the claim game by game; empty if nobody did."""
+    bets = [(one.attack, one.anytime) for one in audit.of(Role.RUN) if one.anytime is not None]
+    found = [f"{attack!r} after {read.refuted_at:,} games" for attack, read in bets if read.refuted_at]
+    return f"The bets against the claim REFUTE it: {', '.join(found)}." if found else ""
 
 
 def _statements(audit: Audit) -> list[str]:
@@ -647,6 +672,63 @@ def _statements(audit: Audit) -> list[str]:
             f"epsilon {number(claim.epsilon)}. {says}"
         )
     return texts + [_statement(result, one) for one in audit.guarantees if not one.is_proven]
+
+
+def _anytime(audit: Audit) -> str:
+    """Return what the bets say, or why there are none."""
+    found = [(one.attack, one.anytime) for one in audit.of(Role.RUN) if one.anytime is not None]
+    if not found:
+        return _one_run_is_no_game(audit) if audit.played is Played.TRAINING else ""
+    texts = []
+    for attack, read in found:
+        claim = ""
+        if read.e_value is not None:
+            needed = 1 / (1 - read.plan.confidence)
+            when = (
+                f"refuted after {read.refuted_at:,}" if read.refuted_at else f"{needed:.3g} would refute it"
+            )
+            claim = f"e-value {number(read.e_value)} against the claim ({when}); "
+        assumed = ", by the Gaussian law that a theorem gives" if read.plan.law is Law.GAUSSIAN else ""
+        texts.append(
+            f"{attack}: {claim}epsilon at least {read.epsilon_lower:.2f} after {read.games:,} games{assumed}"
+        )
+    return (
+        f"At any time: {'. '.join(texts)}. These bounds hold with 95 % confidence together, however often they are "
+        f"read and wherever the audit stops; more {audit.played.counted} of the same seed continue the same games, and "
+        "e-values of audits with other seeds may be multiplied. The fixed bounds above are for one number of "
+        f"{audit.played.counted}, chosen beforehand; either kind errs with probability at most 5 %."
+    )
+
+
+def _one_run_is_no_game(audit: Audit) -> str:
+    """Return why one run must not be read early, and its e-value."""
+    found = [one.e_value for one in audit.scores().values() if one.e_value is not None]
+    own = (
+        f" (of this run {number(max(found))}; divide by {len(found)} for as many adversaries)"
+        if found
+        else ""
+    )
+    return (
+        "At any time: not this audit, whose number of canaries must be chosen beforehand. At a delta above 0 the "
+        "canaries of one run are no games whose coins stay fair given the past. E-values of independent runs may be "
+        f"multiplied{own}, and 20 refutes the claim."
+    )
+
+
+def _beside(audit: Audit) -> str:
+    """Return what the same scores say if they are read as those of one run's canaries."""
+    texts = []
+    for attack, result in ((one.attack, one.beside) for one in audit.of(Role.RUN)):
+        for bound in () if result is None else result.bounds:
+            least = "at least " if bound.method.is_bound else ""
+            assumed = bound.method.assumes
+            texts.append(f"{attack}, {bound.method.value} ({assumed}): {least}{bound.epsilon:.2f}")
+    if not texts:
+        return ""
+    return (
+        f"The same scores read as one run's canaries, each bound with 95 % confidence: {'; '.join(texts)}. What "
+        "assumes normal scores is an estimate, no proof."
+    )
 
 
 def _statement(result: AuditResult, guarantee: Guarantee) -> str:

@@ -42,6 +42,7 @@ from opusim.accounting.mechanisms.labels import (
     RandomizedResponse,
     StagedResponse,
 )
+from opusim.accounting.one_run import Law
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary, crafted
 from opusim.training.attacks.findings import Role
@@ -85,6 +86,11 @@ class Played:
     bound: AuditResult
     gaussian: AuditResult | None
     drawn: AuditResult | None = None
+
+    @property
+    def law(self) -> Law:
+        """What a theorem says of the release."""
+        return Law.ANY if self.gaussian is None else Law.GAUSSIAN
 
     @property
     def best(self) -> AuditResult:

@@ -13,21 +13,32 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from opusim import checks
+from opusim.accounting.anytime import (
+    AnytimePlan,
+    audit_anytime,
+    in_coin_order,
+    power_within,
+)
 from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee, NoGuarantee
+from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
 from opusim.training.attacks.games import TwoWorlds, game_of, played
 from opusim.training.attacks.replay import (
+    WIDER,
     AuditedRun,
     MembershipGame,
     NoiselessStep,
+    law_of,
     noiseless_steps,
     power_of,
     record_protected,
@@ -298,6 +309,7 @@ def _of_step(
                 "and the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
             )
         game = MembershipGame(step, adjacency=adjacency, seed=seed)
+        coins = game.coins(trials)
         scores = game.scores(
             attacks,
             trials=trials,
@@ -307,6 +319,7 @@ def _of_step(
         )
     found = []
     weaker = with_half_the_noise(known, delta) if role is Role.RUN and claim is not None else []
+    law = Law.ANY if claim is None else _law_of_step(known, claim)
     for attack, (candidates, strangers) in zip(attacks, scores, strict=True):
         plan_of_audit = AuditPlan(
             threat_model=f"sees {step.released}, knows {attack.knows}",
@@ -323,8 +336,53 @@ def _of_step(
             result = audit(*seen, plan_of_subject)
             power = power_of(result, claimed, weaker)
             shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
+            if subject is Role.RUN:
+                ordered = np.empty(trials)
+                ordered[coins[:, 0]], ordered[~coins[:, 0]] = seen
+                plan_of_games = _plan_of_games(claim, law, len(attacks), delta, attack.centre)
+                shown |= read_as_games(ordered, coins[:, 0], plan_of_games, power)
             found.append(Finding.of(subject, attack.name, seen, result, **shown))
     return found
+
+
+def _law_of_step(known: Sequence[Mechanism], claim: Guarantee) -> Law:
+    """Return the law of a step whose batch is known."""
+    if claim.delta == 0 or not claim.is_proven or not math.isfinite(claim.epsilon):
+        return Law.ANY
+    return law_of(claim.epsilon, claim.delta, [(d, guarantees(known, delta=d)[0].epsilon) for d in WIDER])
+
+
+def _plan_of_games(
+    claim: Guarantee | None, law: Law, attacks: int, delta: float, centre: float | None = None
+) -> AnytimePlan:
+    """Return how the scores of one of some attacks are read game by game."""
+    claimed = claim.epsilon if claim is not None and 0 < claim.epsilon < math.inf else None
+    confidence = 1 - Role.RUN.error / attacks
+    return AnytimePlan(delta=delta, claimed=claimed, law=law, confidence=confidence, centre=centre)
+
+
+def read_as_games(
+    scores: np.ndarray, coins: np.ndarray, plan: AnytimePlan, power: float | None
+) -> dict[str, Any]:
+    """Return what scores say game by game and as those of canaries, and the power with which one of them refutes.
+
+    Args:
+        scores: One a game, in their order, shape (n,).
+        coins: Which world was played, bool, shape (n,).
+        plan: How they are read game by game.
+        power: That of the fixed bound at half of the noise.
+    """
+    read = OneRunPlan(
+        adversary="", canaries=len(scores), delta=plan.delta, claimed=plan.claimed, law=plan.law
+    )
+    if plan.claimed is not None and plan.law is Law.GAUSSIAN:
+        power = max(power or 0.0, power_within(plan, 2.0, len(scores)))
+    enough = 2 <= coins.sum() <= len(coins) - 2
+    return {
+        "anytime": audit_anytime(scores, coins, plan),
+        "beside": audit_one_run(scores, coins, read) if enough else None,
+        "power": power,
+    }
 
 
 def _of_game(
@@ -357,7 +415,10 @@ def _of_game(
                 "scope": "run",
                 "actual": actual if math.isfinite(actual) else None,
                 "estimate": one.estimate,
-                "power": power_of(one.best, claim, weaker) if role is Role.RUN else None,
             }
+            if role is Role.RUN:
+                plan = _plan_of_games(claim, one.law, len(results), delta)
+                games = in_coin_order(one.first, one.second, seed=derive_seed(own, "games"))
+                facts |= read_as_games(*games, plan, power_of(one.best, claim, weaker))
             found.append(Finding.of(role, one.adversary.name, (one.first, one.second), one.best, **facts))
     return found

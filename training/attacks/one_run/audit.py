@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Subset
 from typing_extensions import override
 
 from opusim import checks
-from opusim.accounting import numerics
+from opusim.accounting.anytime import AnytimePlan, audit_anytime
 from opusim.accounting.audit import gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
@@ -38,7 +38,7 @@ from opusim.training.attacks.one_run.observers import (
     Observer,
     weight_layers,
 )
-from opusim.training.attacks.replay import AuditedRun
+from opusim.training.attacks.replay import WIDER, AuditedRun, law_of
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
@@ -59,8 +59,6 @@ CONFIDENCE = 0.95
 n counts the bounds that are reported, no others: seven under a Gaussian law, since the counts of the consecutive
 updates are read by one bound (`Adversary.readings`).
 """
-_WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
-"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `reading_plans`."""
 _WRITERS = (
     "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
 )
@@ -227,8 +225,16 @@ def audit_of_scores(
             plan = plans[adversary]
             shared = role.error / (1 - CONFIDENCE)
             result = audit_one_run(own, coins, replace(plan, confidence=1 - shared * (1 - plan.confidence)))
-            parts = own[coins], own[~coins]
-            findings.append(Finding.of(role, adversary.name, parts, result, scope="run", claim=proven))
+            parts, shown = (own[coins], own[~coins]), {"scope": "run", "claim": proven}
+            if role is Role.RUN and (delta == 0 or facts["played"] is Played.FINAL_MODELS):
+                plan_of_games = AnytimePlan(
+                    delta=delta,
+                    claimed=plan.claimed,
+                    law=plan.law,
+                    confidence=1 - role.error / len(found),
+                )
+                shown["anytime"] = audit_anytime(own, coins, plan_of_games)
+            findings.append(Finding.of(role, adversary.name, parts, result, **shown))
     game = mechanisms[0].describe()
     return Audit(
         findings=tuple(findings), guarantees=tuple(stated), game=game, trials=count, seed=seed, **facts
@@ -259,10 +265,6 @@ def reading_plans(
 ) -> dict[Adversary, OneRunPlan]:
     """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`.
 
-    Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
-    claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
-    epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
-
     Args:
         adversaries: Who attacks.
         canaries: Number of scores.
@@ -275,14 +277,10 @@ def reading_plans(
     facts: dict[str, Any] = {}
     if isinstance(mechanisms[0], ClippedRecords) and delta != 0:
         at_wider = _at_wider(tuple(mechanisms), relation)
-        mu = math.inf if epsilon is None else gaussian_mu(epsilon, delta)
-        if epsilon is None or all(
-            found is not None and found <= 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3
-            for wider, found in at_wider
-        ):
-            law = Law.GAUSSIAN
+        law = law_of(epsilon, delta, at_wider)
+        if law is Law.GAUSSIAN:
             halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
-            weaker = _at_wider(halved, relation, (delta, _WIDER[-1]))
+            weaker = _at_wider(halved, relation, (delta, WIDER[-1]))
             mus = [gaussian_mu(found, wider) for wider, found in weaker if found]
             elsewhere = tuple((wider, found) for wider, found in at_wider if found and wider != delta)
             facts = {"elsewhere": elsewhere, "weaker_mu": min(mus, default=None)}
@@ -304,7 +302,7 @@ def reading_plans(
 
 @functools.lru_cache(maxsize=32)
 def _at_wider(
-    mechanisms: tuple[Mechanism, ...], relation: Adjacency, deltas: tuple[float, ...] = _WIDER
+    mechanisms: tuple[Mechanism, ...], relation: Adjacency, deltas: tuple[float, ...] = WIDER
 ) -> tuple[tuple[float, float | None], ...]:
     """Return what is claimed at other deltas; kept, since the audits of a table share their mechanism."""
     return tuple((d, claimed_epsilon(composed(mechanisms, delta=d), relation)) for d in deltas)

@@ -15,7 +15,7 @@ and, under a Gaussian law, in the statement (epsilon, delta) of its curve. The d
 invented games of a mechanism with half of the noise, and the games so far. It decides on power, never on validity.
 Games of one run are no such games at delta > 0: there P(right) is bounded given the past of independent runs only. At
 delta = 0 the canaries of one run may be revealed one by one.
-Sources: Shafer 2021; Waudby-Smith and Ramdas 2024; sequential audits: arXiv 2509.07055.
+Sources: González, Dulce-Rubio, Ramdas and Ribero 2025 (arXiv 2509.07055); the best division: Cover 1984.
 """
 
 from __future__ import annotations

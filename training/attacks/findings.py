@@ -703,11 +703,8 @@ def _anytime(audit: Audit) -> str:
 def _one_run_is_no_game(audit: Audit) -> str:
     """Return why one run must not be read early, and its e-value."""
     found = [one.e_value for one in audit.scores().values() if one.e_value is not None]
-    own = (
-        f" (of this run {number(max(found))}; divide by {len(found)} for as many adversaries)"
-        if found
-        else ""
-    )
+    mean = sum(found) / max(len(found), 1)
+    own = f" (of this run {number(mean)}, the mean over its adversaries)" if found else ""
     return (
         "At any time: not this audit, whose number of canaries must be chosen beforehand. At a delta above 0 the "
         "canaries of one run are no games whose coins stay fair given the past. E-values of independent runs may be "

@@ -20,10 +20,13 @@ from opusim import checks
 from opusim.accounting.anytime import (
     AnytimePlan,
     audit_anytime,
+    games_needed,
     in_coin_order,
     power_within,
+    smallest_ratio,
+    strength_of,
 )
-from opusim.accounting.audit import AuditPlan, audit
+from opusim.accounting.audit import AuditPlan, audit, epsilon_of, lower_bound
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.accounting.mechanism import Mechanism
@@ -107,8 +110,13 @@ def applicable_attacks(
 GAME_TRIALS = 20_000
 """Trials of a game by default; its controls take as many."""
 FEWEST_TRIALS = 40
-_STEP_TRIALS, _CONTROL_TRIALS = 400, 100
+_STEP_TRIALS, _MOST_TRIALS, _CONTROL_TRIALS = 400, 2000, 100
+"""Trials of a step if nothing finite is claimed, the most that are chosen by power, and those of a control."""
+_LEARNING = 1.2
+"""Games over those of an attacker who knows the law of its scores from the start."""
 _REHEARSALS = 16
+_ATTACKS = 2
+"""The most that play against a step, which is what a forecast counts with."""
 _CONTROL_NOISE, _QUIET_CONTROL, _FEW = 4.0, 8.0, 80
 """Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show.
 
@@ -126,6 +134,7 @@ def audit_run(
     trials: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
+    on_forecast: Callable[[str], None] = lambda text: None,
     on_start: Callable[[int], None] = lambda total: None,
     on_trial: Callable[[int], None] = lambda done: None,
 ) -> Audit:
@@ -146,11 +155,13 @@ def audit_run(
         trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `audit.json`, or None for the run's own. A release run needs one that only its owner may
             enter: no guarantee covers what an attack finds about private records.
-        trials: Trials of the game on the run, at least 40: by default 400, and its controls take up to 100 each; of a
-            game on labels or the last model 20,000, and its controls as many each.
+        trials: Trials of the game on the run, at least 40. By default as many as find half of the noise with
+            probability 0.9, at most 2,000, or 400 if nothing finite is claimed, and its controls take up to 100 each;
+            of a game on labels or the last model 20,000, and its controls as many each.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
+        on_forecast: Told in words, before the first trial, what so many trials can find.
         on_start: Told how many trials there will be.
         on_trial: Called with the number of trials done so far, after each, or after some thousand of a game.
 
@@ -170,7 +181,12 @@ def audit_run(
     stated = folder.read_ledger().guarantees(delta=delta)
     delta = run.plan.protection.options.delta if delta is None else delta
     game = game_of(run.plan)
-    trials = trials or (_STEP_TRIALS if game is None else GAME_TRIALS)
+    if game is None:
+        plan = _plan_of_step(run.plan, delta)
+        trials = trials or _planned_trials(plan)
+        on_forecast(forecast(plan, trials))
+    else:
+        trials = trials or GAME_TRIALS
     control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials
     on_start(trials + 2 * control_trials)
     done = 0
@@ -291,10 +307,7 @@ def _of_step(
     # noise of its own, and public draws that the attacker can repeat
     mode = "experiment" if plan.algorithm.uses_public_randomness else plan.mode
     meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
-    # what is proven of one step whose batch is known (q = 1)
-    protects = meant.protects == "records"
-    known = [mechanism.known_batch() for mechanism in meant.mechanisms] if protects else []
-    claim = guarantees(known, delta=delta)[0] if protects else None
+    known, claim = _claim_of_step(meant, delta)
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
     played = meant
     if role is Role.BROKEN:  # a device's noise hides records too, and is not what the control is about
@@ -343,6 +356,52 @@ def _of_step(
                 shown |= read_as_games(ordered, coins[:, 0], plan_of_games, power)
             found.append(Finding.of(subject, attack.name, seen, result, **shown))
     return found
+
+
+def _claim_of_step(plan: RunPlan, delta: float) -> tuple[list[Mechanism], Guarantee | None]:
+    """Return one step whose batch is known (q = 1), and what is proven of it; nothing if no records are protected."""
+    if plan.protects != "records":
+        return [], None
+    known = [mechanism.known_batch() for mechanism in plan.mechanisms]
+    return known, guarantees(known, delta=delta)[0]
+
+
+def _plan_of_step(plan: RunPlan, delta: float) -> AnytimePlan:
+    """Return how the scores of a run's step are read game by game, before its device is open."""
+    known, claim = _claim_of_step(plan, delta)
+    law = Law.ANY if claim is None else _law_of_step(known, claim)
+    return _plan_of_games(claim, law, _ATTACKS, delta)
+
+
+def _planned_trials(plan: AnytimePlan) -> int:
+    """Return as many trials as find half of the noise with probability 0.9, or the most."""
+    if plan.claimed is None:
+        return _STEP_TRIALS
+    needed = _LEARNING * games_needed(plan, 2.0, most=_MOST_TRIALS)
+    return max(_CONTROL_TRIALS, min(math.ceil(needed), _MOST_TRIALS))
+
+
+def forecast(plan: AnytimePlan, trials: int) -> str:
+    """Return in words what so many trials of a step can find.
+
+    Args:
+        plan: How they are read.
+        trials: How many.
+    """
+    half = trials // 4
+    bounds = AuditPlan(threat_model="", pair="", delta=plan.delta, confidence=plan.confidence)
+    most = f"by errors alone a perfect attack shows epsilon {lower_bound(0, 0, half, half, bounds):.2f}"
+    if plan.claimed is None:
+        return f"Forecast: nothing finite is claimed of a step, and {trials:,} trials find what they find; {most}."
+    ratio = smallest_ratio(plan, max(1, round(trials / _LEARNING)))
+    found = "not even a sixteenth of the noise"
+    if ratio is not None:
+        actual = ratio * plan.claimed
+        if plan.law is Law.GAUSSIAN:
+            actual = epsilon_of(ratio * strength_of(plan.law, plan.claimed, plan.delta), plan.delta)
+        found = f"an epsilon {actual / plan.claimed:.1f} times the proven {plan.claimed:.2f} of a step"
+        found += f" (noise {ratio:.1f} times too small)" if plan.law is Law.GAUSSIAN else ""
+    return f"Forecast: {trials:,} trials find {found} with probability 0.9, if the attack is the best one; {most}."
 
 
 def _law_of_step(known: Sequence[Mechanism], claim: Guarantee) -> Law:

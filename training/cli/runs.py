@@ -419,8 +419,8 @@ KindOption = Annotated[
 Trials = Annotated[
     int | None,
     typer.Option(
-        help="Trials on the run, 400 by default, the controls up to 100 each; of games on labels or the last model "
-        "20,000 each. With --final-model: trainings, 400 by default."
+        help="Trials on the run, by default as many as find half of the noise with probability 0.9, the controls up to "
+        "100 each; of games on labels or the last model 20,000 each. With --final-model: trainings, 400 by default."
     ),
 ]
 OneRun = Annotated[
@@ -444,7 +444,10 @@ AuditCluster = Annotated[
     str | None,
     typer.Option(help="With --final-model: address of a Dask scheduler whose workers train."),
 ]
-CanaryCount = Annotated[int | None, typer.Option(help="With --one-run: how many canaries, 1,000 by default.")]
+CanaryCount = Annotated[
+    int | None,
+    typer.Option(help="With --one-run: how many canaries, by default as many as find half of the noise."),
+]
 AuditSeed = Annotated[
     int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
 ]
@@ -554,15 +557,20 @@ def _play(
 ) -> Audit:
     """Attack a run's steps or play the game of its protection; or train once with canaries."""
     from opusim.progress import Progress
-    from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
+    from opusim.tables import wrapped
+    from opusim.training.attacks.one_run.audit import audit_one_training
     from opusim.training.attacks.run_audit import audit_run
+
+    def say(text: str) -> None:
+        typer.echo(wrapped(text), err=True)
 
     if one_run:
         with Progress("audit of one training", "steps") as progress:
             return audit_one_training(
                 run,
                 **shared,
-                canaries=DEFAULT_CANARIES if canaries is None else canaries,
+                canaries=canaries,
+                on_forecast=say,
                 on_start=progress.start,
                 on_step=progress.advance,
             )
@@ -571,6 +579,7 @@ def _play(
             run,
             **shared,
             trials=trials,
+            on_forecast=say,
             on_start=progress.start,
             on_trial=lambda done: progress.advance(done=done),
         )

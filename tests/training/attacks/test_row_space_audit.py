@@ -13,7 +13,7 @@ import torch
 from opusim import training
 from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Finding, Role, paragraphs
+from opusim.training.attacks.findings import Audit, Finding, Role, paragraphs, verdict
 from opusim.training.attacks.replay import replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.errors import RunFolderError
@@ -157,10 +157,19 @@ def test_the_difference_attack_finds_noise_that_is_too_weak(
     """Planted: a tenth of the noise. Without device noise the score is N(0 or 1, (z C / ||c||)^2)."""
     quiet = {"device": {"name": "gaussian", "noise": {"sigma": 0.0}}, "optimizer": {"name": optimizer}}
     run = trained(tmp_path, **PROTECTED, **quiet)
-    assert not of(audit_run(run, data=data(), trials=200, seed=3), Role.RUN, "difference").refutes
+    told: list[str] = []
+    sound = audit_run(run, data=data(), trials=200, seed=3, on_forecast=told.append)
+    assert not of(sound, Role.RUN, "difference").refutes
+    assert "times the proven" in told[0]
+    read = of(sound, Role.RUN, "difference").anytime
+    assert read.games == 200
+    assert read.e_value < 20
+    assert Audit.from_json(json.loads(json.dumps(sound.to_json()))) == sound
     plant_noise(monkeypatch, 0.1)
     found = audit_run(run, data=data(), trials=200, seed=3)
     assert of(found, Role.RUN, "difference").refutes
+    assert of(found, Role.RUN, "difference").anytime.refuted_at is not None
+    assert "The bets against the claim REFUTE it: 'difference' after" in verdict(found)
     assert not of(found, Role.RUN).refutes  # the row space cannot see it: the noise has full rank
 
 

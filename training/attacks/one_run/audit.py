@@ -19,17 +19,20 @@ from typing_extensions import override
 
 from opusim import checks
 from opusim.accounting.anytime import AnytimePlan, audit_anytime
-from opusim.accounting.audit import gaussian_mu
+from opusim.accounting.audit import epsilon_of, gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
-from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
+from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_one_run
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
 from opusim.training.attacks.one_run.observers import (
+    ALL_UPDATES,
+    CONSECUTIVE,
+    FINAL_MODEL,
     Canaries,
     CraftedGradients,
     EntryObserver,
@@ -53,6 +56,8 @@ from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder
 
 DEFAULT_CANARIES = 1000
+_COUNTS, _PLANNED_POWER = (200, 500, 1000, 2000, 5000), 0.9
+"""Numbers of canaries to choose from, and the power that is wanted."""
 CONFIDENCE = 0.95
 """Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
 
@@ -71,9 +76,10 @@ def audit_one_training(
     model: nn.Module | None = None,
     trust_code: bool = False,
     out: str | Path | None = None,
-    canaries: int = DEFAULT_CANARIES,
+    canaries: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
+    on_forecast: Callable[[str], None] = lambda text: None,
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Audit:
@@ -90,10 +96,12 @@ def audit_one_training(
         model: A module like the run's, if its folder cannot describe that one.
         trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `one-run.json`, or None for the run's own. A release run needs one outside its folder.
-        canaries: m, at least 20.
+        canaries: m, at least 20. By default the fewest of 200, 500, 1,000, 2,000 and 5,000 that find half of the noise
+            with probability 0.9, or the most that the model has weights for.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
+        on_forecast: Told in words, before training, what so many canaries can find.
         on_start: Told how many steps there will be.
         on_step: Called after each.
 
@@ -104,14 +112,16 @@ def audit_one_training(
         ConfigError: Data are missing, or there are more canaries than weights.
         ValueError: A number out of range.
     """
-    checks.integer(canaries=canaries, minimum=20)
+    if canaries is not None:
+        checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
     seed = drawn_seed(seed)
     folder = RunFolder(path)
     place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
-    found = play_one_run(
-        started_again(run, seed), canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step
-    )
+    plan = started_again(run, seed)
+    canaries, text = planned_canaries(plan, canaries, delta=delta)
+    on_forecast(text)
+    found = play_one_run(plan, canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step)
     keep(found, place, run)
     return found
 
@@ -125,6 +135,58 @@ def started_again(run: AuditedRun, seed: int) -> RunPlan:
         return run.on_own_network(plan)
     built = plan.new_network()
     return plan.on_network(built) if built.facts == run.network_facts else run.on_own_network(plan)
+
+
+def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None) -> tuple[int, str]:
+    """Return how many canaries find half of the noise, or those that are asked for, and in words what they can find.
+
+    Args:
+        plan: The run.
+        canaries: m, or None to choose it.
+        delta: Of the bounds; None takes the run's.
+    """
+    delta = plan.protection.options.delta if delta is None else delta
+    if plan.protects != "records" or not plan.mechanisms or not weight_layers(plan.network):
+        canaries = DEFAULT_CANARIES if canaries is None else canaries
+        return canaries, f"Forecast: nothing is proven of records that {canaries:,} canaries could refute."
+    mechanisms = tuple(one.repeated(plan.total_steps * one.steps) for one in plan.mechanisms)
+    relation = plan.algorithm.config.relation or Adjacency.REPLACE_ONE
+    stated = composed(mechanisms, delta=delta)
+    adversaries = (ALL_UPDATES, CONSECUTIVE, FINAL_MODEL)
+
+    def reading(count: int) -> OneRunPlan:
+        return reading_plans(adversaries, count, mechanisms, stated, relation, delta)[ALL_UPDATES]
+
+    if canaries is None:
+        room = max(rows * columns for _, _, rows, columns in weight_layers(plan.network))
+        fitting = [count for count in _COUNTS if count <= room] or [max(room, FEWEST_CANARIES)]
+        enough = [count for count in fitting if _power(reading(count)) >= _PLANNED_POWER]
+        canaries = enough[0] if enough else fitting[-1]
+    found = reading(canaries)
+    if found.claimed is None or found.law is Law.ANY:
+        return (
+            canaries,
+            f"Forecast: what {canaries:,} canaries can find is not known for a law that is not Gaussian.",
+        )
+    mu = gaussian_mu(found.claimed, delta)
+    ratios = (tenths / 10 for tenths in range(11, 161))
+    ratio = next((r for r in ratios if _power(replace(found, weaker_mu=r * mu)) >= _PLANNED_POWER), None)
+    text = "not even a sixteenth of the noise"
+    if ratio is not None:
+        times = epsilon_of(ratio * mu, delta) / found.claimed
+        text = (
+            f"an epsilon {times:.1f} times the proven {found.claimed:.2f} (noise {ratio:.1f} times too small)"
+        )
+    guessed = max(found.ceiling(method) for method in found.methods if method.guesses)
+    return canaries, (
+        f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "
+        f"normality; guesses show at most epsilon {guessed:.2f}."
+    )
+
+
+def _power(plan: OneRunPlan) -> float:
+    """Return the largest power of the bounds."""
+    return max((plan.power(method) or 0.0 for method in plan.methods if method.is_bound), default=0.0)
 
 
 Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]

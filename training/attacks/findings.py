@@ -692,11 +692,13 @@ def _anytime(audit: Audit) -> str:
         texts.append(
             f"{attack}: {claim}epsilon at least {read.epsilon_lower:.2f} after {read.games:,} games{assumed}"
         )
+    single, counted = audit.played is Played.TRAINING, audit.played.counted
+    more = "" if single else f"; more {counted} of the same seed continue the same games"
     return (
         f"At any time: {'. '.join(texts)}. These bounds hold with 95 % confidence together, however often they are "
-        f"read and wherever the audit stops; more {audit.played.counted} of the same seed continue the same games, and "
-        "e-values of audits with other seeds may be multiplied. The fixed bounds above are for one number of "
-        f"{audit.played.counted}, chosen beforehand; either kind errs with probability at most 5 %."
+        f"read and wherever the audit stops{more}, and e-values of audits with other seeds may be multiplied. The "
+        f"fixed bounds above are for one number of {counted}, chosen beforehand; either kind errs with probability at "
+        "most 5 %."
     )
 
 

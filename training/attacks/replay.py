@@ -7,7 +7,7 @@ batch of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting import numerics
-from opusim.accounting.audit import AuditResult, detection_probability, gaussian_mu
+from opusim.accounting.audit import AuditResult, detection_probability
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee
 from opusim.accounting.mechanism import Mechanism
-from opusim.accounting.one_run import Law
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import (
     WEIGHTS_AND_STATE,
@@ -467,32 +465,6 @@ def without_noise(plan: RunPlan) -> RunPlan | None:
         return silent
     without, keys = {"noise_multiplier": 0.0, "noise": "digital"}, type(plan.protection.options).model_fields
     return silent.unchecked(protection={key: value for key, value in without.items() if key in keys})
-
-
-WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
-"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `law_of`."""
-
-
-def law_of(epsilon: float | None, delta: float, elsewhere: Iterable[tuple[float, float | None]]) -> Law:
-    """Return whether whoever refutes the Gaussian mechanism with a claimed epsilon at delta refutes the claim.
-
-    Sampled steps are not Gaussian. They are at most as revealing as that mechanism if what is claimed at the deltas
-    that bound frequent errors implies it: epsilon(d) <= epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical
-    error.
-
-    Args:
-        epsilon: What is claimed at delta; None if nothing finite is, so that nothing can be refuted.
-        delta: Above 0.
-        elsewhere: What is claimed at the deltas of `WIDER`, as (delta, epsilon).
-    """
-    if epsilon is None:
-        return Law.GAUSSIAN
-    mu = gaussian_mu(epsilon, delta)
-    implied = all(
-        found is not None and found <= 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3
-        for wider, found in elsewhere
-    )
-    return Law.GAUSSIAN if implied else Law.ANY
 
 
 _DELTAS = (1e-4, 1e-3, 1e-2, 0.1, 0.3)

@@ -180,9 +180,9 @@ def audit_run(
     delta = run.plan.protection.options.delta if delta is None else delta
     game = game_of(run.plan)
     if game is None:
-        plan = _plan_of_step(run.plan, delta)
-        trials = trials or _planned_trials(plan)
-        on_forecast(forecast(plan, trials))
+        games = _plan_of_step(run.plan, delta)
+        trials = trials or _planned_trials(games)
+        on_forecast(forecast(games, trials))
     else:
         trials = trials or GAME_TRIALS
     control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials

@@ -290,7 +290,8 @@ def audit_of_scores(
             plan = plans[adversary]
             shared = role.error / (1 - CONFIDENCE)
             result = audit_one_run(own, coins, replace(plan, confidence=1 - shared * (1 - plan.confidence)))
-            parts, shown = (own[coins], own[~coins]), {"scope": "run", "claim": proven}
+            parts = own[coins], own[~coins]
+            shown: dict[str, Any] = {"scope": "run", "claim": proven}
             if role is Role.RUN and (delta == 0 or facts["played"] is Played.FINAL_MODELS):
                 plan_of_games = AnytimePlan(
                     delta=delta,

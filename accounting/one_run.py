@@ -61,6 +61,14 @@ class Method(StrEnum):
         return self in (Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF)
 
     @property
+    def assumes(self) -> str:
+        """What must hold for it to be right."""
+        return {
+            Method.ANY_MECHANISM: "Steinke et al.; assumes nothing of the mechanism",
+            Method.GAUSSIAN_TRADE_OFF: "Mahloujifar et al.; assumes a Gaussian trade-off curve, which a theorem gives",
+        }.get(self, "assumes normal scores of equal variance")
+
+    @property
     def is_bound(self) -> bool:
         """Whether the number is a lower confidence limit."""
         return self is not Method.NORMAL_ESTIMATE
@@ -254,6 +262,19 @@ class OneRunResult:
             KeyError: The plan does not have it.
         """
         return {bound.method: bound for bound in self.bounds}[method]
+
+    @property
+    def e_value(self) -> float | None:
+        """That of the claim, p^(-1/2) / 2 with the p-value of the guesses under any mechanism; None without a claim.
+
+        Those of independent runs may be multiplied, whatever delta is (Vovk and Wang 2021).
+        """
+        claimed, found = self.plan.claimed, {bound.method: bound for bound in self.bounds}
+        guessed = found.get(Method.ANY_MECHANISM)
+        if claimed is None or guessed is None:
+            return None
+        p_value = _p_value(self.plan.canaries, guessed.guesses, guessed.correct, claimed, self.plan.delta)
+        return 0.5 / math.sqrt(max(p_value, 1e-300))
 
     @property
     def n_out(self) -> int:

@@ -4,7 +4,8 @@ The auditor owns the data. A trial flips a coin between two neighbouring worlds,
 something, and shows it to attacks, each of which answers with a score, higher where it takes the first world for the
 one that was played. Trials are independent: fresh batches, fresh noise, the same starting point.
 
-What consecutive weights tell: the gradients behind an update, with momentum and weight decay undone.
+What consecutive weights tell: the gradients behind an update, with momentum and weight decay undone. Optimizers of the
+Adam family keep a running mean of the gradients in every checkpoint, and two means in a row tell the gradient.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from opusim.accounting.one_run import Law, Method
-from opusim.errors import ConfigError
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.dataset import Dataset, Split, Standardisation
 from opusim.training.networks.contributions.sums import Contributions
@@ -29,24 +29,18 @@ from opusim.training.protections.base import WrappedGradients, linear_uses, with
 from opusim.training.protections.record import RecordGradients
 
 _NESTEROV_STEPS = 40
+WEIGHTS_AND_STATE = "the weights and the optimizer's state after every step"
+"""What an attacker sees if the weights alone do not tell the gradients: the state is made of the same noisy sums."""
 
 
 def steps_needed(options: OptimizerConfig) -> int:
     """Steps before the attacked one that the attacker must see to know the momentum.
 
     Plain momentum is the last change of the weights. Nesterov's is known through a recursion that forgets its start
-    by the factor mu / (1 + mu) < 1/2 a step.
-
-    Raises:
-        ConfigError: The optimizer is none that can be undone from weights.
+    by the factor mu / (1 + mu) < 1/2 a step. An optimizer of the Adam family has its mean after one step.
     """
     if options.name != "sgd":
-        raise ConfigError(
-            "configuration",
-            "optimizer.name",
-            f"{options.name!r}: the audit undoes the momentum and the weight decay of 'sgd' only; audit a run with "
-            "optimizer.name=sgd (what no theorem protects under sgd is not protected here either)",
-        )
+        return 1
     if options.momentum == 0:
         return 0
     return _NESTEROV_STEPS if options.nesterov else 1
@@ -60,14 +54,10 @@ class Descent:
     1 / (1 + mu) for Nesterov, and a c that W_t and the weights before it tell.
 
     Args:
-        options: The optimizer, whose constants are public.
-
-    Raises:
-        ConfigError: It is not SGD.
+        options: The optimizer, SGD, whose constants are public.
     """
 
     def __init__(self, options: OptimizerConfig) -> None:
-        steps_needed(options)
         self._options, self._momentum = options, torch.zeros((), dtype=torch.float64)
         self.scale = 1 / (1 + options.momentum) if options.nesterov else 1.0
         """s."""
@@ -93,38 +83,65 @@ class Descent:
 
 
 class EarlierSteps:
-    """What the steps before an update tell of it: its momentum and its weight decay, the same for all updates.
+    """What the steps before an update tell of it: g_t = f (S_t - S_(t+1)) - c, with f and c the same for all updates.
+
+    The state S is the weights under descent, and the running mean of the gradients under the Adam family.
 
     Args:
-        weights: W_0 .. W_t, consecutive, t at least `steps_needed`, by name.
-        options: The optimizer, whose constants are public.
-        rate: Learning rate of all these steps.
+        before: S_t, by name.
+        others: c, float64, by name.
+        factor: f.
     """
 
-    def __init__(
-        self, weights: Sequence[Mapping[str, Tensor]], options: OptimizerConfig, rate: float
-    ) -> None:
-        self._before, self._others = weights[-1], {}
+    def __init__(self, before: Mapping[str, Tensor], others: Mapping[str, Tensor], factor: float) -> None:
+        self._before, self._others, self._factor = before, others, factor
+        self._others_rounded = {name: others[name].to(tensor) for name, tensor in before.items()}
+        self._constants = {
+            name: tensor.double().mul(factor).sub_(others[name]) for name, tensor in before.items()
+        }
+
+    @classmethod
+    def of_weights(
+        cls, weights: Sequence[Mapping[str, Tensor]], options: OptimizerConfig, rate: float
+    ) -> Self:
+        """Return what weights tell under descent: the momentum and the weight decay.
+
+        Args:
+            weights: W_0 .. W_t, consecutive, t at least `steps_needed`, by name.
+            options: The optimizer, whose constants are public.
+            rate: Learning rate of all these steps.
+        """
+        others = {}
         for name, last in weights[-1].items():
             descent = Descent(options)
             for before, after in pairwise(weights):
                 descent.gradient(before[name], after[name], rate)
-            self._others[name] = descent.others(last)
-        self._factor = Descent(options).scale / rate
-        self._others_rounded = {name: tensor.to(weights[-1][name]) for name, tensor in self._others.items()}
-        self._constants = {
-            name: tensor.double().mul(self._factor).sub_(self._others[name])
-            for name, tensor in weights[-1].items()
-        }
+            others[name] = descent.others(last)
+        return cls(weights[-1], others, Descent(options).scale / rate)
+
+    @classmethod
+    def of_means(
+        cls, means: Mapping[str, Tensor], weights: Mapping[str, Tensor], options: OptimizerConfig
+    ) -> Self:
+        """Return what the means m of the Adam family tell: m' = beta_1 m + (1 - beta_1) (g + wd W).
+
+        Args:
+            means: m, by name.
+            weights: W, by name.
+            options: The optimizer, whose constants are public. The decay of adamw does not pass its mean.
+        """
+        decay = 0.0 if options.name == "adamw" else options.weight_decay
+        others = {name: weights[name].double() * decay - mean.double() for name, mean in means.items()}
+        return cls(means, others, -1 / (1 - options.beta1))
 
     def gradient(self, name: str, after: Tensor) -> Tensor:
-        """Return g_t of a parameter, float64, from W_(t+1)."""
+        """Return g_t of a parameter, float64, from S_(t+1)."""
         return torch.sub(self._constants[name], after, alpha=self._factor)
 
     def rounded_gradient(self, name: str, after: Tensor) -> Tensor:
         """Return g_t in the parameter's own type, in a third of the time.
 
-        W_t - W_(t+1) is exact within a factor of two (Sterbenz), so that only g_t and c are rounded.
+        S_t - S_(t+1) is exact within a factor of two (Sterbenz), so that only g_t and c are rounded.
         """
         return torch.sub(self._before[name], after).mul_(self._factor).sub_(self._others_rounded[name])
 
@@ -204,7 +221,8 @@ class Observation:
 
     Attributes:
         before: The parameters before the last step, by name ("layer1.weight", ...).
-        after: Those after it, until the next trial.
+        after: What the step's gradients are read from (`EarlierSteps`) after it, until the next trial: the parameters,
+            or the optimizer's running means.
         earlier: What the steps before it tell.
         step: Its number, which keys what is public of its randomness.
         others: The records that are in the last step's batch in both worlds.
@@ -290,10 +308,12 @@ class Attack(ABC):
     Attributes:
         name: In a word or two.
         knows: What the attacker knows besides what is released.
+        centre: The score that favours neither world, or None if it is not known.
     """
 
     name: str
     knows: str
+    centre: float | None = None
     _seen: tuple[Observation, dict[str, Any]] | None = None
 
     @abstractmethod

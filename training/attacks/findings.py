@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
+from opusim.accounting.anytime import AnytimeResult
 from opusim.accounting.audit import (
     AuditPlan,
     AuditResult,
@@ -27,7 +28,7 @@ from opusim.accounting.audit import (
 )
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
-from opusim.accounting.one_run import NOT_NORMAL, OneRunBound, OneRunResult, guesses_bound
+from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
 from opusim.tables import Shown, html_table
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
@@ -65,6 +66,14 @@ class Role(StrEnum):
     NULL = "null control"
     PROTECTED = "protected control"
     BROKEN = "broken control"
+
+    @property
+    def error(self) -> float:
+        """Probability that any bound on the subject is too high, which they share.
+
+        A control that must find nothing is read at a thousandth, so that it does not fail by chance.
+        """
+        return 1e-3 if self in (Role.NULL, Role.PROTECTED) else 0.05
 
 
 class Played(StrEnum):
@@ -147,6 +156,9 @@ class Finding:
         estimate: What the trials say at face value, or None if it was not made.
         power: Probability of refuting the claim at half of the noise, with as many trials or with ideal scores; None if
             not known.
+        anytime: What the same scores say game by game; None if they are no games in which a coin is fair given the past
+            (canaries of one run at a delta above 0), or were not read so.
+        beside: The same scores read as those of one run's canaries; None if they are that already, or were not.
     """
 
     role: Role
@@ -161,6 +173,8 @@ class Finding:
     actual: float | None = None
     estimate: Estimate | None = None
     power: float | None = None
+    anytime: AnytimeResult | None = None
+    beside: OneRunResult | None = None
 
     @classmethod
     def of(
@@ -205,7 +219,9 @@ class Finding:
 
     @property
     def refutes(self) -> bool:
-        """Whether a bound exceeds the claimed epsilon of the game."""
+        """Whether a bound exceeds the claimed epsilon of the game, or the bets against it have won."""
+        if self.anytime is not None and self.anytime.refuted_at is not None:
+            return True
         if isinstance(self.result, OneRunResult):
             return bool(self.result.refuting)
         return self.claim is not None and self.result.verdict(self.claim) is Verdict.REFUTED
@@ -507,7 +523,15 @@ def paragraphs(audit: Audit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
     attacked = audit.of(Role.RUN) if audit.scores() else []
     who = [f"Adversary {one.attack!r} {one.adversary}." for one in attacked]
-    texts = [_game(audit), *who, _result(audit), *_statements(audit), _power(audit)]
+    texts = [
+        _game(audit),
+        *who,
+        _result(audit),
+        *_statements(audit),
+        _anytime(audit),
+        _beside(audit),
+        _power(audit),
+    ]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
 
 
@@ -522,9 +546,9 @@ def verdict(audit: Audit) -> str:
     whose = "one step" if best.scope == "step" else "the run"
     if audit.refuted:
         says = _refutation(audit)
-        if claim is not None:
+        if claim is not None and bound > claim.epsilon:
             says = says or f"That is above the {claim.status.value} {number(claim.epsilon)} of {whose}."
-        return f"REFUTED. {found}. {says}"
+        return " ".join(text for text in (f"REFUTED. {found}.", says, _won(audit)) if text)
     if claim is None or math.isinf(claim.epsilon):
         return f"{found}. No theorem gives a finite epsilon to compare it with."
     share = bound / claim.epsilon if claim.epsilon else 1.0
@@ -625,7 +649,16 @@ def _refutation(audit: Audit) -> str:
             found.append(f"{attack!r} by {bound.method.value}: at least {shown}")
     if found:
         return f"The claimed epsilon {number(epsilon)} is REFUTED ({'; '.join(found)})."
+    if won := _won(audit):
+        return won
     return f"The claimed epsilon {number(epsilon)} is not refuted, which does not prove it."
+
+
+def _won(audit: Audit) -> str:
+    """Return in a sentence who refuted the claim game by game; empty if nobody did."""
+    bets = [(one.attack, one.anytime) for one in audit.of(Role.RUN) if one.anytime is not None]
+    found = [f"{attack!r} after {read.refuted_at:,} games" for attack, read in bets if read.refuted_at]
+    return f"The bets against the claim REFUTE it: {', '.join(found)}." if found else ""
 
 
 def _statements(audit: Audit) -> list[str]:
@@ -659,6 +692,62 @@ def _statements(audit: Audit) -> list[str]:
             f"epsilon {number(claim.epsilon)}. {says}"
         )
     return texts + [_statement(result, one) for one in audit.guarantees if not one.is_proven]
+
+
+def _anytime(audit: Audit) -> str:
+    """Return what the bets say, or why there are none."""
+    found = [(one.attack, one.anytime) for one in audit.of(Role.RUN) if one.anytime is not None]
+    if not found:
+        return _one_run_is_no_game(audit) if audit.played is Played.TRAINING else ""
+    texts = []
+    for attack, read in found:
+        claim = ""
+        if read.e_value is not None:
+            needed = 1 / (1 - read.plan.confidence)
+            when = (
+                f"refuted after {read.refuted_at:,}" if read.refuted_at else f"{needed:.3g} would refute it"
+            )
+            claim = f"e-value {number(read.e_value)} against the claim ({when}); "
+        assumed = ", by the Gaussian law that a theorem gives" if read.plan.law is Law.GAUSSIAN else ""
+        texts.append(
+            f"{attack}: {claim}epsilon at least {read.epsilon_lower:.2f} after {read.games:,} games{assumed}"
+        )
+    single, counted = audit.played is Played.TRAINING, audit.played.counted
+    more = "" if single else f"; more {counted} of the same seed continue the same games"
+    return (
+        f"At any time: {'. '.join(texts)}. These bounds hold with 95 % confidence together, however often they are "
+        f"read and wherever the audit stops{more}, and e-values of audits with other seeds may be multiplied. The "
+        f"fixed bounds above are for one number of {counted}, chosen beforehand; either kind errs with probability at "
+        "most 5 %."
+    )
+
+
+def _one_run_is_no_game(audit: Audit) -> str:
+    """Return why one run must not be read early, and its e-value."""
+    found = [one.e_value for one in audit.scores().values() if one.e_value is not None]
+    mean = sum(found) / max(len(found), 1)
+    own = f" (of this run {number(mean)}, the mean over its adversaries)" if found else ""
+    return (
+        "At any time: not this audit, whose number of canaries must be chosen beforehand. At a delta above 0 the "
+        "canaries of one run are no games whose coins stay fair given the past. E-values of independent runs may be "
+        f"multiplied{own}, and 20 refutes the claim."
+    )
+
+
+def _beside(audit: Audit) -> str:
+    """Return what the same scores say if they are read as those of one run's canaries."""
+    texts = []
+    for attack, result in ((one.attack, one.beside) for one in audit.of(Role.RUN)):
+        for bound in () if result is None else result.bounds:
+            least = "at least " if bound.method.is_bound else ""
+            assumed = bound.method.assumes
+            texts.append(f"{attack}, {bound.method.value} ({assumed}): {least}{bound.epsilon:.2f}")
+    if not texts:
+        return ""
+    return (
+        f"The same scores read as one run's canaries, each bound with 95 % confidence: {'; '.join(texts)}. What "
+        "assumes normal scores is an estimate, no proof."
+    )
 
 
 def _statement(result: AuditResult, guarantee: Guarantee) -> str:
@@ -711,18 +800,13 @@ def _power(audit: Audit) -> str:
     return f"{text}{normal}. {_weakness(audit)}".rstrip()
 
 
-_COINS = (
-    "in the null control the same scores are read with coins that no training followed, and all bounds must be 0 (by "
-    "chance, one audit in twenty has one above it)."
-)
+_COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."
 _CONTROLS = {
     Played.STEP: "in the null control, the attacker is asked about records that were in no batch, and must find "
-    "nothing (by chance, one such bound in twenty exceeds 0). In the protected control, the run's records are "
-    "protected by known noise, and no bound may exceed the theorem. In the broken control that noise is left out, and "
-    "an attack must find it.",
-    Played.PROTECTION: "in the null control both worlds are the first one, and nothing must be found (by chance, one "
-    "such bound in twenty exceeds 0). In the broken control the same code runs with a quarter of the noise or four "
-    "times the epsilon, and the attack must find it.",
+    "nothing. In the protected control, the run's records are protected by known noise, and no bound may exceed the "
+    "theorem. In the broken control that noise and the device's are left out, and an attack must find it.",
+    Played.PROTECTION: "in the null control both worlds are the first one, and nothing must be found. In the broken "
+    "control the same code runs with a quarter of the noise or four times the epsilon, and the attack must find it.",
     Played.TRAINING: f"{_COINS} In the broken control half of the noise is taken away from the same readings, which "
     "the auditor, who knows the coins and the batches, can tell from the canaries, and it must be found.",
     Played.FINAL_MODELS: _COINS,
@@ -733,12 +817,18 @@ def _controls(audit: Audit) -> str:
     if all(finding.role is Role.RUN for finding in audit.findings):  # as older versions kept it
         return ""
     text = f"Controls: {_CONTROLS[audit.played]}"
-    failed = sorted({finding.role.value for finding in audit.failed_controls})
+    chance = f"A control that must find nothing fails by chance with probability at most {Role.NULL.error:g}."
+    return f"{text} {chance} {headline(audit) or 'All controls behaved as required.'}"
+
+
+def headline(audit: Audit) -> str:
+    """Return the line that stands above an audit whose controls failed; empty if none did."""
+    failed = " and the ".join(sorted({finding.role.value for finding in audit.failed_controls}))
     if not failed:
-        return f"{text} All controls behaved as required."
+        return ""
     return (
-        f"{text} These controls did NOT behave as required: {', '.join(failed)}. Repeat the audit with more "
-        f"{audit.played.counted} and another seed before you rely on it."
+        f"DO NOT RELY ON THIS AUDIT: the {failed} did not behave as required. Repeat it with more "
+        f"{audit.played.counted} and another seed."
     )
 
 

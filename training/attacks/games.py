@@ -42,8 +42,10 @@ from opusim.accounting.mechanisms.labels import (
     RandomizedResponse,
     StagedResponse,
 )
+from opusim.accounting.one_run import Law
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary, crafted
+from opusim.training.attacks.findings import Role
 from opusim.training.convex.trainer import GatedNetwork, GatedRelu
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.contributions.sums import Contributions
@@ -61,8 +63,6 @@ from opusim.training.protections.noisy_labels import (
 from opusim.training.protections.record import LastIterateProtection
 from opusim.training.protections.released_model import LabelReleaseProtection
 
-_ERROR = 0.05
-"""Probability that any of the bounds is too high; all adversaries and estimators share it."""
 PARTS = 20
 """Parts in which the trials of a world are played, so that a progress bar moves."""
 
@@ -86,6 +86,11 @@ class Played:
     bound: AuditResult
     gaussian: AuditResult | None
     drawn: AuditResult | None = None
+
+    @property
+    def law(self) -> Law:
+        """What a theorem says of the release."""
+        return Law.ANY if self.gaussian is None else Law.GAUSSIAN
 
     @property
     def best(self) -> AuditResult:
@@ -192,7 +197,8 @@ def played(
     if values is not None:
         values = (values[0], values[0]) if null else values
         estimators.append(Estimator.DRAWN_NOISE)
-    confidence = 1 - _ERROR / (len(game.adversaries) * len(estimators))
+    error = (Role.NULL if null else Role.RUN).error
+    confidence = 1 - error / (len(game.adversaries) * len(estimators))
     found = []
     for adversary, one, other in zip(game.adversaries, *worlds, strict=True):
         plans = [

@@ -24,6 +24,7 @@ from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee
 from opusim.accounting.mechanism import Mechanism
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import (
+    WEIGHTS_AND_STATE,
     Attack,
     Candidates,
     EarlierSteps,
@@ -109,7 +110,12 @@ class ReplayedStep:
             history.append(self._parameters())
         self.before = history[-1]
         """The parameters that every trial starts from."""
-        self.earlier = EarlierSteps(history, options, rate)
+        self._reads_means = options.name != "sgd"
+        if self._reads_means:
+            means = {name: tensor.clone() for name, tensor in self._means().items()}
+            self.earlier = EarlierSteps.of_means(means, self.before, options)
+        else:
+            self.earlier = EarlierSteps.of_weights(history, options, rate)
         self._state = {name: tensor.clone() for name, tensor in trainer.state.items()}
         self._optimizer_state = {k: t.clone() for k, t in optimizer_tensors(trainer.optimizer).items()}
 
@@ -122,14 +128,19 @@ class ReplayedStep:
         """Return the number of a trial's step, which keys its noise: no two trials share any."""
         return self._earlier + trial
 
-    def weights_after(self, index: Tensor, trial: int) -> Mapping[str, Tensor]:
-        """Return the parameters after a step on a batch, until the next step.
+    @property
+    def released(self) -> str:
+        """What an attacker sees of a step."""
+        return WEIGHTS_AND_STATE if self._reads_means else "the weights after every step"
+
+    def state_after(self, index: Tensor, trial: int) -> Mapping[str, Tensor]:
+        """Return what `earlier` reads gradients from after a step on a batch, until the next step.
 
         Args:
             index: Numbers of the batch's training records.
             trial: Its number, from 0.
         """
-        with torch.no_grad():  # reset to the state after the warm-up; plain SGD keeps only its momentum
+        with torch.no_grad():  # reset to the state after the warm-up
             for name, tensor in self._trainer.tensors.items():
                 tensor.copy_(self.before[name])
             for name, tensor in self._trainer.state.items():
@@ -137,7 +148,15 @@ class ReplayedStep:
             for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
                 tensor.copy_(self._optimizer_state[name])
         self._step(index, self.step_of(trial))
+        if self._reads_means:
+            return self._means()
         return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
+
+    def _means(self) -> dict[str, Tensor]:
+        """Return the running means of the gradients by the names of their tensors, 0 of those that are not trained."""
+        optimizer, tensors = self._trainer.optimizer, self._trainer.tensors.items()
+        means = {p.data_ptr(): state["exp_avg"] for p, state in optimizer.state.items()}
+        return {name: means.get(tensor.data_ptr(), torch.zeros_like(tensor)) for name, tensor in tensors}
 
     def _step(self, index: Tensor, number: int) -> None:
         self._trainer.step(*self.dataset.train.batch(index), step=number, observe=False, records=index)
@@ -155,7 +174,6 @@ def replayed_step(run: AuditedRun, plan: RunPlan) -> Iterator[ReplayedStep]:
         plan: The run as it is played.
 
     Raises:
-        ConfigError: The optimizer cannot be undone.
         DeviceError: The device cannot be opened.
     """
     plan = run.on_own_network(plan)
@@ -276,6 +294,8 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
 
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
+_FIRST_REHEARSAL = 2**24
+"""Number of the first trial that the attacks learn from."""
 _DRAWN = 4  # candidate, replacement, and two strangers
 
 
@@ -298,8 +318,6 @@ class MembershipGame:
     Raises:
         ValueError: Fewer than six training records.
     """
-
-    released = "the weights after every step"
 
     def __init__(self, step: ReplayedStep, *, adjacency: Adjacency, seed: int) -> None:
         self._step, self._seed = step, seed
@@ -334,12 +352,11 @@ class MembershipGame:
             For each attack its scores on the candidates, and on strangers: of trials of the first world and of the
                 second, shapes (n,) and (m,).
         """
-        for number in range(rehearsals):
-            trial = self.play(trials + number, first_world=False)
+        for number in range(rehearsals):  # before the trials, so that more of these begin with the same ones
+            trial = self.play(_FIRST_REHEARSAL + number, first_world=False)
             for attack in attacks:
                 attack.learn(trial)
-        generator = np.random.default_rng(derive_seed(self._seed, "coins"))
-        coins = generator.random((trials, 2)) < 0.5  # of the candidates, and of the strangers
+        coins = self.coins(trials)
         seen = np.zeros((len(attacks), trials, 2))
         for number in range(trials):
             trial = self.play(number, first_world=bool(coins[number, 0]))
@@ -352,6 +369,11 @@ class MembershipGame:
         return [
             ((found[known, 0], found[~known, 0]), (found[strange, 1], found[~strange, 1])) for found in seen
         ]
+
+    def coins(self, trials: int) -> np.ndarray:
+        """Return the coins of the candidates and of the strangers, bool, shape (trials, 2)."""
+        generator = np.random.default_rng(derive_seed(self._seed, "coins"))
+        return np.asarray(generator.random((trials, 2)) < 0.5)
 
     def play(self, trial: int, *, first_world: bool) -> Trial:
         """Play a trial in one of the two worlds.
@@ -376,7 +398,7 @@ class MembershipGame:
         return Trial(
             observation=Observation(
                 before=step.before,
-                after=step.weights_after(batch, trial),
+                after=step.state_after(batch, trial),
                 earlier=step.earlier,
                 step=step.step_of(trial),
                 others=step.records(others),
@@ -481,5 +503,12 @@ def power_of(
 
 def plain_descent(plan: RunPlan) -> RunPlan:
     """Return the run with plain gradient descent at learning rate 1."""
-    plain = {"lr": 1.0, "schedule": "constant", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    plain = {
+        "name": "sgd",
+        "lr": 1.0,
+        "schedule": "constant",
+        "momentum": 0.0,
+        "nesterov": False,
+        "weight_decay": 0.0,
+    }
     return plan.unchecked(optimizer=plain)

@@ -8,16 +8,29 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from opusim import checks
-from opusim.accounting.audit import AuditPlan, audit
+from opusim.accounting.anytime import (
+    AnytimePlan,
+    audit_anytime,
+    games_needed,
+    in_coin_order,
+    power_within,
+    smallest_ratio,
+    strength_of,
+)
+from opusim.accounting.audit import AuditPlan, audit, epsilon_of, lower_bound
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee, NoGuarantee
+from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
@@ -83,7 +96,8 @@ def applicable_attacks(
     if noiseless is not None and (protected or not spans):
         # groups of parameters with one noise each: the layers of a feedback or of ulr; without protection only the last
         # layer, whose signal a published feedback leaves without noise
-        groups = [list(plan.network.tensors)]
+        buffers = plan.network.buffers  # no step of the optimizer moves them
+        groups = [[name for name in plan.network.tensors if name not in buffers]]
         if algorithm.layer_signals != "none":
             groups = [list(names) for _, names in groupby(groups[0], lambda name: name.partition(".")[0])]
         if algorithm.layer_signals == "exact" and not protected:
@@ -95,12 +109,18 @@ def applicable_attacks(
 GAME_TRIALS = 20_000
 """Trials of a game by default; its controls take as many."""
 FEWEST_TRIALS = 40
-_STEP_TRIALS, _CONTROL_TRIALS = 400, 100
+_STEP_TRIALS, _MOST_TRIALS, _CONTROL_TRIALS = 400, 2000, 100
+"""Trials of a step if nothing finite is claimed, the most that are chosen by power, and those of a control."""
+_LEARNING = 1.2
+"""Games over those of an attacker who knows the law of its scores from the start."""
 _REHEARSALS = 16
-_ERROR = 0.05
-"""Probability that any bound on the run is too high, shared by its attacks."""
-_CONTROL_NOISE = 4.0
-"""Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show."""
+_ATTACKS = 2
+"""The most that play against a step, which is what a forecast counts with."""
+_CONTROL_NOISE, _QUIET_CONTROL, _FEW = 4.0, 8.0, 80
+"""Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show.
+
+Fewer than 80 trials take twice the noise (0.43), since 40 can show 0.6.
+"""
 
 
 def audit_run(
@@ -113,6 +133,7 @@ def audit_run(
     trials: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
+    on_forecast: Callable[[str], None] = lambda text: None,
     progress: Show = True,
 ) -> Audit:
     """Attack a run, and keep what was found as `audit.json`.
@@ -132,18 +153,20 @@ def audit_run(
         trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `audit.json`, or None for the run's own. A release run needs one that only its owner may
             enter: no guarantee covers what an attack finds about private records.
-        trials: Trials of the game on the run, at least 40: by default 400, and its controls take up to 100 each; of a
-            game on labels or the last model 20,000, and its controls as many each.
+        trials: Trials of the game on the run, at least 40. By default as many as find half of the noise with
+            probability 0.9, at most 2,000, or 400 if nothing finite is claimed, and its controls take up to 100 each;
+            of a game on labels or the last model 20,000, and its controls as many each.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
+        on_forecast: Told in words, before the first trial, what so many trials can find.
         progress: Whether to show a bar of the trials; see `opusim.train`.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
             `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: No attack applies.
-        ConfigError: The optimizer cannot be undone, or data are missing.
+        ConfigError: Data are missing.
         ValueError: A number out of range.
     """
     if trials is not None:
@@ -155,15 +178,21 @@ def audit_run(
     stated = folder.read_ledger().guarantees(delta=delta)
     delta = run.plan.protection.options.delta if delta is None else delta
     game = game_of(run.plan)
-    trials = trials or (_STEP_TRIALS if game is None else GAME_TRIALS)
+    if game is None:
+        games = _plan_of_step(run.plan, delta)
+        trials = trials or _planned_trials(games)
+        on_forecast(forecast(games, trials))
+    else:
+        trials = trials or GAME_TRIALS
     control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials
     with torch_threads(run.plan.algorithm.config.threads), Progress("audit", "trials", show=progress) as bar:
         bar.start(trials + 2 * control_trials)
         if game is not None:
             findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=bar.advance)
         else:
-            findings, control = [], record_protected(run.plan, _CONTROL_NOISE)
-            for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
+            noise = _CONTROL_NOISE if control_trials >= _FEW else _QUIET_CONTROL
+            findings, control = [], record_protected(run.plan, noise)
+            for role, plan in ((Role.PROTECTED, control), (Role.BROKEN, control), (Role.RUN, run.plan)):
                 count = trials if role is Role.RUN else control_trials
                 own: dict[str, Any] = {"trials": count, "seed": derive_seed(seed, "audit", role.value)}
                 findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=bar.advance)
@@ -268,12 +297,11 @@ def _of_step(
     # noise of its own, and public draws that the attacker can repeat
     mode = "experiment" if plan.algorithm.uses_public_randomness else plan.mode
     meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
-    # what is proven of one step whose batch is known (q = 1)
-    protects = meant.protects == "records"
-    known = [mechanism.known_batch() for mechanism in meant.mechanisms] if protects else []
-    claim = guarantees(known, delta=delta)[0] if protects else None
+    known, claim = _claim_of_step(meant, delta)
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
-    played = (without_noise(meant) if role is Role.BROKEN else None) or meant
+    played = meant
+    if role is Role.BROKEN:  # a device's noise hides records too, and is not what the control is about
+        played = (without_noise(meant) or meant).with_silent_device()
     batch = meant.sampler.expected_batch_size
     with noiseless_steps(run, meant) as noiseless, replayed_step(run, played) as step:
         # the attacker does not know that the broken run is broken
@@ -284,6 +312,7 @@ def _of_step(
                 "and the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
             )
         game = MembershipGame(step, adjacency=adjacency, seed=seed)
+        coins = game.coins(trials)
         scores = game.scores(
             attacks,
             trials=trials,
@@ -293,23 +322,120 @@ def _of_step(
         )
     found = []
     weaker = with_half_the_noise(known, delta) if role is Role.RUN and claim is not None else []
+    law = Law.ANY if claim is None else _law_of_step(known, claim)
     for attack, (candidates, strangers) in zip(attacks, scores, strict=True):
         plan_of_audit = AuditPlan(
-            threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
+            threat_model=f"sees {step.released}, knows {attack.knows}",
             pair=game.pair,
             delta=delta,
-            confidence=1 - _ERROR / len(attacks),
+            confidence=1 - role.error / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
         )
         subjects = [(role, candidates, claim)]
         if role is Role.RUN:
             subjects.append((Role.NULL, strangers, None))
         for subject, seen, claimed in subjects:
-            result = audit(*seen, plan_of_audit)
+            plan_of_subject = replace(plan_of_audit, confidence=1 - subject.error / len(attacks))
+            result = audit(*seen, plan_of_subject)
             power = power_of(result, claimed, weaker)
             shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
+            if subject is Role.RUN:
+                ordered = np.empty(trials)
+                ordered[coins[:, 0]], ordered[~coins[:, 0]] = seen
+                plan_of_games = _plan_of_games(claim, law, len(attacks), delta, attack.centre)
+                shown |= read_as_games(ordered, coins[:, 0], plan_of_games, power)
             found.append(Finding.of(subject, attack.name, seen, result, **shown))
     return found
+
+
+def _claim_of_step(plan: RunPlan, delta: float) -> tuple[list[Mechanism], Guarantee | None]:
+    """Return one step whose batch is known (q = 1), and what is proven of it; nothing if no records are protected."""
+    if plan.protects != "records":
+        return [], None
+    known = [mechanism.known_batch() for mechanism in plan.mechanisms]
+    return known, guarantees(known, delta=delta)[0]
+
+
+def _plan_of_step(plan: RunPlan, delta: float) -> AnytimePlan:
+    """Return how the scores of a run's step are read game by game, before its device is open."""
+    known, claim = _claim_of_step(plan, delta)
+    law = Law.ANY if claim is None else _law_of_step(known, claim)
+    return _plan_of_games(claim, law, _ATTACKS, delta)
+
+
+def _planned_trials(plan: AnytimePlan) -> int:
+    """Return as many trials as find half of the noise with probability 0.9, or the most."""
+    if plan.claimed is None:
+        return _STEP_TRIALS
+    needed = _LEARNING * games_needed(plan, 2.0, most=_MOST_TRIALS)
+    return max(_CONTROL_TRIALS, min(math.ceil(needed), _MOST_TRIALS))
+
+
+def forecast(plan: AnytimePlan, trials: int) -> str:
+    """Return in words what so many trials of a step can find.
+
+    Args:
+        plan: How they are read.
+        trials: How many.
+    """
+    half = trials // 4
+    bounds = AuditPlan(threat_model="", pair="", delta=plan.delta, confidence=plan.confidence)
+    most = f"by errors alone a perfect attack shows epsilon {lower_bound(0, 0, half, half, bounds):.2f}"
+    if plan.claimed is None:
+        return f"Forecast: nothing finite is claimed of a step, and {trials:,} trials find what they find; {most}."
+    ratio = smallest_ratio(plan, max(1, round(trials / _LEARNING)))
+    found = "not even a sixteenth of the noise"
+    if ratio is not None:
+        actual = ratio * plan.claimed
+        if plan.law is Law.GAUSSIAN:
+            actual = epsilon_of(ratio * strength_of(plan.law, plan.claimed, plan.delta), plan.delta)
+        found = f"an epsilon {actual / plan.claimed:.1f} times the proven {plan.claimed:.2f} of a step"
+        found += f" (noise {ratio:.1f} times too small)" if plan.law is Law.GAUSSIAN else ""
+    return f"Forecast: {trials:,} trials find {found} with probability 0.9, if the attack is the best one; {most}."
+
+
+def _law_of_step(known: Sequence[Mechanism], claim: Guarantee) -> Law:
+    """Return the law of a step whose batch is known: Gaussian if it is Gaussian noise on a sum of all records."""
+    if claim.delta == 0 or not claim.is_proven or not math.isfinite(claim.epsilon):
+        return Law.ANY
+    try:
+        sums = [one.as_noise() for one in known]
+    except NoGuarantee:
+        return Law.ANY
+    return Law.GAUSSIAN if all((one.law, one.probability) == ("gaussian", 1.0) for one in sums) else Law.ANY
+
+
+def _plan_of_games(
+    claim: Guarantee | None, law: Law, attacks: int, delta: float, centre: float | None = None
+) -> AnytimePlan:
+    """Return how the scores of one of some attacks are read game by game."""
+    claimed = claim.epsilon if claim is not None and 0 < claim.epsilon < math.inf else None
+    confidence = 1 - Role.RUN.error / attacks
+    return AnytimePlan(delta=delta, claimed=claimed, law=law, confidence=confidence, centre=centre)
+
+
+def read_as_games(
+    scores: np.ndarray, coins: np.ndarray, plan: AnytimePlan, power: float | None
+) -> dict[str, Any]:
+    """Return what scores say game by game and as those of canaries, and the power with which one of them refutes.
+
+    Args:
+        scores: One a game, in their order, shape (n,).
+        coins: Which world was played, bool, shape (n,).
+        plan: How they are read game by game.
+        power: That of the fixed bound at half of the noise.
+    """
+    read = OneRunPlan(
+        adversary="", canaries=len(scores), delta=plan.delta, claimed=plan.claimed, law=plan.law
+    )
+    if plan.claimed is not None and plan.law is Law.GAUSSIAN:
+        power = max(power or 0.0, power_within(plan, 2.0, len(scores)))
+    enough = 2 <= coins.sum() <= len(coins) - 2
+    return {
+        "anytime": audit_anytime(scores, coins, plan),
+        "beside": audit_one_run(scores, coins, read) if enough else None,
+        "power": power,
+    }
 
 
 def _of_game(
@@ -342,7 +468,10 @@ def _of_game(
                 "scope": "run",
                 "actual": actual if math.isfinite(actual) else None,
                 "estimate": one.estimate,
-                "power": power_of(one.best, claim, weaker) if role is Role.RUN else None,
             }
+            if role is Role.RUN:
+                plan = _plan_of_games(claim, one.law, len(results), delta)
+                games = in_coin_order(one.first, one.second, seed=derive_seed(own, "games"))
+                facts |= read_as_games(*games, plan, power_of(one.best, claim, weaker))
             found.append(Finding.of(role, one.adversary.name, (one.first, one.second), one.best, **facts))
     return found

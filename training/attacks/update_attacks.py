@@ -151,6 +151,7 @@ class CovarianceAttack(Attack):
     """
 
     name = "covariance"
+    centre = 0.0
     knows = "all other records of the batch, the candidate, the weights and the device's matrix, not sigma"
 
     def __init__(
@@ -269,6 +270,7 @@ class DifferenceAttack(Attack):
     """
 
     name = "difference"
+    centre = 0.0
     knows = "all other records of the batch, the candidate, the weights, the device's matrix and every public seed"
 
     def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:

@@ -127,8 +127,8 @@ app = typer.Typer(
     help="Train neural networks on a simulated or real optical processing unit (OPU), and see what its noise does.",
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
     "error, and --wait SECONDS, to wait for a device that is in use. Exit codes: 1 for a failed run of a sweep or a "
-    "broken installation, 2 for bad input, 3 for a device "
-    "fault, 4 for a spent privacy budget, 130 for Ctrl-C.",
+    "broken installation or an audit's alarm, 2 for bad input, 3 for a device "
+    "fault or an audit whose controls failed, 4 for a spent privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain text: importing rich's panels takes longer than all else that this page does
@@ -152,8 +152,8 @@ def _version(
 def main() -> None:
     """Run the command.
 
-    Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent budget, 130
-    for Ctrl-C.
+    Exit codes: 1 for a sweep in which a run failed or an audit's alarm, 2 for bad input, 3 for a device fault or an
+    audit whose controls failed, 4 for a spent budget, 130 for Ctrl-C.
     """
     _mend_streams()
     warnings.formatwarning = lambda message, *_, **__: f"opusim: warning: {' '.join(str(message).split())}\n"

@@ -408,14 +408,14 @@ KindOption = Annotated[
     typer.Option(
         metavar="KIND",
         help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
-        "convex) or of a private-loop on records of the audit's choice. Exit code 1 means an alarm.",
+        "convex) or of a private-loop on records of the audit's choice.",
     ),
 ]
 Trials = Annotated[
     int | None,
     typer.Option(
-        help="Trials on the run, 400 by default, the controls up to 100 each; of games on labels or the last model "
-        "20,000 each. With --final-model: trainings, 400 by default."
+        help="Trials on the run, by default as many as find half of the noise with probability 0.9, the controls up to "
+        "100 each; of games on labels or the last model 20,000 each. With --final-model: trainings, 400 by default."
     ),
 ]
 OneRun = Annotated[
@@ -439,7 +439,10 @@ AuditCluster = Annotated[
     str | None,
     typer.Option(help="With --final-model: address of a Dask scheduler whose workers train."),
 ]
-CanaryCount = Annotated[int | None, typer.Option(help="With --one-run: how many canaries, 1,000 by default.")]
+CanaryCount = Annotated[
+    int | None,
+    typer.Option(help="With --one-run: how many canaries, by default as many as find half of the noise."),
+]
 AuditSeed = Annotated[
     int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
 ]
@@ -548,14 +551,16 @@ def _play(
     run: Path, shared: dict[str, Any], trials: int | None, canaries: int | None, *, one_run: bool
 ) -> Audit:
     """Attack a run's steps or play the game of its protection; or train once with canaries."""
-    from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
+    from opusim.tables import wrapped
+    from opusim.training.attacks.one_run.audit import audit_one_training
     from opusim.training.attacks.run_audit import audit_run
 
+    def say(text: str) -> None:
+        typer.echo(wrapped(text), err=True)
+
     if one_run:
-        return audit_one_training(
-            run, **shared, canaries=DEFAULT_CANARIES if canaries is None else canaries, progress="lines"
-        )
-    return audit_run(run, **shared, trials=trials, progress="lines")
+        return audit_one_training(run, **shared, canaries=canaries, on_forecast=say, progress="lines")
+    return audit_run(run, **shared, trials=trials, on_forecast=say, progress="lines")
 
 
 def _play_final_model(
@@ -584,10 +589,14 @@ _WIDE_PAGE = 140
 
 
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
-    """Write report and pages of what was found, and print the findings and what they mean."""
+    """Write report and pages of what was found, and print the findings and what they mean.
+
+    Raises:
+        typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
+    """
     from opusim.accounting.explanation import print_rows
     from opusim.tables import output_width, wrapped
-    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
+    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, headline, paragraphs
     from opusim.training.reports.audit_page import write_audit_page
     from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
     from opusim.training.runs.folder import read_run
@@ -597,14 +606,18 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     page, document = write_audit_page(loaded, found, place)
     if loaded.config.mode == "release" and found.holds_private_records:
         typer.echo(NOT_FOR_RELEASE, err=True)
+    if not found.controls_hold:
+        typer.echo(wrapped(headline(found)), err=as_json)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
-        return
-    print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
-    for text in paragraphs(found):
-        typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
-    typer.echo(f"for a reviewer: {page} and {document}")
+    else:
+        print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
+        for text in paragraphs(found):
+            typer.echo("\n" + wrapped(text))
+        typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
+        typer.echo(f"for a reviewer: {page} and {document}")
+    if found.refuted or not found.controls_hold:
+        raise typer.Exit(1 if found.refuted else 3)
 
 
 def _audit_mechanism(

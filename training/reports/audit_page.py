@@ -34,6 +34,7 @@ from opusim.training.attacks.findings import (
     Played,
     Role,
     audit_rows,
+    headline,
     paragraphs,
     perfect_guesses,
     verdict,
@@ -46,7 +47,6 @@ from opusim.training.runs.folder import RunFolder, StoredRun
 _A4 = (8.27, 11.69)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.07, 0.93, 0.965, 0.025
 _FEWEST_FALSE = 1e-5
-_BAD_CONTROL = "A control did not behave as required: do not rely on this audit. Repeat it with more trials."
 _BOUNDS = {
     **{"attack": ("attack", 0.11), "read as": ("read as", 0.10), "epsilon": ("epsilon", 0.12)},
     **{"ceiling": ("most these trials can show", 0.11), "AUC": ("AUC", 0.06)},
@@ -135,7 +135,7 @@ def sheet_of(run: Audited, audit: Audit) -> Sheet:
     """Return what the page of an audit says."""
     release = run.mode == "release"
     warnings = [NOT_FOR_RELEASE] if release and audit.holds_private_records else []
-    warnings += [] if audit.controls_hold else [_BAD_CONTROL]
+    warnings += [] if audit.controls_hold else [headline(audit)]
     warnings += [audit.note] if audit.note else []
     on_run, rows = audit.of(Role.RUN), audit_rows(audit)
     claim, whole = audit.strongest.claim or audit.guarantees[0], audit.guarantees[0]

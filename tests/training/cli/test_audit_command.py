@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from opusim.training.attacks import run_audit
+from opusim.training.cli.app import app
 from tests.support.command import opusim
 
 SMALL = [
@@ -33,13 +36,39 @@ def test_an_audit_prints_a_table_and_its_meaning_and_keeps_them(folder: Path) ->
     result = opusim("audit", "run", "--trials", "80", "--seed", "1", cwd=folder)
     assert result.returncode == 0, result.stderr
     for text in ("null control", "broken control", "Found: membership", "nothing to refute", "residual"):
-        assert text in result.stdout
+        assert text in " ".join(result.stdout.split())
+    assert "All controls behaved as required" in " ".join(result.stdout.split())
+    assert "Forecast: nothing finite is claimed of a step" in " ".join(result.stderr.split())
     assert "membership found" in (folder / "run" / "report.html").read_text()
     again = opusim("audit", "run", "--trials", "80", "--seed", "1", "--json", cwd=folder)
     kept = json.loads((folder / "run" / "audit.json").read_text())
     assert kept.pop("seal").keys() == {"digest"}
     assert json.loads(again.stdout) == kept
     assert json.loads(again.stdout)["schema_version"] == 2
+
+
+def test_a_control_that_fails_is_a_headline_and_exit_code_3(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the broken control keeps its noise, so that no attack can find it."""
+    command = [
+        "audit",
+        str(folder / "run"),
+        "--trials",
+        "40",
+        "--seed",
+        "1",
+        "--out",
+        str(tmp_path / "audit"),
+    ]
+    sound = CliRunner().invoke(app, command)
+    assert sound.exit_code == 0, sound.output
+    assert "All controls behaved as required" in sound.output
+    monkeypatch.setattr(run_audit, "without_noise", lambda plan: plan)
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 3, shown.output
+    assert shown.stdout.startswith("DO NOT RELY ON THIS AUDIT: the broken control")
+    assert "DO NOT RELY" in (tmp_path / "audit" / "audit.html").read_text()
 
 
 @pytest.mark.parametrize(

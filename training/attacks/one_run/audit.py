@@ -19,18 +19,22 @@ from typing_extensions import override
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.audit import gaussian_mu
+from opusim.accounting.anytime import AnytimePlan, audit_anytime
+from opusim.accounting.audit import epsilon_of, gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
-from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
+from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_one_run
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
 from opusim.training.attacks.one_run.observers import (
+    ALL_UPDATES,
+    CONSECUTIVE,
+    FINAL_MODEL,
     Canaries,
     CraftedGradients,
     EntryObserver,
@@ -41,7 +45,6 @@ from opusim.training.attacks.one_run.observers import (
 )
 from opusim.training.attacks.replay import AuditedRun
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run
-from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
@@ -55,6 +58,8 @@ from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder
 
 DEFAULT_CANARIES = 1000
+_COUNTS, _PLANNED_POWER = (200, 500, 1000, 2000, 5000), 0.9
+"""Numbers of canaries to choose from, and the power that is wanted."""
 CONFIDENCE = 0.95
 """Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
 
@@ -75,9 +80,10 @@ def audit_one_training(
     model: nn.Module | None = None,
     trust_code: bool = False,
     out: str | Path | None = None,
-    canaries: int = DEFAULT_CANARIES,
+    canaries: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
+    on_forecast: Callable[[str], None] = lambda text: None,
     progress: Show = True,
 ) -> Audit:
     """Train once as a run was trained, with canaries, bound epsilon from their scores, and keep it as `one-run.json`.
@@ -93,25 +99,31 @@ def audit_one_training(
         model: A module like the run's, if its folder cannot describe that one.
         trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `one-run.json`, or None for the run's own. A release run needs one outside its folder.
-        canaries: m, at least 20.
+        canaries: m, at least 20. By default the fewest of 200, 500, 1,000, 2,000 and 5,000 that find half of the noise
+            with probability 0.9, or the most that the model has weights for.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
+        on_forecast: Told in words, before training, what so many canaries can find.
         progress: Whether to show a bar of the steps; see `opusim.train`.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
             `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: The run protects labels, releases its last model only, or its trainer cannot carry canaries.
-        ConfigError: The optimizer cannot be undone, data are missing, or there are more canaries than weights.
+        ConfigError: Data are missing, or there are more canaries than weights.
         ValueError: A number out of range.
     """
-    checks.integer(canaries=canaries, minimum=20)
+    if canaries is not None:
+        checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
     seed = drawn_seed(seed)
     folder = RunFolder(path)
     place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
-    found = play_one_run(started_again(run, seed), canaries, seed=seed, delta=delta, progress=progress)
+    plan = started_again(run, seed)
+    canaries, text = planned_canaries(plan, canaries, delta=delta)
+    on_forecast(text)
+    found = play_one_run(plan, canaries, seed=seed, delta=delta, progress=progress)
     keep(found, place, run)
     return found
 
@@ -125,6 +137,58 @@ def started_again(run: AuditedRun, seed: int) -> RunPlan:
         return run.on_own_network(plan)
     built = plan.new_network()
     return plan.on_network(built) if built.facts == run.network_facts else run.on_own_network(plan)
+
+
+def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None) -> tuple[int, str]:
+    """Return how many canaries find half of the noise, or those that are asked for, and in words what they can find.
+
+    Args:
+        plan: The run.
+        canaries: m, or None to choose it.
+        delta: Of the bounds; None takes the run's.
+    """
+    delta = plan.protection.options.delta if delta is None else delta
+    if plan.protects != "records" or not plan.mechanisms or not weight_layers(plan.network):
+        canaries = DEFAULT_CANARIES if canaries is None else canaries
+        return canaries, f"Forecast: nothing is proven of records that {canaries:,} canaries could refute."
+    mechanisms = tuple(one.repeated(plan.total_steps * one.steps) for one in plan.mechanisms)
+    relation = plan.algorithm.config.relation or Adjacency.REPLACE_ONE
+    stated = composed(mechanisms, delta=delta)
+    adversaries = (ALL_UPDATES, CONSECUTIVE, FINAL_MODEL)
+
+    def reading(count: int) -> OneRunPlan:
+        return reading_plans(adversaries, count, mechanisms, stated, relation, delta)[ALL_UPDATES]
+
+    if canaries is None:
+        room = max(rows * columns for _, _, rows, columns in weight_layers(plan.network))
+        fitting = [count for count in _COUNTS if count <= room] or [max(room, FEWEST_CANARIES)]
+        enough = [count for count in fitting if _power(reading(count)) >= _PLANNED_POWER]
+        canaries = enough[0] if enough else fitting[-1]
+    found = reading(canaries)
+    if found.claimed is None or found.law is Law.ANY:
+        return (
+            canaries,
+            f"Forecast: what {canaries:,} canaries can find is not known for a law that is not Gaussian.",
+        )
+    mu = gaussian_mu(found.claimed, delta)
+    ratios = (tenths / 10 for tenths in range(11, 161))
+    ratio = next((r for r in ratios if _power(replace(found, weaker_mu=r * mu)) >= _PLANNED_POWER), None)
+    text = "not even a sixteenth of the noise"
+    if ratio is not None:
+        times = epsilon_of(ratio * mu, delta) / found.claimed
+        text = (
+            f"an epsilon {times:.1f} times the proven {found.claimed:.2f} (noise {ratio:.1f} times too small)"
+        )
+    guessed = max(found.ceiling(method) for method in found.methods if method.guesses)
+    return canaries, (
+        f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "
+        f"normality; guesses show at most epsilon {guessed:.2f}."
+    )
+
+
+def _power(plan: OneRunPlan) -> float:
+    """Return the largest power of the bounds."""
+    return max((plan.power(method) or 0.0 for method in plan.methods if method.is_bound), default=0.0)
 
 
 Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]
@@ -223,9 +287,20 @@ def audit_of_scores(
         (Role.BROKEN, weaker, inside),
     ):
         for adversary, own in found.items():
-            result = audit_one_run(own, coins, plans[adversary])
+            plan = plans[adversary]
+            shared = role.error / (1 - CONFIDENCE)
+            result = audit_one_run(own, coins, replace(plan, confidence=1 - shared * (1 - plan.confidence)))
             parts = own[coins], own[~coins]
-            findings.append(Finding.of(role, adversary.name, parts, result, scope="run", claim=proven))
+            shown: dict[str, Any] = {"scope": "run", "claim": proven}
+            if role is Role.RUN and (delta == 0 or facts["played"] is Played.FINAL_MODELS):
+                plan_of_games = AnytimePlan(
+                    delta=delta,
+                    claimed=plan.claimed,
+                    law=plan.law,
+                    confidence=1 - role.error / len(found),
+                )
+                shown["anytime"] = audit_anytime(own, coins, plan_of_games)
+            findings.append(Finding.of(role, adversary.name, parts, result, **shown))
     game = mechanisms[0].describe()
     return Audit(
         findings=tuple(findings), guarantees=tuple(stated), game=game, trials=count, seed=seed, **facts
@@ -482,7 +557,7 @@ def audit_private_loop(
         observer = GradientObserver(
             network,
             drawn,
-            OptimizerConfig(),
+            None,
             scale=settings.batch_size / settings.max_grad_norm,
             sampler=private.data_loader.sampler,
         )

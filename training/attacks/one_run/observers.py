@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from typing_extensions import override
 from opusim import checks
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
-from opusim.training.attacks.base import Adversary, Descent
+from opusim.training.attacks.base import WEIGHTS_AND_STATE, Adversary, Descent
 from opusim.training.attacks.update_attacks import row_space
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import Sampler
@@ -360,10 +360,7 @@ class Steps(Descent):
     """Undoes descent from the first step on, at the learning rates of its schedule.
 
     Args:
-        options: The optimizer.
-
-    Raises:
-        ConfigError: It is not SGD.
+        options: The optimizer, SGD.
     """
 
     def __init__(self, options: OptimizerConfig) -> None:
@@ -376,13 +373,25 @@ class Steps(Descent):
         return self.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
 
 
+def steps_of(options: OptimizerConfig | None) -> Steps | None:
+    """Return what undoes the steps of an optimizer from the weights; None if it is not SGD."""
+    return None if options is None or options.name != "sgd" else Steps(options)
+
+
+def written(network: Network) -> dict[str, Tensor]:
+    """Return the gradients that a step has just written, which any optimizer only processes, by tensor."""
+    found = {p.data_ptr(): p.grad for p in network.model.parameters()}
+    gradients = {name: found.get(tensor.data_ptr()) for name, tensor in network.tensors.items()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
 class EntryObserver(Observer):
     """Watches the canaries' own entries in a run under record protection.
 
     Args:
         network: What is trained.
         canaries: The canaries.
-        options: The optimizer.
+        options: The optimizer. SGD is undone from the weights; of any other, or None, the written gradients are read.
         scale: divisor / C, by which a gradient is multiplied.
         sampler: The run's, which knows the subset of each record if batches are cyclic.
     """
@@ -391,15 +400,15 @@ class EntryObserver(Observer):
         self,
         network: Network,
         canaries: Canaries,
-        options: OptimizerConfig,
+        options: OptimizerConfig | None,
         *,
         scale: float,
         sampler: Sampler,
     ) -> None:
         super().__init__()
         self._network, self._canaries, self._scale, self._sampler = network, canaries, scale, sampler
-        self._descent = Steps(options)
-        self._averaged = options.averaged_tail > 0
+        self._descent = steps_of(options)
+        self._averaged = options is not None and options.averaged_tail > 0
         self.writer: CraftedGradients | None = None
         self._readings: list[np.ndarray] = []
         self._drawn: list[np.ndarray] = []
@@ -419,7 +428,9 @@ class EntryObserver(Observer):
         self._before = now
 
     def _gradient(self, now: Tensor, step: int) -> Tensor:
-        """Return the released gradient of a step along the canaries, undone from the weights after it."""
+        """Return the released gradient of a step along the canaries."""
+        if self._descent is None:
+            return self._along(written(self._network))
         return self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
 
     @override
@@ -427,8 +438,8 @@ class EntryObserver(Observer):
         y = np.array(self._readings)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
         return {
-            ALL_UPDATES: self._log_ratios(y, mechanism),
-            CONSECUTIVE: jumps.sum(axis=0).astype(float),
+            self._seeing(ALL_UPDATES): self._log_ratios(y, mechanism),
+            self._seeing(CONSECUTIVE): jumps.sum(axis=0).astype(float),
             FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
@@ -436,7 +447,13 @@ class EntryObserver(Observer):
     def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         # the auditor knows the coins and the batches, so it can tell a canary's draws from the noise
         drawn = np.array(self._drawn)
-        return {ALL_UPDATES: self._log_ratios((np.array(self._readings) + drawn) / 2, mechanism)}
+        return {
+            self._seeing(ALL_UPDATES): self._log_ratios((np.array(self._readings) + drawn) / 2, mechanism)
+        }
+
+    def _seeing(self, adversary: Adversary) -> Adversary:
+        """Return an adversary with what it must see to know every step's sum."""
+        return adversary if self._descent is not None else replace(adversary, sees=WEIGHTS_AND_STATE)
 
     def _log_ratios(self, y: np.ndarray, mechanism: Any) -> np.ndarray:
         """Return each canary's log-likelihood ratio over all steps, shape (m,).
@@ -480,12 +497,6 @@ class EntryObserver(Observer):
 
 class GradientObserver(EntryObserver):
     """Watches the canaries' entries of the gradients that a private loop releases, whatever optimizer takes them."""
-
-    @override
-    def _gradient(self, now: Tensor, step: int) -> Tensor:
-        # the loop's writer has just written it
-        named = self._network.model.named_parameters()
-        return self._along({name: p.grad for name, p in named if p.grad is not None})
 
     def finish(self) -> None:
         """Look at the final model."""
@@ -539,7 +550,7 @@ class FirstLayerObserver(Observer):
         super().__init__()
         self._network, self._names, self._batch_size = network, (weight, bias), batch_size
         self._inputs = with_constant(inputs, bias=bias is not None).double()
-        self._descent, self._most = Steps(options), most_steps
+        self._descent, self._most = steps_of(options), most_steps
         self._before = torch.zeros(0)
         self._found = np.full(len(inputs), -math.inf)
 
@@ -547,11 +558,12 @@ class FirstLayerObserver(Observer):
     def look(self, step: int) -> None:
         if step > self._most:
             return
-        tensors, (weight, bias) = self._network.tensors, self._names
-        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
-        now = torch.cat(parts, dim=1).double().cpu()
+        now = self._matrix(self._network.tensors)
         if step:
-            gradient = self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
+            if self._descent is None:
+                gradient = self._matrix(written(self._network))
+            else:
+                gradient = self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
             score = self._quiet_rows if self._batch_size is None else self._row_space
             self._found = np.maximum(self._found, -score(gradient).clamp_min(_TINY).log10().numpy())
         self._before = now
@@ -559,6 +571,12 @@ class FirstLayerObserver(Observer):
     @override
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         return {QUIET_ROWS if self._batch_size is None else ROW_SPACE: self._found}
+
+    def _matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the first layer's part of some tensors, float64, one column more for a bias."""
+        weight, bias = self._names
+        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
+        return torch.cat(parts, dim=1).double().cpu()
 
     def _row_space(self, gradient: Tensor) -> Tensor:
         """Return the part of each canary's input outside the row space of an update, shape (m,); see `RowSpaceAttack`.

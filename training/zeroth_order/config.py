@@ -12,6 +12,12 @@ from opusim.training.config.kinds import Flag, ProtectionSection, TrainerSection
 from opusim.training.config.sections import OWN_ARRAYS, Effect, Given, Relation, Section
 
 
+def table_kind(path: Path) -> Literal["csv", "parquet"] | None:
+    """Return the kind of table that a file of texts is by its ending, or None for a file of lines."""
+    endings = path.suffixes[-1:] if path.suffix != ".gz" else path.suffixes[-2:-1]
+    return {".csv": "csv", ".parquet": "parquet"}.get("".join(endings))  # type: ignore[return-value]
+
+
 class LanguageConfig(Section):
     """A language model to fine-tune on texts; needs the extra `llm`. Without `model` there is none."""
 
@@ -124,6 +130,11 @@ class ZoConfig(TrainerSection):
             keys=("trainer.language.lora_alpha", "trainer.language.lora_targets"),
             needs="trainer.language.lora_rank",
             holds=lambda run: run.trainer.language.lora_rank is not None,
+        ),
+        Effect(
+            keys=("trainer.language.columns",),
+            needs="a trainer.language.text that ends in .csv, .csv.gz or .parquet",
+            holds=lambda run: table_kind(Path(run.trainer.language.text or "")) is not None,
         ),
         Effect(
             keys=("trainer.language.prompt", "trainer.language.classes"),

@@ -33,7 +33,7 @@ from opusim.training.data.formats import required_library
 from opusim.training.data.tables import read_frame
 from opusim.training.errors import DataError
 from opusim.training.networks.base import DescribedModule
-from opusim.training.zeroth_order.config import ZoConfig
+from opusim.training.zeroth_order.config import ZoConfig, table_kind
 
 PAD = -1.0
 _INVENTED, _LONGEST = 9, 16
@@ -162,35 +162,40 @@ def read_texts(
         DataError: The file cannot be read, lacks a column, or a line has another form.
         ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
     """
-    kind = next((kind for kind in ("csv", "parquet") if f".{kind}" in path.suffixes[-2:]), None)
+    kind = table_kind(path)
     if kind is None:
         rows = _lines(path, labelled=labelled)
     else:
         frame: Any = read_frame(path, DataConfig(name=f"{kind}:{path}"))
-        wanted = columns if labelled else columns[:1]
-        for column in wanted:
-            if column not in frame.columns:
-                raise DataError(
-                    f"{path} has no column {column!r}, but {', '.join(map(str, frame.columns))}; name those of texts "
-                    "and labels in trainer.language.columns"
-                )
-        cells = (
-            ["" if empty else str(cell) for cell, empty in zip(frame[c], frame[c].isna(), strict=True)]
-            for c in wanted
-        )
-        rows = list(zip(*cells, strict=True))
+        rows = _cells(frame, columns if labelled else columns[:1], path)
     if not rows:
         raise DataError(f"{path}: is empty; give at least one text")
-    texts, labels = [row[0] for row in rows], []
+    labels = []
     for number, row in enumerate(rows, start=1):
-        if not row[0].strip():
-            raise DataError(f"{path}: text {number} is empty; leave it out")
         label = row[1].strip() if labelled else "0"
         if label not in classes and not _CLASS_NUMBER.fullmatch(label):
             words = f", nor one of {', '.join(classes)}" if classes else ""
             raise DataError(f"{path}: label {number} is {reprlib.repr(label)}, no class number from 0{words}")
         labels.append(classes.index(label) if label in classes else int(label))
-    return texts, torch.tensor(labels)
+    return [row[0] for row in rows], torch.tensor(labels)
+
+
+def _cells(frame: Any, columns: Sequence[str], path: Path) -> list[tuple[str, ...]]:
+    """Return some columns of a table as text, a row each."""
+    found = [str(column) for column in frame.columns]
+    for column in columns:
+        if found.count(column) != 1:
+            raise DataError(
+                f"{path} has {found.count(column)} columns {column!r} among {', '.join(found)}; name the one of texts "
+                "and the one of labels in trainer.language.columns"
+            )
+        missing = frame[column].isna().to_numpy().nonzero()[0]
+        if len(missing):
+            raise DataError(
+                f"{path}: row {missing[0] + 1} has no {column!r}: an empty cell, or a word that tables take for one, "
+                "such as NA; leave the row out"
+            )
+    return list(zip(*(frame[column].astype(str) for column in columns), strict=True))
 
 
 def _lines(path: Path, *, labelled: bool) -> list[tuple[str, ...]]:
@@ -205,7 +210,10 @@ def _lines(path: Path, *, labelled: bool) -> list[tuple[str, ...]]:
     rows = [tuple(line.rsplit("\t", 1)) if labelled else (line,) for line in lines]
     for number, row in enumerate(rows, start=1):
         if labelled and len(row) == 1:
-            raise DataError(f"{path}: line {number} is not: text, tab, class number from 0")
+            raise DataError(
+                f"{path}: line {number} is not: text, tab, class number from 0; the name of a table with a header ends "
+                "in .csv or .parquet"
+            )
     return rows
 
 
@@ -279,7 +287,7 @@ class _LanguageModel(DescribedModule):
 
     @contextmanager
     def whole_records(self) -> Iterator[None]:
-        """See DescribedModule: the columns kept are those of invented records, whatever the batch holds."""
+        """See DescribedModule: the columns kept are those of invented records, and all records run at once."""
         self._shortens = False
         try:
             yield
@@ -300,18 +308,13 @@ class _LanguageModel(DescribedModule):
         x, present = x[:, used], present[:, used]
         ids, mask = torch.where(present, x, 0.0).long(), present.long()
         options: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-        model, prefix = self.model, _prefix_tokens(self.model)
-        if prefix:  # not through peft's own forward, which drops the positions that padding on the left needs
-            options["past_key_values"] = self.model.get_prompt(len(ids))  # type: ignore[operator]  # of peft
-            options["attention_mask"] = functional.pad(mask, (prefix, 0), value=1)
-            model = self.model.get_base_model()  # type: ignore[operator]
         if "position_ids" in self._accepted and self._mask_token is None:
-            options["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0) + prefix
+            options["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         if last and "logits_to_keep" in self._accepted:
             options["logits_to_keep"] = 1
         if "use_cache" in self._accepted:
             options["use_cache"] = False
-        return ids, present, model(**options).logits
+        return ids, present, self.model(**options).logits
 
 
 class PromptClassifier(_LanguageModel):
@@ -339,9 +342,9 @@ class TextModel(_LanguageModel):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, 2)
         """Return the scores of encoded texts."""
-        vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        at_once = max(1, _LOGITS_AT_ONCE // (vocabulary * x.shape[1]))
-        loss = torch.cat([self._losses(part) for part in x.split(at_once)]).clamp(min=_LEAST_LOSS)
+        at_once = max(1, _LOGITS_AT_ONCE // (_vocabulary_of(self.model) * x.shape[1]))
+        parts = x.split(at_once) if self._shortens else [x]
+        loss = torch.cat([self._losses(part) for part in parts]).clamp(min=_LEAST_LOSS)
         return torch.stack([torch.zeros_like(loss), loss + torch.log(-torch.expm1(-loss))], dim=1)
 
     def _losses(self, x: Tensor) -> Tensor:
@@ -492,50 +495,66 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
     }
     if lora.targets:
         options["target_modules"] = list(lora.targets)
-    return _adapted(model, peft.LoraConfig(**options), lora.seed)
-
-
-def with_prefix(model: nn.Module, prefix: Prefix) -> nn.Module:
-    """Add a prefix that begins as keys and values of random tokens, as random numbers would undo the pretraining.
-
-    Raises:
-        ValueError: The model takes no keys and values of earlier tokens, or no positions.
-    """
-    peft = _library("peft")
-    if not {"past_key_values", "position_ids"} <= _accepted(model):
-        raise ValueError(
-            f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use lora_rank"
-        )
-    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-    tokens = torch.randint(
-        vocabulary, (1, prefix.tokens), generator=torch.Generator().manual_seed(prefix.seed)
-    )
-    with torch.no_grad():
-        found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
-    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=prefix.tokens)
-    wrapped = _adapted(model, settings, prefix.seed)
-    weight = wrapped.prompt_encoder["default"].embedding.weight  # type: ignore[index, union-attr]
-    pairs = [tensor[0].transpose(0, 1) for keys, values, *_ in found for tensor in (keys, values)]
-    weight.data = torch.stack(pairs, dim=1).reshape(weight.shape).float()  # of (tokens, heads, width) each
-    return wrapped
-
-
-def _adapted(model: nn.Module, settings: Any, seed: int) -> nn.Module:
-    """Add what settings of peft describe."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
-        torch.manual_seed(seed)
-        wrapped: nn.Module = _library("peft").get_peft_model(model, settings)
+        torch.manual_seed(lora.seed)
+        wrapped: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options))
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return wrapped
 
 
-def _prefix_tokens(model: nn.Module) -> int:
-    """Return the length of the prefix that peft added, or 0."""
-    encoders = getattr(model, "prompt_encoder", None)
-    return 0 if encoders is None else int(encoders["default"].embedding.num_embeddings)
+class PrefixedModel(nn.Module):
+    """A causal model behind a prefix; peft's own drops the positions, which padding on the left needs.
+
+    Args:
+        model: A model of transformers; it is frozen.
+        prefix: Keys and values of each layer, shape (layers, 2, heads, tokens, width), trained in float32.
+    """
+
+    def __init__(self, model: nn.Module, prefix: Tensor) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        self.prefix = nn.Parameter(prefix.float())
+        self.config = model.config
+
+    def get_base_model(self) -> nn.Module:
+        """Return the model without its prefix, by the name that peft's wrappers have."""
+        return self.model
+
+    def forward(self, *, attention_mask: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        """Return what the model returns for the tokens behind the prefix."""
+        tokens = self.prefix.shape[3]
+        cache = _library("transformers").DynamicCache()
+        for layer, pair in enumerate(self.prefix.to(self.model.dtype)):  # type: ignore[arg-type]  # of transformers
+            keys, values = pair.unsqueeze(1).expand(-1, len(position_ids), -1, -1, -1)
+            cache.update(keys, values, layer)
+        mask = functional.pad(attention_mask, (tokens, 0), value=1)
+        return self.model(
+            attention_mask=mask, position_ids=position_ids + tokens, past_key_values=cache, **options
+        )
+
+
+def with_prefix(model: nn.Module, prefix: Prefix) -> PrefixedModel:
+    """Add a prefix that begins as keys and values of random tokens, as random numbers would undo the pretraining.
+
+    Raises:
+        ValueError: The model takes no keys and values of earlier tokens, or no positions.
+    """
+    if not {"past_key_values", "position_ids"} <= _accepted(model):
+        raise ValueError(
+            f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use lora_rank"
+        )
+    generator = torch.Generator().manual_seed(prefix.seed)
+    tokens = torch.randint(_vocabulary_of(model), (1, prefix.tokens), generator=generator)
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+    return PrefixedModel(model, torch.stack([torch.cat([keys, values]) for keys, values, *_ in found]))
+
+
+def _vocabulary_of(model: nn.Module) -> int:
+    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]  # of transformers
 
 
 def _accepted(model: nn.Module) -> set[str]:

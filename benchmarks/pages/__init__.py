@@ -92,6 +92,7 @@ from benchmarks.zeroth_order import (
     mnist,
     sigma_tables,
     sst2_head,
+    sst2_language,
     sst2_lora,
 )
 
@@ -204,6 +205,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
                     sst2_head,
                     joint_clip,
                     sst2_lora,
+                    sst2_language,
                     membership,
                     mnist,
                     ablations,

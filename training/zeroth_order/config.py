@@ -63,7 +63,8 @@ class LanguageConfig(Section):
         if model is None:
             return None
         try:
-            return str(Path(model).resolve()) if Path(model).exists() else model
+            is_path = Path(model).suffix == ".gguf" or Path(model).is_dir()
+            return str(Path(model).resolve()) if is_path else model
         except OSError as error:  # a name that is too long for a path
             raise ValueError(f"model = {reprlib.repr(model)} is no folder: {error.strerror}") from error
 

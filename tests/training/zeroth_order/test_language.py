@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from opusim import training
 from opusim.errors import ConfigError
 from opusim.training.config import load_config
+from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import DataError, RunFolderError, RunInterrupted
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
@@ -356,7 +357,12 @@ def test_a_run_models_texts(tmp_path: Path, prefix: Prefix | None) -> None:
         "optimizer": {"lr": 0.05},
         "trainer": {"kind": "zo", "directions": 8, "clip": "joint"},
     }
-    run = training.train(config, data=(x, np.zeros(len(x), dtype=int)), model=model, folder=tmp_path / "run")
+    told: list[str] = []
+    watcher = Callback()
+    watcher.on_note = told.append  # type: ignore[method-assign]
+    data = x, np.zeros(len(x), dtype=int)
+    run = training.train(config, data=data, model=model, folder=tmp_path / "run", watcher=watcher)
+    assert told == list(model.notes)
     again = training.load_run(run.folder.path)
     assert (again.predict(x) == run.predict(x)).all()
     assert prefix is None or list(replay(run.folder.path).tensors) == ["model.prefix"]

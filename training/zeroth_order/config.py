@@ -30,8 +30,8 @@ class LanguageConfig(Section):
     """The columns of a table that hold the texts and their labels, which are class numbers from 0 or words of
     classes."""
     task: Literal["classify", "next-token"] = "classify"
-    """classify: predict the word of a text's class behind its prompt. next-token: model the texts themselves; the loss
-    of a text is the mean over its tokens, and labels are not read."""
+    """What to learn of the texts. classify: the word of a text's class behind its prompt. next-token: the texts
+    themselves; the loss of a text is the mean over its tokens, and labels are not read."""
     prompt: str = "{text} It was"
     """Template around {text}, with {mask} for the class word of a masked model (DP-ZO paper, Table 14)."""
     classes: tuple[str, ...] = ("terrible", "great")

@@ -93,6 +93,7 @@ from benchmarks.zeroth_order import (
     mnist,
     sigma_tables,
     sst2_head,
+    sst2_language,
     sst2_lora,
 )
 
@@ -206,6 +207,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
                     sst2_head,
                     joint_clip,
                     sst2_lora,
+                    sst2_language,
                     membership,
                     mnist,
                     ablations,

@@ -272,7 +272,13 @@ class Announced(Callback):
 
 
 class AnnouncedUsage(Callback):
-    """Prints what the run will take of its device, and optical features of theirs."""
+    """Prints what the run was given, and what it and optical features will take of their devices."""
+
+    @override
+    def on_note(self, text: str) -> None:
+        from opusim.tables import wrapped
+
+        print(wrapped(text), file=sys.stderr, flush=True)
 
     @override
     def on_features(self, expected: Usage) -> None:

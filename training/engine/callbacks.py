@@ -26,6 +26,9 @@ class Callback:
     def on_step(self, *, step: int) -> None:
         """So many steps are done."""
 
+    def on_note(self, text: str) -> None:
+        """What a run was given, such as the size of a language model, before it starts."""
+
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
         """So many steps are left and will take so much of the device, or so much on average; called once.
 
@@ -60,7 +63,7 @@ class Watchers(Callback):
     def __init__(self, watchers: Sequence[Callback]) -> None:
         self._watchers = watchers
         self.summary: Mapping[str, Any] | None = None
-        for name in ("on_start", "on_step", "on_usage", "on_features", "on_epoch"):
+        for name in ("on_start", "on_step", "on_note", "on_usage", "on_features", "on_epoch"):
             setattr(self, name, partial(self._each, name))
 
     def __enter__(self) -> Self:

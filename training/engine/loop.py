@@ -25,7 +25,7 @@ from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.cards import StepMemory, exhausted, to_device
 from opusim.training.engine.certified import VOUCHED, doubt_text, vouched_step, without_remedy
 from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan
-from opusim.training.engine.steps import PaidSteps
+from opusim.training.engine.steps import STEPS_TO_MOVE, Movement, PaidSteps
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from opusim.training.networks.optimizers import TailAverage, set_learning_rate
 from opusim.training.networks.record_independence import system_generators
@@ -193,6 +193,10 @@ class Engine:
     def _train(self, interrupted: threading.Event) -> None:
         """Do the remaining steps, or those until Ctrl-C."""
         first, before = self.step, self._trainer.usage
+        protected = self._plan.config.protection.protects != "nothing"
+        movement = Movement(self._trainer.model) if protected else None
+        # A run that is paid for at once releases its last model only, so that earlier ones may not be looked at.
+        look = min(first + STEPS_TO_MOVE, self.total_steps) if self.mechanisms else self.total_steps
         while self.step < self.total_steps:
             if self.step == first + 1 and not self._told and not self._private:
                 left = self.total_steps - self.step
@@ -219,6 +223,8 @@ class Engine:
                 raise type(error)(
                     f"{error}. {undone if self.step < self.total_steps else ''}{told}"
                 ) from error
+            if movement is not None and self.step == look:
+                movement.tell(self.step - first)
             if interrupted.is_set() and self.step < self.total_steps:
                 self._check_device()
                 self._stop_cleanly()

@@ -53,6 +53,7 @@ from opusim.training.engine.plan import (
 )
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads
 from opusim.training.errors import RunFolderError
+from opusim.training.networks.base import DescribedModule
 from opusim.training.networks.record_independence import system_generators
 from opusim.training.networks.user_code import code_facts, require_importable, require_trusted
 from opusim.training.runs.checkpoints import held_by_devices, hold_on_devices
@@ -174,6 +175,9 @@ def train_on(
         watcher: See `train`.
     """
     private = config.mode == "release"
+    if watcher is not None and isinstance(model, DescribedModule):
+        for note in model.notes:
+            watcher.on_note(note)
     if not resume:
         features = _features_usage(config, records)
         if features is not None and watcher is not None:

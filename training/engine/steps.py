@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from opusim.accounting.journal import Position
@@ -38,6 +39,10 @@ Act = Literal[
 _ACTS: tuple[Act, ...] = get_args(Act)
 STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
 """Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
+STEPS_TO_MOVE = 16
+"""Steps of a private trainer within which each trained tensor should move."""
+_MOST_NAMED = 4
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PaidSteps:
@@ -201,6 +206,44 @@ class PaidSteps:
             return indices, len(indices)
         indices = self.on_first("asks for the batch", lambda: draw(step).tolist(), step=step)
         return indices[self.ranks.part(len(indices))], -(-len(indices) // self.ranks.world)
+
+
+class Movement:
+    """Tells which trained tensors a private trainer has not moved, although noise alone moves every one that it trains.
+
+    Only parameters that the guarantee lets anyone see are compared, so what is told of them costs no privacy.
+
+    Args:
+        module: What is trained, before the first step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._before = module, _sums_of_bits(module)
+
+    def tell(self, steps: int) -> None:
+        """Warn in one line of the tensors that are as they were so many steps ago, if there are any."""
+        now = _sums_of_bits(self._module)
+        still = [name for name, found in self._before.items() if now.get(name, found) == found]
+        if not still:
+            return
+        more = f" and {len(still) - _MOST_NAMED} more" if len(still) > _MOST_NAMED else ""
+        warnings.warn(
+            f"after {steps} steps, {len(still)} of {len(now)} trained tensors have not moved: "
+            f"{', '.join(still[:_MOST_NAMED])}{more}; give them to the optimizer at a rate above 0, or freeze them "
+            "(requires_grad = False)",
+            stacklevel=2,
+        )
+
+
+def _sums_of_bits(module: nn.Module) -> dict[str, int]:
+    """Return the sum of each trained tensor's entries, read as whole numbers: equal if no bit has changed."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            values = parameter.detach()
+            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+            found[name] = int(values.view(_BITS[values.element_size()]).sum(dtype=torch.int64))
+    return found
 
 
 def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:

@@ -81,9 +81,11 @@ class DescribedModule(nn.Module):
 
     Attributes:
         description: JSON values, stored in `config.json`; empty if the module has none.
+        notes: What to tell when a run starts, a line each; nothing that a release may not tell.
     """
 
     description: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def invented_records(self, n_inputs: int) -> Tensor:

@@ -44,7 +44,7 @@ from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
-from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
     PrivacySettings,
@@ -342,6 +342,7 @@ class PrivateTraining(Shown):
         stack.callback(steps.close)
         steps.open(partial(self._opened, resume=resume))
         share_state(steps.ranks, [*self.module.parameters(), *self.module.buffers()], optimizer)
+        self._movement, self._until_look = Movement(self.module), STEPS_TO_MOVE
         stack.callback(optimizer.register_step_pre_hook(self.before_step).remove)
         stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
         self._stack = stack.pop_all()  # from here on `close` ends it, and no longer the caller
@@ -505,6 +506,9 @@ class PrivateTraining(Shown):
                 "optimizer.step() without a new backward pass: call loss.backward() first, on the loss of the "
                 "criterion that make_private returned"
             )
+        self._until_look -= 1
+        if not self._until_look and self._steps.ranks.is_first:
+            self._movement.tell(STEPS_TO_MOVE)
 
     def wrap_writer(self, wrap: Callable[[PrivateGradients], PrivateGradients]) -> None:
         """Let another writer see or change what the loop's own one is given, as an audit does.

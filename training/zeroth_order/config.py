@@ -12,13 +12,26 @@ from opusim.training.config.kinds import Flag, ProtectionSection, TrainerSection
 from opusim.training.config.sections import OWN_ARRAYS, Effect, Given, Relation, Section
 
 
+def table_kind(path: Path) -> Literal["csv", "parquet"] | None:
+    """Return the kind of table that a file of texts is by its ending, or None for a file of lines."""
+    endings = path.suffixes[-1:] if path.suffix != ".gz" else path.suffixes[-2:-1]
+    return {".csv": "csv", ".parquet": "parquet"}.get("".join(endings))  # type: ignore[return-value]
+
+
 class LanguageConfig(Section):
-    """A language model as a classifier of texts; needs the extra `llm`. Without `model` there is none."""
+    """A language model to fine-tune on texts; needs the extra `llm`. Without `model` there is none."""
 
     model: str | None = None
-    """A local folder, or a name on the hub; a resumed run loads it again."""
+    """A local folder, a file .gguf (needs gguf), package:NAME for an installed package that holds one of them, or a
+    name on the hub; a resumed run loads it again."""
     text: str | None = None
-    """Training texts: a file of lines, each a text, a tab and a class number from 0."""
+    """Training texts: a table (.csv or .parquet), or a file of lines, each a text, a tab and a class number from 0."""
+    columns: tuple[str, str] = ("text", "label")
+    """The columns of a table that hold the texts and their labels, which are class numbers from 0 or words of
+    classes."""
+    task: Literal["classify", "next-token"] = "classify"
+    """What to learn of the texts. classify: the word of a text's class behind its prompt. next-token: the texts
+    themselves; the loss of a text is the mean over its tokens, and labels are not read."""
     prompt: str = "{text} It was"
     """Template around {text}, with {mask} for the class word of a masked model (DP-ZO paper, Table 14)."""
     classes: tuple[str, ...] = ("terrible", "great")
@@ -31,8 +44,11 @@ class LanguageConfig(Section):
     """The updates are multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ()
     """Modules that get such updates, such as q_proj; empty takes those that peft knows for the architecture."""
+    prefix_tokens: int | None = Field(None, ge=1)
+    """Train the keys and values of so many tokens before each text instead of the whole model (prefix tuning, 5 in the
+    DP-ZO paper)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the model's parameters; LoRA's factors are float32."""
+    """Type of the model's parameters; those of LoRA and of a prefix are float32."""
 
     @field_validator("text")
     @classmethod
@@ -43,11 +59,12 @@ class LanguageConfig(Section):
     @field_validator("model")
     @classmethod
     def _whole_folder(cls, model: str | None) -> str | None:
-        """Store the absolute path of a folder, and a hub's name as it is."""
+        """Store the absolute path of a folder or file, and another name as it is."""
         if model is None:
             return None
         try:
-            return str(Path(model).resolve()) if Path(model).is_dir() else model
+            is_path = Path(model).suffix == ".gguf" or Path(model).is_dir()
+            return str(Path(model).resolve()) if is_path else model
         except OSError as error:  # a name that is too long for a path
             raise ValueError(f"model = {reprlib.repr(model)} is no folder: {error.strerror}") from error
 
@@ -57,6 +74,15 @@ class LanguageConfig(Section):
         if prompt.count("{text}") != 1 or prompt.count("{mask}") > 1:
             raise ValueError(f"prompt = {prompt!r} must hold {{text}} once, and {{mask}} at most once")
         return prompt
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> Self:
+        if self.lora_rank is not None and self.prefix_tokens is not None:
+            raise ValueError(
+                f"lora_rank = {self.lora_rank} and prefix_tokens = {self.prefix_tokens} are two ways to train a part "
+                "of the model; give one of them"
+            )
+        return self
 
 
 class ZoConfig(TrainerSection):
@@ -81,7 +107,8 @@ class ZoConfig(TrainerSection):
         Flag(
             name="language-model",
             key="trainer.language.model",
-            help="Fine-tune a language model: a local folder, or a name on the hub (extra llm).",
+            help="Fine-tune a language model: a local folder, a file .gguf, package:NAME for an installed package that "
+            "holds one, or a name on the hub (extra llm).",
         ),
     )
     effects: ClassVar[tuple[Effect, ...]] = (
@@ -109,6 +136,16 @@ class ZoConfig(TrainerSection):
             keys=("trainer.language.lora_alpha", "trainer.language.lora_targets"),
             needs="trainer.language.lora_rank",
             holds=lambda run: run.trainer.language.lora_rank is not None,
+        ),
+        Effect(
+            keys=("trainer.language.columns",),
+            needs="a trainer.language.text that ends in .csv, .csv.gz or .parquet",
+            holds=lambda run: table_kind(Path(run.trainer.language.text or "")) is not None,
+        ),
+        Effect(
+            keys=("trainer.language.prompt", "trainer.language.classes"),
+            needs="trainer.language.task = 'classify'",
+            holds=lambda run: run.trainer.language.task == "classify",
         ),
         Effect(
             keys=("model", "data.name"),

@@ -1,15 +1,18 @@
-"""Fine-tune language models of transformers and peft as classifiers of texts; needs the extra `llm`.
+"""Fine-tune language models of transformers and peft on texts; needs the extra `llm`.
 
-A text stands in a prompt, and one word stands for each class: the scores of the classes are the logits of their words
-after the prompt, or at its mask. The DP-ZO paper's prompt for SST-2 (Table 14) is "<text> It was terrible/great". Token
-numbers travel as float32 features, which hold whole numbers up to 2^24 exactly; -1 pads shorter texts. The whole model
-is trained, or low-rank updates of it (LoRA, Hu et al. 2022).
+To classify, a text stands in a prompt, and one word stands for each class: the scores of the classes are the logits of
+their words after the prompt, or at its mask. The DP-ZO paper's prompt for SST-2 (Table 14) is "<text> It was
+terrible/great". To model language, the loss of a text is that of its next tokens. Token numbers travel as float32
+features, which hold whole numbers up to 2^24 exactly; -1 pads shorter texts. The whole model is trained, or low-rank
+updates of it (LoRA, Hu et al. 2022), or a prefix (Li and Liang 2021).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
+import reprlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from opusim.errors import ConfigError
 from opusim.files import read_text
+from opusim.tables import data_size
 from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data.formats import required_library
+from opusim.training.data.tables import read_frame
 from opusim.training.errors import DataError
 from opusim.training.networks.base import DescribedModule
-from opusim.training.zeroth_order.config import ZoConfig
+from opusim.training.zeroth_order.config import ZoConfig, table_kind
 
 PAD = -1.0
 _INVENTED, _LONGEST = 9, 16
@@ -35,6 +42,11 @@ _TEXTS_LIMIT = 2**30
 """Largest number of bytes of a file of texts."""
 _CLASS_NUMBER = re.compile("[0-9]{1,9}")
 TEXT, MASK = "{text}", "{mask}"
+_PACKAGE, _GGUF = "package:", ".gguf"
+_LOGITS_AT_ONCE = 2**26
+"""Scores of words of the vocabulary that stand in memory at once: 256 MiB in float32."""
+_LEAST_LOSS = 1e-6
+"""A loss of a text below it counts as it, so that its score is finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +86,16 @@ def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (
     Args:
         tokenizer: A tokenizer of transformers.
         texts: At least one text.
-        prompt: The template; its end is kept whole.
+        prompt: The template; its end is kept whole. "{text}" alone encodes texts for a `TextModel`.
 
     Raises:
         ValueError: The template leaves no room within max_tokens, or has a mask and the tokenizer has none.
     """
+    return _encoded(tokenizer, texts, prompt)[0]
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> tuple[Tensor, int]:
+    """Return what `encode` does, and how many texts lost their end."""
     # 1. The tokens before and after the text, and the special ones that the tokenizer puts around it.
     parts = prompt.template.split(TEXT)
     if prompt.masked:
@@ -95,14 +112,15 @@ def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (
             f"max_tokens = {prompt.max_tokens}: leaves no room for a text in {prompt.template!r}"
         )
     # 2. A row for each text; no special token stands behind a prompt that the class word follows.
-    encoded = torch.full((len(texts), prompt.max_tokens), PAD)
+    encoded, shortened = torch.full((len(texts), prompt.max_tokens), PAD), 0
     for number, text in enumerate(texts):
-        middle = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
+        middle = tokenizer(text, add_special_tokens=False)["input_ids"]
+        shortened += len(middle) > room
         last = special[1:] if prompt.masked and len(special) == 2 else []
-        row = [*special[:1], *before, *middle, *after, *last]
+        row = [*special[:1], *before, *middle[:room], *after, *last]
         place = slice(0, len(row)) if prompt.masked else slice(prompt.max_tokens - len(row), None)
         encoded[number, place] = torch.tensor(row, dtype=torch.float32)
-    return encoded
+    return encoded, shortened
 
 
 def class_tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -125,28 +143,78 @@ def class_tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
     return tokens
 
 
-def read_texts(path: Path) -> tuple[list[str], Tensor]:
-    """Read texts and labels from a file of lines: text, tab, class number.
+def read_texts(
+    path: Path,
+    *,
+    columns: Sequence[str] = ("text", "label"),
+    classes: Sequence[str] = (),
+    labelled: bool = True,
+) -> tuple[list[str], Tensor]:
+    """Read texts and labels from a table (CSV or Parquet), or from a file of lines: text, tab, label.
+
+    Args:
+        path: A file that ends in .csv, .csv.gz or .parquet is a table with a header, every other one is of lines.
+        columns: The names of a table's columns of texts and of labels.
+        classes: Words that may stand for the class numbers 0, 1, ...
+        labelled: Whether there are labels; without them a line is a text, and all labels are 0.
 
     Raises:
-        DataError: The file cannot be read, or a line has another form.
+        DataError: The file cannot be read, lacks a column, or a line has another form.
+        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
     """
+    kind = table_kind(path)
+    if kind is None:
+        rows = _lines(path, labelled=labelled)
+    else:
+        frame: Any = read_frame(path, DataConfig(name=f"{kind}:{path}"))
+        rows = _cells(frame, columns if labelled else columns[:1], path)
+    if not rows:
+        raise DataError(f"{path}: is empty; give at least one text")
+    labels = []
+    for number, row in enumerate(rows, start=1):
+        label = row[1].strip() if labelled else "0"
+        if label not in classes and not _CLASS_NUMBER.fullmatch(label):
+            words = f", nor one of {', '.join(classes)}" if classes else ""
+            raise DataError(f"{path}: label {number} is {reprlib.repr(label)}, no class number from 0{words}")
+        labels.append(classes.index(label) if label in classes else int(label))
+    return [row[0] for row in rows], torch.tensor(labels)
+
+
+def _cells(frame: Any, columns: Sequence[str], path: Path) -> list[tuple[str, ...]]:
+    """Return some columns of a table as text, a row each."""
+    found = [str(column) for column in frame.columns]
+    for column in columns:
+        if found.count(column) != 1:
+            raise DataError(
+                f"{path} has {found.count(column)} columns {column!r} among {', '.join(found)}; name the one of texts "
+                "and the one of labels in trainer.language.columns"
+            )
+        missing = frame[column].isna().to_numpy().nonzero()[0]
+        if len(missing):
+            raise DataError(
+                f"{path}: row {missing[0] + 1} has no {column!r}: an empty cell, or a word that tables take for one, "
+                "such as NA; leave the row out"
+            )
+    return list(zip(*(frame[column].astype(str) for column in columns), strict=True))
+
+
+def _lines(path: Path, *, labelled: bool) -> list[tuple[str, ...]]:
+    """Read a file of lines: a text, and a tab and a label if there are labels."""
+    form = "text, tab, label" if labelled else "a text on each"
     try:
         lines = read_text(path, at_most=_TEXTS_LIMIT).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: cannot be read ({error}); give a file of lines: text, tab, label"
+            f"{path}: cannot be read ({error}); give a CSV or Parquet table, or a file of lines: {form}"
         ) from error
-    texts, labels = [], []
-    for number, line in enumerate(lines, start=1):
-        text, tab, label = line.rpartition("\t")
-        if not tab or not _CLASS_NUMBER.fullmatch(label.strip()):
-            raise DataError(f"{path}: line {number} is not: text, tab, class number from 0")
-        texts.append(text)
-        labels.append(int(label))
-    if not texts:
-        raise DataError(f"{path}: is empty; give lines: text, tab, label")
-    return texts, torch.tensor(labels)
+    rows = [tuple(line.rsplit("\t", 1)) if labelled else (line,) for line in lines]
+    for number, row in enumerate(rows, start=1):
+        if labelled and len(row) == 1:
+            raise DataError(
+                f"{path}: line {number} is not: text, tab, class number from 0; the name of a table with a header ends "
+                "in .csv or .parquet"
+            )
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +234,25 @@ class Lora:
     seed: int = 0
 
 
-class PromptClassifier(DescribedModule):
-    """A language model whose class scores are the logits of the classes' words.
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """Keys and values of tokens before the text, in each layer; all other parameters are frozen.
+
+    Attributes:
+        tokens: How many, at least 1 (5 in the DP-ZO paper).
+        seed: Seed of the tokens whose keys and values it begins with.
+    """
+
+    tokens: int = 5
+    seed: int = 0
+
+
+class _LanguageModel(DescribedModule):
+    """A language model on encoded texts.
 
     Args:
-        model: A model of transformers, possibly wrapped by peft; masked if the prompt has a mask, else causal.
-        tokens: The token of each class's word.
+        model: A model of transformers, possibly wrapped by peft.
+        words: Tokens of which invented records are made.
         mask_token: Number of the mask token for a masked model, else None.
         description: How to load the model again, stored in `config.json`; empty if no name loads it.
     """
@@ -179,7 +260,7 @@ class PromptClassifier(DescribedModule):
     def __init__(
         self,
         model: nn.Module,
-        tokens: Sequence[int],
+        words: Sequence[int],
         *,
         mask_token: int | None = None,
         description: dict[str, Any] | None = None,
@@ -188,14 +269,12 @@ class PromptClassifier(DescribedModule):
         self.model = model
         self.description = dict(description or {})
         self._mask_token = mask_token
-        self._tokens = list(tokens)
+        self._tokens = list(words)
         self._shortens = True
-        accepted = _accepted(model)
-        self._takes_positions = "position_ids" in accepted and mask_token is None
-        self._keeps_last = "logits_to_keep" in accepted and mask_token is None
+        self._accepted = _accepted(model)
 
     def invented_records(self, n_inputs: int) -> Tensor:
-        """See DescribedModule: prompts of several lengths that hold the classes' words, in several orders."""
+        """See DescribedModule: prompts of several lengths that hold the words, in several orders."""
         x = torch.full((_INVENTED, n_inputs), PAD)
         for number, row in enumerate(x):
             length = min(n_inputs, _LONGEST - number % 4)
@@ -208,15 +287,20 @@ class PromptClassifier(DescribedModule):
 
     @contextmanager
     def whole_records(self) -> Iterator[None]:
-        """See DescribedModule: the columns kept are those of invented records, whatever the batch holds."""
+        """See DescribedModule: the columns kept are those of invented records, and all records run at once."""
         self._shortens = False
         try:
             yield
         finally:
             self._shortens = True
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
-        """Return class scores of encoded prompts."""
+    def _logits(self, x: Tensor, *, last: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token numbers and where there is one, shape (batch, T), and scores (batch, T, vocabulary).
+
+        Args:
+            x: Encoded texts, shape (batch, L); columns that no record uses are left out.
+            last: Whether to compute the scores behind the last token only, if the model can; T is then 1 in them.
+        """
         present = x != PAD
         used: Tensor | slice = present.any(dim=0)  # columns with a token of some record
         if not self._shortens:
@@ -224,82 +308,183 @@ class PromptClassifier(DescribedModule):
         x, present = x[:, used], present[:, used]
         ids, mask = torch.where(present, x, 0.0).long(), present.long()
         options: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-        if self._takes_positions:
+        if "position_ids" in self._accepted and self._mask_token is None:
             options["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        if self._keeps_last:
+        if last and "logits_to_keep" in self._accepted:
             options["logits_to_keep"] = 1
-        if "use_cache" in _accepted(self.model):
+        if "use_cache" in self._accepted:
             options["use_cache"] = False
-        logits = self.model(**options).logits
+        return ids, present, self.model(**options).logits
+
+
+class PromptClassifier(_LanguageModel):
+    """A language model whose class scores are the logits of the classes' words; arguments as `_LanguageModel`.
+
+    The words are those of the classes, in their order. The model is masked if the prompt has a mask, else causal.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
+        """Return class scores of encoded prompts."""
+        ids, _, logits = self._logits(x, last=self._mask_token is None)
         if self._mask_token is None:
             return logits[:, -1, self._tokens]
         place = (ids == self._mask_token).long().argmax(dim=1)
         return logits[torch.arange(len(ids), device=ids.device), place][:, self._tokens]
 
 
+class TextModel(_LanguageModel):
+    """A causal model that scores whole texts as a classifier of two classes: 0, this text, and 1, any other.
+
+    Let L be the mean negative log-likelihood of a text's tokens, each given those before it. The scores are 0 and
+    log(e^L - 1), so that the cross-entropy of class 0, of probability e^-L, is L: the loss of language modelling, for a
+    trainer of classifiers, with no more than `_LOGITS_AT_ONCE` scores of the vocabulary in memory.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, 2)
+        """Return the scores of encoded texts."""
+        at_once = max(1, _LOGITS_AT_ONCE // (_vocabulary_of(self.model) * x.shape[1]))
+        parts = x.split(at_once) if self._shortens else [x]
+        loss = torch.cat([self._losses(part) for part in parts]).clamp(min=_LEAST_LOSS)
+        return torch.stack([torch.zeros_like(loss), loss + torch.log(-torch.expm1(-loss))], dim=1)
+
+    def _losses(self, x: Tensor) -> Tensor:
+        """Return the mean loss of each text's tokens behind its first one, shape (batch,)."""
+        ids, present, logits = self._logits(x, last=False)
+        logits, wanted, there = logits[:, :-1].float(), ids[:, 1:], (present[:, :-1] & present[:, 1:]).float()
+        chosen = logits.gather(2, wanted.unsqueeze(2)).squeeze(2)
+        losses = (torch.logsumexp(logits, dim=2) - chosen) * there
+        return losses.sum(dim=1) / there.sum(dim=1).clamp(min=1)
+
+
 def load_classifier(
     name: str | Path,
-    prompt: Prompt,
+    prompt: Prompt | None,
     *,
     lora: Lora | None = None,
+    prefix: Prefix | None = None,
     dtype: str = "float32",
     local_only: bool = False,
-) -> tuple[PromptClassifier, Any]:
-    """Load a language model as a classifier, and its tokenizer.
+) -> tuple[PromptClassifier | TextModel, Any]:
+    """Load a language model, and its tokenizer.
 
     Args:
-        name: A local folder, or a name on the hub.
-        prompt: Its template decides between a causal and a masked model.
+        name: A local folder, a file `.gguf`, "package:NAME" for an installed package that holds one of them, or a name
+            on the hub.
+        prompt: Its template decides between a causal and a masked model. None scores whole texts (`TextModel`).
         lora: Updates to train instead of the whole model.
-        dtype: "float32", "bfloat16" or "float16" for the model's parameters; LoRA's factors are float32.
+        prefix: A prefix to train instead of the whole model.
+        dtype: "float32", "bfloat16" or "float16" for the model's parameters, to which those of a `.gguf` file are
+            dequantised; an adapter's are float32.
         local_only: Whether to forbid downloads.
 
     Raises:
-        ModuleNotFoundError: transformers or peft is missing.
+        ModuleNotFoundError: transformers, peft or gguf is missing.
         ValueError: There is no such model, or its tokenizer does not match the prompt.
     """
     transformers = _library("transformers")
-    auto = transformers.AutoModelForMaskedLM if prompt.masked else transformers.AutoModelForCausalLM
+    masked = prompt is not None and prompt.masked
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    place, file = _place_of(str(name))
+    where: dict[str, Any] = {"local_files_only": local_only} | ({} if file is None else {"gguf_file": file})
     try:
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=local_only)
-        is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
-        if is_masked and not getattr(config, "is_decoder", False) and not prompt.masked:
-            raise ValueError(  # it was not trained to predict the next word
-                f"prompt = {prompt.template!r}: a model of type {config.model_type!r} predicts a masked word; put "
-                "{mask} in the place of the class word"
-            )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local_only)
-        model = auto.from_pretrained(name, local_files_only=local_only, dtype=getattr(torch, dtype))
+        if file is None:  # a file tells its kind when it is loaded
+            config = transformers.AutoConfig.from_pretrained(place, **where)
+            is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+            if is_masked and not getattr(config, "is_decoder", False) and not masked:
+                raise ValueError(  # it was not trained to predict the next word
+                    f"a model of type {config.model_type!r} predicts a masked word; put {MASK} in the place of the "
+                    "class word of the prompt"
+                )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
+        model = auto.from_pretrained(place, **where, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise ValueError(f"language model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if lora is not None:
         model = with_lora(model, lora)
+    if prefix is not None:
+        model = with_prefix(model, prefix)
     description = {
         "name": str(name),
-        "prompt": asdict(prompt) | {"classes": list(prompt.classes)},
+        "prompt": None if prompt is None else asdict(prompt) | {"classes": list(prompt.classes)},
         "lora": None if lora is None else asdict(lora),
         "dtype": dtype,
+        **({} if prefix is None else {"prefix": asdict(prefix)}),
     }
-    classifier = PromptClassifier(
-        model,
-        class_tokens(tokenizer, prompt),
-        mask_token=tokenizer.mask_token_id if prompt.masked else None,
-        description=description,
-    )
-    return classifier.eval(), tokenizer
+    loaded: PromptClassifier | TextModel
+    if prompt is None:
+        loaded = TextModel(model, range(_LONGEST), description=description)
+    else:
+        loaded = PromptClassifier(
+            model,
+            class_tokens(tokenizer, prompt),
+            mask_token=tokenizer.mask_token_id if masked else None,
+            description=description,
+        )
+    loaded.notes = (_size_note(str(name), model),)
+    return loaded.eval(), tokenizer
 
 
-def described_classifier(description: dict[str, Any]) -> PromptClassifier:
-    """Load the classifier that a run folder describes, with trained parameters to be filled in."""
-    lora = description["lora"]
-    if lora is not None:
-        lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
-    prompt = Prompt(**description["prompt"])
-    return load_classifier(description["name"], prompt, lora=lora, dtype=description["dtype"])[0]
+def _place_of(name: str) -> tuple[str, str | None]:
+    """Return the folder or the hub's name to load from, and the `.gguf` file in it, or None.
+
+    Raises:
+        ValueError: There is no such file or package, or the package does not hold one model.
+        ModuleNotFoundError: A library is missing.
+    """
+    path = Path(name)
+    if name.startswith(_PACKAGE):
+        package = name.removeprefix(_PACKAGE)
+        found = importlib.util.find_spec(package) if package.isidentifier() else None
+        if found is None or found.origin is None:
+            raise ValueError(
+                f"language model {name}: there is no installed package {package!r}; install it with pip"
+            )
+        folder = Path(found.origin).parent
+        files = sorted(folder.glob(f"*{_GGUF}"))
+        if len(files) != 1 and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"language model {name}: the package holds {len(files)} files {_GGUF}, and no config.json; give the "
+                "path of the model"
+            )
+        path = files[0] if len(files) == 1 else folder
+    elif path.suffix != _GGUF:
+        return name, None
+    if path.is_dir():
+        return str(path), None
+    if not path.is_file():
+        raise ValueError(f"language model {name}: there is no such file; check the path")
+    required_library("gguf", f"gguf is missing; the language model {name} needs it: pip install gguf")
+    return str(path.parent), path.name
+
+
+def _size_note(name: str, model: nn.Module) -> str:
+    """Say how much memory the parameters take."""
+    parameters = list(model.parameters())
+    size = data_size(sum(p.numel() * p.element_size() for p in parameters))
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    kinds = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    total = sum(p.numel() for p in parameters)
+    return f"language model {name}: {total:,} parameters in {kinds} take {size} of memory; {trained:,} are trained"
+
+
+def described_classifier(description: dict[str, Any]) -> PromptClassifier | TextModel:
+    """Load the model that a run folder describes, with trained parameters to be filled in."""
+    lora, prefix, prompt = (description.get(key) for key in ("lora", "prefix", "prompt"))
+    return load_classifier(
+        description["name"],
+        None if prompt is None else Prompt(**prompt),
+        lora=None if lora is None else Lora(**{**lora, "targets": tuple(lora["targets"])}),
+        prefix=None if prefix is None else Prefix(**prefix),
+        dtype=description["dtype"],
+    )[0]
 
 
 def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """Add low-rank updates, float32 and from a separate generator; only they require a gradient afterwards."""
+    """Add low-rank updates, float32 and from a separate generator; only they require a gradient afterwards.
+
+    Raises:
+        ValueError: peft does not know which modules of the model to update.
+    """
     peft = _library("peft")
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
     options: dict[str, Any] = {
@@ -320,6 +505,58 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
     return wrapped
 
 
+class PrefixedModel(nn.Module):
+    """A causal model behind a prefix; peft's own drops the positions, which padding on the left needs.
+
+    Args:
+        model: A model of transformers; it is frozen.
+        prefix: Keys and values of each layer, shape (layers, 2, heads, tokens, width), trained in float32.
+    """
+
+    def __init__(self, model: nn.Module, prefix: Tensor) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        self.prefix = nn.Parameter(prefix.float())
+        self.config = model.config
+
+    def get_base_model(self) -> nn.Module:
+        """Return the model without its prefix, by the name that peft's wrappers have."""
+        return self.model
+
+    def forward(self, *, attention_mask: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        """Return what the model returns for the tokens behind the prefix."""
+        tokens = self.prefix.shape[3]
+        cache = _library("transformers").DynamicCache()
+        for layer, pair in enumerate(self.prefix.to(self.model.dtype)):  # type: ignore[arg-type]  # of transformers
+            keys, values = pair.unsqueeze(1).expand(-1, len(position_ids), -1, -1, -1)
+            cache.update(keys, values, layer)
+        mask = functional.pad(attention_mask, (tokens, 0), value=1)
+        return self.model(
+            attention_mask=mask, position_ids=position_ids + tokens, past_key_values=cache, **options
+        )
+
+
+def with_prefix(model: nn.Module, prefix: Prefix) -> PrefixedModel:
+    """Add a prefix that begins as keys and values of random tokens, as random numbers would undo the pretraining.
+
+    Raises:
+        ValueError: The model takes no keys and values of earlier tokens, or no positions.
+    """
+    if not {"past_key_values", "position_ids"} <= _accepted(model):
+        raise ValueError(
+            f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use lora_rank"
+        )
+    generator = torch.Generator().manual_seed(prefix.seed)
+    tokens = torch.randint(_vocabulary_of(model), (1, prefix.tokens), generator=generator)
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+    return PrefixedModel(model, torch.stack([torch.cat([keys, values]) for keys, values, *_ in found]))
+
+
+def _vocabulary_of(model: nn.Module) -> int:
+    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]  # of transformers
+
+
 def _accepted(model: nn.Module) -> set[str]:
     """Return the names of the arguments of a model's forward, without peft's wrapper."""
     unwrap = getattr(model, "get_base_model", None)
@@ -331,7 +568,9 @@ def _library(name: str) -> Any:
     return required_library(name, f"{name} is missing; language models need it: pip install opusim[llm]")
 
 
-def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier]:
+def build_language(
+    config: RunConfig,
+) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier | TextModel]:
     """Load the language model and the texts that a configuration names; a resumed run loads them again.
 
     Args:
@@ -343,11 +582,12 @@ def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor],
     Raises:
         ConfigError: trainer.language.text is missing, or data.n_classes differs from the number of words.
         DataError: The file of texts cannot be read, or a line has another form.
-        ModuleNotFoundError: transformers or peft is missing.
+        ModuleNotFoundError: transformers, peft or gguf is missing.
         ValueError: The model cannot be loaded, or its tokenizer does not match the prompt.
     """
     options = config.trainer_as(ZoConfig).language
-    words, stated = len(options.classes), config.data.n_classes
+    classifies = options.task == "classify"
+    words, stated = len(options.classes) if classifies else 2, config.data.n_classes
     if stated not in (None, words):
         raise ConfigError(
             "configuration",
@@ -358,14 +598,29 @@ def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor],
         raise ConfigError(
             "configuration",
             "trainer.language.text",
-            "is missing: give the path of a file of lines: text, tab, class number",
+            "is missing: give the path of a CSV or Parquet table, or of a file of lines: text, tab, class number",
         )
-    texts, labels = read_texts(Path(options.text))
-    prompt = Prompt(template=options.prompt, classes=options.classes, max_tokens=options.max_tokens)
-    rank, targets = options.lora_rank, options.lora_targets
-    lora = None
+    texts, labels = read_texts(
+        Path(options.text), columns=options.columns, classes=options.classes, labelled=classifies
+    )
+    prompt = Prompt(template=TEXT, max_tokens=options.max_tokens)
+    if classifies:
+        prompt = Prompt(template=options.prompt, classes=options.classes, max_tokens=options.max_tokens)
+    rank, targets, tokens = options.lora_rank, options.lora_targets, options.prefix_tokens
+    lora = prefix = None
     if rank is not None:
         lora = Lora(rank=rank, alpha=options.lora_alpha, targets=targets, seed=config.seed)
-    model, tokenizer = load_classifier(str(options.model), prompt, lora=lora, dtype=options.dtype)
-    inputs = encode(tokenizer, texts, prompt), labels
-    return config.unchecked(data={"n_classes": words}), inputs, model
+    if tokens is not None:
+        prefix = Prefix(tokens=tokens, seed=config.seed)
+    model, tokenizer = load_classifier(
+        str(options.model), prompt if classifies else None, lora=lora, prefix=prefix, dtype=options.dtype
+    )
+    x, shortened = _encoded(tokenizer, texts, prompt)
+    found = "how many is not told, because it depends on the records"
+    if config.mode == "experiment":
+        padded = int((x == PAD).any(dim=1).sum())
+        found = f"{shortened:,} of {len(texts):,} did, and {padded:,} shorter ones are padded"
+    model.notes += (
+        f"texts: beyond {options.max_tokens} tokens, the prompt's included, they lose their end; {found}",
+    )
+    return config.unchecked(data={"n_classes": words}), (x, labels), model

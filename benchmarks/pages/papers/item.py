@@ -45,6 +45,7 @@ COSTS: dict[str, float] = {
     "zeroth_order.memory": 0.1,
     "zeroth_order.sigma_tables": 0.0,
     "zeroth_order.sst2_head measure": 0.3,
+    "zeroth_order.sst2_language measure": 12.0,
     "zeroth_order.sst2_lora measure": 0.3,
 }
 """Hours of two cores that a whole command takes, from finished runs or estimated from a few steps; 0: a minute."""

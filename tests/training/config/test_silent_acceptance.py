@@ -97,6 +97,12 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("trainer.final_noise", {"trainer": {"kind": "convex"}}, 2.0),
     ("trainer.language.prompt", {"trainer": {"kind": "zo"}}, "{text} is"),
     ("trainer.language.lora_alpha", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, 8.0),
+    ("trainer.language.columns", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, ["a", "b"]),
+    (
+        "trainer.language.classes",
+        {"trainer": {"kind": "zo", "language": {"model": "m", "task": "next-token"}}},
+        ["a", "b"],
+    ),
     ("model.hidden", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, [3]),
     ("data.name", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, "mnist"),
     ("model.initial_output", {"trainer": {"kind": "zo"}}, "feedback"),

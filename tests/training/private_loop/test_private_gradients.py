@@ -140,6 +140,7 @@ def released_variance(private: opusim.PrivateTraining, steps: int) -> tuple[floa
     return float(weights.square().mean()), float(biases.square().mean()), len(biases)
 
 
+@pytest.mark.filterwarnings("ignore:after 16 steps")  # without noise, biases rest
 @pytest.mark.parametrize("fault", ["none", "no noise on biases", "smaller noise"])
 def test_noise_from_loader_to_parameters_has_the_accounted_variance(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch

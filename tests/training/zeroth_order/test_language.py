@@ -12,13 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from opusim import training
 from opusim.errors import ConfigError
+from opusim.training.config import load_config
+from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import DataError, RunFolderError, RunInterrupted
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.zeroth_order.language import (
     PAD,
     Lora,
+    Prefix,
     Prompt,
+    TextModel,
+    build_language,
     class_tokens,
     encode,
     load_classifier,
@@ -240,3 +245,153 @@ def test_a_masked_model_needs_a_mask_in_the_prompt(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"type 'bert' predicts a masked word; put \{mask\}"):
         load_classifier(folder, Prompt(template="{text} it was"), local_only=True)
     load_classifier(folder, Prompt(template="{text} it was {mask}"), local_only=True)
+
+
+# Texts and models from files
+
+
+def test_texts_come_from_tables(tmp_path: Path) -> None:
+    """Quoted commas and line ends, class words and numbers, and columns by any name."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"id": [7, 8, 9], "said": ["good, very", "bad\nfilm", "dull"], "mood": ["great", "terrible", "0"]}
+    )
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.to_csv(tmp_path / "a.csv.gz", index=False)
+    frame.to_parquet(tmp_path / "a.parquet")
+    for name in ("a.csv", "a.csv.gz", "a.parquet"):
+        texts, labels = read_texts(tmp_path / name, columns=("said", "mood"), classes=("terrible", "great"))
+        assert (texts, labels.tolist()) == (["good, very", "bad\nfilm", "dull"], [1, 0, 0])
+        texts, labels = read_texts(tmp_path / name, columns=("said", ""), labelled=False)
+        assert (texts[2], labels.tolist()) == ("dull", [0, 0, 0])
+    for columns, message in (
+        (("text", "mood"), "has 0 columns 'text' among id, said, mood; name the one of texts"),
+        (("said", "said"), "label 1 is 'good, very', no class number from 0, nor one of terrible, great"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_texts(tmp_path / "a.csv", columns=columns, classes=("terrible", "great"))
+    (tmp_path / "b.csv").write_text("text,label\ngood,1\nNA,0\n")
+    with pytest.raises(DataError, match="row 2 has no 'text'.*such as NA"):
+        read_texts(tmp_path / "b.csv")
+
+
+def test_a_model_comes_from_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "tiny_model_package")
+    (tmp_path / "tiny_model_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    one, tokenizer = load_classifier("package:tiny_model_package", CAUSAL, local_only=True)
+    two, _ = load_classifier(tmp_path / "tiny_model_package", CAUSAL, local_only=True)
+    x = encode(tokenizer, TEXTS, CAUSAL)
+    assert torch.equal(one(x), two(x))
+    assert one.notes[0].startswith(
+        "language model package:tiny_model_package: 7,904 parameters in float32 take 31 KiB"
+    )
+    assert one.notes[0].endswith("; 7,904 are trained")
+
+
+def test_what_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="package:no_such: there is no installed package 'no_such'"):
+        load_classifier("package:no_such", CAUSAL)
+    with pytest.raises(ValueError, match="package:json: the package holds 0 files .gguf, and no config.json"):
+        load_classifier("package:json", CAUSAL)
+    with pytest.raises(ValueError, match="a.gguf: there is no such file; check the path"):
+        load_classifier(tmp_path / "a.gguf", CAUSAL)
+    (tmp_path / "a.gguf").write_bytes(b"no model")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModuleNotFoundError, match="gguf is missing; the language model .*pip install gguf"):
+        load_classifier(tmp_path / "a.gguf", CAUSAL)
+
+
+def test_a_file_that_is_no_gguf_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    for content in (b"no model", b"GGUF" + bytes(60)):
+        (tmp_path / "a.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match="language model .*a.gguf: cannot be loaded"):
+            load_classifier(tmp_path / "a.gguf", CAUSAL)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_says_how_many_texts_are_cut_unless_it_is_released(tmp_path: Path, mode: str) -> None:
+    """Texts of 8 tokens and more lose their end beside the prompt's 2 at 9 tokens in all; shorter ones are padded."""
+    (tmp_path / "texts.tsv").write_text("".join(f"{'good ' * n}\t1\n" for n in (3, 6, 7, 8, 20)))
+    options = {"model": str(make(tmp_path / "m")), "text": str(tmp_path / "texts.tsv"), "max_tokens": 9}
+    config = load_config({"mode": mode, "trainer": {"kind": "zo", "language": options}})
+    _, _, model = build_language(config)
+    told = {"experiment": "2 of 5 did, and 2 shorter ones are padded", "release": "how many is not told"}[
+        mode
+    ]
+    assert told in model.notes[1]
+    assert "5" not in model.notes[1] or mode == "experiment"
+
+
+# What else is trained
+
+
+def test_the_loss_of_a_text_is_that_of_its_next_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers on each text without padding; in parts of the batch, too."""
+    model, tokenizer = load_classifier(make(tmp_path), None, local_only=True)
+    assert isinstance(model, TextModel)
+    x = encode(tokenizer, TEXTS, Prompt(template="{text}", max_tokens=9))
+    wanted = []
+    for row in x[:6]:
+        ids = row[row != PAD].long()[None]
+        wanted.append(
+            float(model.model(input_ids=ids, labels=ids).loss.detach()) if ids.shape[1] > 1 else 0.0
+        )
+    assert max(wanted) > 2.0
+    zeros = torch.zeros(6, dtype=torch.long)
+    for most in (2**26, 18 * 9 * 4):
+        monkeypatch.setattr("opusim.training.zeroth_order.language._LOGITS_AT_ONCE", most)
+        found = torch.nn.functional.cross_entropy(model(x[:6]), zeros, reduction="none")
+        assert found.tolist() == pytest.approx(wanted, abs=5e-6)
+
+
+@pytest.mark.parametrize("prefix", [None, Prefix(tokens=3)])
+def test_a_run_models_texts(tmp_path: Path, prefix: Prefix | None) -> None:
+    model, tokenizer = load_classifier(make(tmp_path / "model"), None, prefix=prefix)
+    x = encode(tokenizer, TEXTS, Prompt(template="{text}", max_tokens=9))
+    config = {
+        **CONFIG,
+        "optimizer": {"lr": 0.05},
+        "trainer": {"kind": "zo", "directions": 8, "clip": "joint"},
+    }
+    told: list[str] = []
+    watcher = Callback()
+    watcher.on_note = told.append  # type: ignore[method-assign]
+    data = x, np.zeros(len(x), dtype=int)
+    run = training.train(config, data=data, model=model, folder=tmp_path / "run", watcher=watcher)
+    assert told == list(model.notes)
+    again = training.load_run(run.folder.path)
+    assert (again.predict(x) == run.predict(x)).all()
+    assert prefix is None or list(replay(run.folder.path).tensors) == ["model.prefix"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_prefix_begins_as_tokens_before_the_text(tmp_path: Path, kind: str) -> None:
+    """The scores are those of the plain model with its tokens in front, however far a batch pads the text."""
+    folder = make(tmp_path, kind)
+    model, tokenizer = load_classifier(folder, CAUSAL, prefix=Prefix(tokens=4, seed=5))
+    x = encode(tokenizer, TEXTS, CAUSAL)[:6]
+    tokens = torch.randint(18, (1, 4), generator=torch.Generator().manual_seed(5))
+    plain, _ = load_classifier(folder, CAUSAL)
+    for number, row in enumerate(x):
+        front = torch.cat([tokens[0].float(), row[row != PAD]])[None]
+        assert torch.allclose(model(x)[number], plain(front)[0], atol=1e-5)
+        assert torch.allclose(model(x[number : number + 1])[0], plain(front)[0], atol=1e-5)
+        assert not torch.allclose(plain(front)[0], plain(x[number : number + 1])[0], atol=1e-3)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["model.prefix"]
+
+
+def test_two_adapters_are_refused() -> None:
+    options = {"model": "m", "lora_rank": 8, "prefix_tokens": 5}
+    with pytest.raises(ConfigError, match="lora_rank = 8 and prefix_tokens = 5 are two ways"):
+        load_config({"trainer": {"kind": "zo", "language": options}})
+
+
+def test_a_masked_model_takes_no_prefix(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="prefix_tokens = 5: BertForMaskedLM takes no prefix .*; use lora_rank"
+    ):
+        load_classifier(make(tmp_path, "bert"), MASKED, prefix=Prefix())

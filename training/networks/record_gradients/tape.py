@@ -76,7 +76,7 @@ class RecordTape:
         self.model = model
         self._named = named
         self._records: int | None = None
-        self._begun = 0
+        self._begun, self._group = 0, 1
         self._uses: list[list[Use]] = []
         self._contributions: Contributions | None = None
         self._kinds, given = Kinds(), Rows.of((args, kwargs))
@@ -156,17 +156,19 @@ class RecordTape:
             yield
         self.end(recorder)
 
-    def begin(self, records: int) -> Recorder:
+    def begin(self, records: int, group: int = 1) -> Recorder:
         """Return the context for the forward passes of a batch; `recording` is `begin`, that context and `end`.
 
         A training loop whose backward pass happens elsewhere calls `begin` and `end` itself. The parameters must have
         no gradients when the backward pass starts.
 
         Args:
-            records: Number of records in the batch; 0 for none.
+            records: Number of records in the batch, or of groups of them; 0 for none.
+            group: Neighbouring rows of the batch that count as one record, such as those of a user: norms, factors and
+                sums are then those of groups.
         """
         self._records, self._uses, self._contributions = None, [], None
-        self._begun = records
+        self._begun, self._group = records, group
         return Recorder(self._named, self._kinds)
 
     def end(self, recorder: Recorder) -> None:
@@ -186,6 +188,7 @@ class RecordTape:
         for call in recorder.calls if records else ():
             if any(call.deltas):  # else no gradient reached it
                 call.require_inputs_kept()
+                call.group = self._group
                 made = call.site.made or FunctionUse
                 self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
         # longer records than the probe's may use a parameter again

@@ -164,10 +164,10 @@ def make_private(
         if max_physical_batch_size is not None:
             checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
         require_users(user_ids, records_per_user)
-        each = records_per_user or 1
-        if max_physical_batch_size is not None and max_physical_batch_size < each:
+        group = records_per_user or 1
+        if max_physical_batch_size is not None and max_physical_batch_size < group:
             raise ValueError(
-                f"max_physical_batch_size = {max_physical_batch_size}: must hold the {each} records of a user, whose "
+                f"max_physical_batch_size = {max_physical_batch_size}: must hold the {group} records of a user, whose "
                 "gradient is clipped once; raise it, or lower records_per_user"
             )
         other = None if accountant is None else NamedAccountant.load(accountant)
@@ -192,7 +192,7 @@ def make_private(
         place = Path(folder)
         users, count = None, len(data_loader.dataset)  # type: ignore[arg-type]
         if user_ids is not None:
-            users = Users.of(user_ids, count=count, most=each, name="user_ids")
+            users = Users.of(user_ids, count=count, most=group, name="user_ids")
             count = len(users)
         settings = ranks.on_first(
             lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
@@ -202,7 +202,7 @@ def make_private(
             **drawn,
             on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
             fixed=fixed_batches,
-            size=None if max_physical_batch_size is None else max_physical_batch_size // each,
+            size=None if max_physical_batch_size is None else max_physical_batch_size // group,
         )
         args, kwargs = arguments_for(module, data_loader, example_inputs)
         gradients = RecordGradients(
@@ -221,13 +221,13 @@ def make_private(
             kwargs,
             gradients=gradients,
             steps=steps,
-            most_rows=None if physical.size is None else physical.size * each,
-            group=each,
+            most_rows=None if physical.size is None else physical.size * group,
+            group=group,
             release=mode == "release",
         )
         stack.callback(private.close)
         require_counted_sums(
-            private.tape, batch_size * each, processes=ranks.world, name="data_loader.batch_size"
+            private.tape, batch_size * group, processes=ranks.world, name="data_loader.batch_size"
         )
         return PrivateTraining(
             private,

@@ -125,6 +125,11 @@ class PrivateLoader:
         return self.sampler.steps_per_epoch
 
     @property
+    def workers(self) -> int:
+        """Other processes that read the records."""
+        return self._source.num_workers
+
+    @property
     def batch_sampler(self) -> BatchSampler:
         """What Opacus's BatchMemoryManager asks for; it is not needed.
 

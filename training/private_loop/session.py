@@ -511,6 +511,11 @@ class PrivateTraining(Shown):
                 "criterion that make_private returned"
             )
 
+    @property
+    def padding(self) -> Tensor | None:
+        """See `PrivateModule.padding`, which an audit reads."""
+        return self._private.padding
+
     def wrap_writer(self, wrap: Callable[[PrivateGradients], PrivateGradients]) -> None:
         """Let another writer see or change what the loop's own one is given, as an audit does.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim.accounting import Unit
-from tests.support.faults.base import all_replaced, replaced
+from tests.support.faults.users import FAULTS
 from tests.support.private_loops import Parts, network, parts, private_loop, run_epoch
 
 CLIP, EACH, TINY = 0.2, 3, 1e-9
@@ -128,38 +126,6 @@ def one_person(folder: Path, ids: list[Any], **options: Any) -> opusim.PrivateTr
     loader = DataLoader(TensorDataset(x, y), batch_size=1)
     settings: dict[str, Any] = {"sample_rate": 1.0, "user_ids": ids, **options}
     return of_users(folder, (*given[:3], loader), **settings)
-
-
-def ungrouped() -> AbstractContextManager[None]:
-    """Every record of a user is clipped by itself, so that a user exceeds the bound."""
-
-    return all_replaced(
-        {
-            "opusim.training.private_loop.module:PrivateModule._begin": lambda _: (
-                lambda self, rows: self.tape.begin(rows)
-            ),
-            "opusim.training.networks.contributions.sums:Contributions.leave_out": lambda _: (
-                lambda self, padding: None
-            ),
-        }
-    )
-
-
-def split() -> AbstractContextManager[None]:
-    """A user whose ID is written in two ways is two users."""
-    return replaced("opusim.training.data.users:_key", lambda before: lambda value, name: repr(value))
-
-
-def k_in_each_part() -> AbstractContextManager[None]:
-    """The loader gives a user a second group of k rows, so that k holds in each part of a batch and not in the step."""
-
-    def make(before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, step: before(self, step).repeat_interleave(2)
-
-    return replaced("opusim.training.data.samplers:Sampler.indices", make)
-
-
-FAULTS = {"above the bound": ungrouped, "two ids": split, "k in each part": k_in_each_part}
 
 
 def test_a_person_adds_at_most_c_in_a_step(tmp_path: Path) -> None:

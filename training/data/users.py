@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from opusim import checks
 from opusim.randomness.streams import SystemUniforms, derive_seed
@@ -46,14 +47,10 @@ class Users:
             TypeError: An ID is neither a number nor a text.
             ValueError: There are more or fewer IDs than records.
         """
-        values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if len(values) != count:
-            raise ValueError(
-                f"{name}: has {len(values)} IDs for {count} records; give one for each record, in their order"
-            )
+        keys = keys_of(ids, count=count, name=name)
         numbers: dict[object, list[int]] = {}
-        for record, value in enumerate(values):
-            numbers.setdefault(_key(value, name) or record, []).append(record)
+        for record, key in enumerate(keys):
+            numbers.setdefault(key or record, []).append(record)
         return cls(tuple(np.array(own) for own in numbers.values()), most)
 
     def __len__(self) -> int:
@@ -71,6 +68,29 @@ class Users:
             own = own[source.random(len(own)).argsort()[: self.most]]
         found: list[int] = own.tolist()
         return found
+
+    def rows(self, users: Sequence[int], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the records of users that a step takes, and which rows only fill, shapes (users x k,).
+
+        A user's rows are neighbours, and its first one fills those that it lacks.
+        """
+        chosen = [self.chosen(user, step) for user in users]
+        rows = [n for own in chosen for n in own + own[:1] * (self.most - len(own))]
+        filled = [n >= len(own) for own in chosen for n in range(self.most)]
+        return torch.tensor(rows, dtype=torch.int64), torch.tensor(filled, dtype=torch.bool)
+
+
+def keys_of(ids: Sequence[Any], *, count: int, name: str) -> list[str | None]:
+    """Return the text of each record's ID, the same for all that count as one; None for a record without an ID.
+
+    See `Users.of` for arguments and errors.
+    """
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(values) != count:
+        raise ValueError(
+            f"{name}: has {len(values)} IDs for {count} records; give one for each record, in their order"
+        )
+    return [_key(value, name) for value in values]
 
 
 def _key(value: Any, name: str) -> str | None:

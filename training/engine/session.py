@@ -224,7 +224,7 @@ def _follow(
             dataset = to_device(plan.dataset, plan.config.torch_device)
             release = plan.config.mode == "release"
             with system_generators(dataset.train.place) if release else nullcontext():
-                follow(trainer, dataset.train, ranks)
+                follow(trainer, dataset.train, ranks, plan.users)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
@@ -352,7 +352,7 @@ def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
     if dataset.public_map is not None:
         data["features"] = dict(dataset.public_map)
     if config.mode == "experiment":
-        data["fingerprint"] = fingerprint(dataset.train)
+        data["fingerprint"] = fingerprint(dataset.train, owners=dataset.owners if config.of_users else ())
         if dataset.test is not None:
             data["test_fingerprint"] = fingerprint(dataset.test)
     elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
@@ -470,7 +470,10 @@ def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
         RunFolderError: One of them was; on every process, before anything is written.
     """
     if ranks.world > 1:
-        mine = {"configuration": (plan.config.digest(),), "data": (fingerprint(plan.dataset.train),)}
+        mine = {
+            "configuration": (plan.config.digest(),),
+            "data": (fingerprint(plan.dataset.train, owners=plan.dataset.owners),),
+        }
         ranks.require_same(mine, RunFolderError)
 
 

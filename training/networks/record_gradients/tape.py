@@ -136,14 +136,15 @@ class RecordTape:
         return len(self.layers)
 
     @contextmanager
-    def recording(self, records: int) -> Iterator[None]:
+    def recording(self, records: int, group: int = 1) -> Iterator[None]:
         """Watch the forward passes and the backward pass of one batch; the parameters' gradients are discarded.
 
         The model may run several times on the same records; their gradients add up. Recomputed activations
         (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
 
         Args:
-            records: Number of records in the batch; 0 for none.
+            records: Number of records in the batch, or of groups of them; 0 for none.
+            group: See `begin`.
 
         Raises:
             ValueError: The model uses a parameter in another way than in the probe.
@@ -151,7 +152,7 @@ class RecordTape:
         checks.integer(records=records, minimum=0)
         for _, parameter in self._named:
             parameter.grad = None
-        recorder = self.begin(records)
+        recorder = self.begin(records, group)
         with recorder:
             yield
         self.end(recorder)

@@ -16,6 +16,9 @@ import torch
 from opusim import checks
 from opusim.randomness.streams import SystemUniforms, derive_seed
 
+OwnIds = Sequence[Any] | np.ndarray | torch.Tensor
+"""The ID of each record's user: a number or a text, or None, NaN or a blank text for none."""
+
 
 @dataclass(frozen=True)
 class Users:
@@ -32,7 +35,7 @@ class Users:
     seed: int | None = None
 
     @classmethod
-    def of(cls, ids: Sequence[Any], *, count: int, most: int, name: str) -> Self:
+    def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
         """Number the users; a record without an ID (None, NaN, a blank text) is a user of its own.
 
         Numbers are equal if their values are, and to the text that writes them; blanks around a text do not count.
@@ -80,7 +83,7 @@ class Users:
         return torch.tensor(rows, dtype=torch.int64), torch.tensor(filled, dtype=torch.bool)
 
 
-def keys_of(ids: Sequence[Any], *, count: int, name: str) -> list[str | None]:
+def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
     """Return the text of each record's ID, the same for all that count as one; None for a record without an ID.
 
     See `Users.of` for arguments and errors.

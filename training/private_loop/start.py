@@ -21,7 +21,7 @@ from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
 from opusim.training.data.samplers import PhysicalBatches
-from opusim.training.data.users import Users, require_users
+from opusim.training.data.users import OwnIds, Users, require_users
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
@@ -66,7 +66,7 @@ def make_private(
     fixed_batches: bool | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     accountant: str | None = None,
-    user_ids: Sequence[Any] | None = None,
+    user_ids: OwnIds | None = None,
     records_per_user: int | None = None,
     resume: bool = False,
 ) -> PrivateTraining:

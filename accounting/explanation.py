@@ -231,7 +231,8 @@ def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -
 SCHEMA = "opusim-guarantee"
 VERSION = 1
 
-WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta"]
+WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta", "large-epsilon"]
+_LARGE_EPSILON = 10.0
 WARNINGS: dict[WarningCode, str] = {
     "experiment": (
         "Experiment mode, not for release: this run stored the seed of its noise, from which the noise can be rebuilt. "
@@ -249,6 +250,10 @@ WARNINGS: dict[WarningCode, str] = {
         "of that code speak for the number."
     ),
     "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}.",
+    "large-epsilon": (
+        "Epsilon is above 10, which rules out next to nothing: an attack that takes one in 20,000 of those who were "
+        "not in the data for members may find nearly all who were. Take a smaller epsilon if people rely on it."
+    ),
 }
 """What limits every guarantee of a document."""
 _MODES: dict[Mode, str] = {
@@ -376,6 +381,9 @@ class Statement(Shown):
                 large_delta(one.delta, self.mechanisms, records=records) is not None
                 for one in self.guarantees
                 if one.is_proven
+            ),
+            "large-epsilon": any(
+                one.is_proven and _LARGE_EPSILON < one.epsilon < math.inf for one in self.guarantees
             ),
         }
         return tuple(code for code, holds in found.items() if holds)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from opusim.accounting.explanation import large_delta
-from opusim.accounting.guarantee import BudgetExceeded
+from opusim.accounting.guarantee import Adjacency, BudgetExceeded
 from opusim.accounting.ledger import Ledger
 from opusim.description.section import flat
 from opusim.devices.base import NoisyDevice
@@ -34,6 +34,7 @@ from opusim.training.config.sections import is_import_path
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
+from opusim.training.data.samplers import never_filled
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, Watchers
@@ -289,6 +290,14 @@ def _hints(plan: RunPlan) -> Iterator[str]:
     if config.protection.protects != "nothing":  # a private number of records is never told
         records = len(plan.dataset.train) if config.counts_are_public else None
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
+        if warning is not None:
+            yield warning
+    if config.sampler.sampling_probability is not None and config.relation is Adjacency.ZERO_OUT:
+        names = {
+            "rate": "sampler.sampling_probability",
+            "constant": "protection.divisor (or sampler.batch_size)",
+        }
+        warning = never_filled(plan.sampler.expected_batch_size, config.divisor, **names)
         if warning is not None:
             yield warning
 

@@ -28,6 +28,7 @@ from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
+from opusim.training.feedback.choice import tell
 from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
 from opusim.training.feedback.config import EncodedConfig, FeedbackConfig, PdfaConfig
 from opusim.training.feedback.diagnosis import BATCHES
@@ -50,11 +51,18 @@ from opusim.training.networks.record_gradients.separation import require_separat
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import batch_statistics, invented_records, two_records
 from opusim.training.protections.base import SoftLabels
+from opusim.training.protections.config import RecordConfig
 from opusim.training.protections.record import RecordProtection, require_counted_sums
 from opusim.training.runs.folder import RunFolder
 
 _STEPS_WITH_CONTROL = 4 * BATCHES
 """Steps of the shortest run that compares feedback with none."""
+
+
+def _mixes_by_default(config: RunConfig) -> bool:
+    """Whether the batch norm of a built-in model is left out, because it would mix records that are protected."""
+    has_norm = config.model.name in ("conv-small", "resnet-small") and "norm" not in config.model.options
+    return has_norm and isinstance(config.protection, RecordConfig)
 
 
 class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "FeedbackTrainer"], Trainer):
@@ -100,6 +108,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             except (TypeError, ValueError):  # other modules, or in part frozen
                 closed = False
         if not closed or (model is None and config.model.name != "mlp"):
+            if _mixes_by_default(config):
+                config = config.unchecked(model={"options": {"norm": "group", **config.model.options}})
             return build_any_module(config, dataset, model)
         network = build_network(config, dataset, model)  # its gradients have a closed form
         if config.uses_device and network.depth == 1:
@@ -144,6 +154,12 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         super().require_covered()
         if not isinstance(network, AnyModule) or not self._clips_records:
             return
+        if _mixes_by_default(config):
+            tell(
+                f"model.options.norm = group (chosen for {config.model.name}: the default, batch, would mix records, "
+                "which protection.kind = 'record' must tell apart)",
+                unusual=True,
+            )
         # Refuse a module or a loss in which one record would change what others add.
         if config.model.name in MODELS and (found := batch_statistics(network.model)):
             reason = (

@@ -20,7 +20,7 @@ from opusim.accounting.explanation import large_delta
 from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
-from opusim.training.data.samplers import PhysicalBatches
+from opusim.training.data.samplers import PhysicalBatches, never_filled
 from opusim.training.data.users import OwnIds, Users, require_users
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
@@ -276,8 +276,12 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
     stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
     warning = large_delta(settings.target_delta, [settings.mechanism])
     if not resume:
-        if warning is not None:
-            warnings.warn(warning, stacklevel=5)
+        thin = None
+        if settings.relation is Adjacency.ZERO_OUT:
+            names = {"rate": "sample_rate", "constant": "the loader's batch_size"}
+            thin = never_filled(settings.sample_rate * records, settings.batch_size, **names)
+        for each in filter(None, (warning, thin)):
+            warnings.warn(each, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
     return settings.require_same(folder, found=found)

@@ -378,15 +378,23 @@ class _CollateFilled:
             [row for row in rows[n : n + each] if not isinstance(row, _Row)]
             for n in range(0, len(rows), each)
         ]
-        kept: list[int] = []
-        count = 0
-        for records in found:
-            first = count if records else 0
-            kept += [*range(count, count + len(records)), *[first] * (each - len(records))]
-            count += len(records)
-        batches = [self._collate(records) for records in found if records] or [self._one]
+        own = [self._padded(records, each) for records in found if records]
         drawn = [len(records) for records in found if records]
-        return len(rows), count if self._each is None else drawn, _filled(batches, self._one, self._two, kept)
+        if self._each is None and own:
+            return len(rows), drawn[0], own[0]
+        kept = [*range(each * len(own)), *[0] * (len(rows) - each * len(own))]
+        whole = _filled(own or [self._one], self._one, self._two, kept)
+        return len(rows), 0 if self._each is None else drawn, whole
+
+    def _padded(self, records: list[Any], rows: int) -> Any:
+        """Return a batch of some records, its first row in those that are left."""
+        kept = [*range(len(records)), *[0] * (rows - len(records))]
+        return _filled([self._collate(records)], self._one, self._two, kept)
+
+
+_TOO_FEW = (
+    "data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
+)
 
 
 def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
@@ -410,6 +418,8 @@ def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
                     f"several shapes (batch{where}: {', '.join(map(str, sorted(shapes)))}); pad all records to one "
                     "length"
                 )
+            if sum(each.shape[place] for each in values) <= max(kept, default=-1):
+                raise ValueError(_TOO_FEW.format(where=where))
             if isinstance(value, Tensor):
                 whole = value if len(values) == 1 else torch.cat(list(values), dim=place)
                 return whole.index_select(place, torch.tensor(kept, device=value.device))
@@ -471,6 +481,8 @@ def _rebuilt(batches: Sequence[Any], one: Any, two: Any, kept: list[int], leaf: 
         kind: Any = type(batch)
         if len(one) == 1 and len(two) == 2:
             rows = [row for b in batches for row in b]
+            if len(rows) <= max(kept, default=-1):
+                raise ValueError(_TOO_FEW.format(where=where))
             return kind([copy.copy(rows[n]) for n in kept])
         if len(one) == len(two) == len(batch):
             parts = enumerate(zip(zip(*batches, strict=True), one, two, strict=True))

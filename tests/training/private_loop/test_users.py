@@ -200,6 +200,25 @@ def test_collated_rows_of_several_lengths_are_refused(tmp_path: Path) -> None:
     private.close()
 
 
+@pytest.mark.parametrize("kind", ["tensors", "lists"])
+def test_a_collate_function_that_drops_records_moves_no_row_to_another_user(
+    tmp_path: Path, kind: str
+) -> None:
+    def dropping(records: list[Any]) -> Any:
+        kept = records[: 2 if len(records) == EACH else None]
+        x, y = torch.stack([x for x, _ in kept]), [str(int(y)) for _, y in kept]
+        return {"x": x} if kind == "tensors" else {"x": torch.zeros(len(records)), "named": y}
+
+    model, optimizer, criterion, loader = parts(batch_size=6)
+    loader = DataLoader(loader.dataset, batch_size=6, collate_fn=dropping)
+    private = of_users(
+        tmp_path, (model, optimizer, criterion, loader), example_inputs=[torch.randn(2, 8)], sample_rate=1.0
+    )
+    with pytest.raises(ValueError, match="gives fewer rows than records"):
+        next(iter(private.data_loader))
+    private.close()
+
+
 def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, stopped = of_users(tmp_path / "whole"), of_users(tmp_path / "stopped")
     run_epoch(whole)

@@ -100,7 +100,8 @@ def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
 
 def _meaning(guarantee: Guarantee) -> str:
     is_label = guarantee.unit is Unit.LABEL
-    protected = "a record's label" if is_label else "a whole record"
+    noun = "user" if guarantee.unit is Unit.USER else "record"
+    protected = "a record's label" if is_label else f"a whole {noun}"
     if guarantee.status is Status.CLAIMED:
         said = (
             f"gives epsilon {number(guarantee.epsilon)} at delta {guarantee.delta:g}"
@@ -122,7 +123,7 @@ def _meaning(guarantee: Guarantee) -> str:
     seen = "all that is released (of a training run: the model after every update)"
     if guarantee.release is Release.LAST_ITERATE:
         seen = "the trained model, and nothing of its training"
-    question = "whether any one record was among the training data"
+    question = f"whether any one {noun} was among the training data"
     if is_label:
         question = "which of two labels a record had, though all features are public"
     elif guarantee.adjacency is Adjacency.REPLACE_ONE:
@@ -141,11 +142,11 @@ def _meaning(guarantee: Guarantee) -> str:
     )
     if not is_label and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         attack = (
-            f"an attack that takes 1 % of the records that were not used for used ones finds {hits} of those that "
+            f"an attack that takes 1 % of the {noun}s that were not used for used ones finds {hits} of those that "
             "were"
         )
     return (
-        f"an attacker sees {seen}, knows all other records, and asks {question}. With epsilon "
+        f"an attacker sees {seen}, knows all other {noun}s, and asks {question}. With epsilon "
         f"{number(guarantee.epsilon)} at delta {guarantee.delta:g}, {attack} (blind guessing: 1 %)."
     )
 
@@ -164,13 +165,16 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
     Args:
         delta: Of the statement, in [0, 1).
         mechanisms: What is paid for. Their public constants tell n, if they have any (`Mechanism.public_records`).
-        records: n, only if it is public; None takes the least that the mechanisms tell.
+        records: n, of users if users are protected, only if it is public; None takes the least that the mechanisms
+            tell.
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
     n = min((float(number) for number in told if number is not None), default=None)
     if n is None or delta * n < 1 - 1e-9:
         return None
-    return f"delta = {delta:g} with {n:,.6g} records (1 / records is {1 / n:.2g}): {LARGE_DELTA}"
+    warning = f"delta = {delta:g} with {n:,.6g} records (1 / records is {1 / n:.2g}): {LARGE_DELTA}"
+    of_users = any(one.unit is Unit.USER for one in mechanisms)
+    return warning.replace("record", "user") if of_users else warning
 
 
 def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False) -> list[dict[str, str]]:
@@ -184,7 +188,7 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
     for guarantee in guarantees:
         notes = [guarantee.reason] if guarantee.reason else []
         if guarantee.adjacency is Adjacency.ZERO_OUT:
-            notes.append("at a public number of records")
+            notes.append(f"at a public number of {'users' if guarantee.unit is Unit.USER else 'records'}")
         if seed_stored and math.isfinite(guarantee.epsilon):
             notes.append("holds for the same run in release mode: here the seed of the noise is stored")
         notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
@@ -227,7 +231,8 @@ def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -
 SCHEMA = "opusim-guarantee"
 VERSION = 1
 
-WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta"]
+WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta", "large-epsilon"]
+_LARGE_EPSILON = 10.0
 WARNINGS: dict[WarningCode, str] = {
     "experiment": (
         "Experiment mode, not for release: this run stored the seed of its noise, from which the noise can be rebuilt. "
@@ -245,6 +250,10 @@ WARNINGS: dict[WarningCode, str] = {
         "of that code speak for the number."
     ),
     "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}.",
+    "large-epsilon": (
+        "Epsilon is above 10, which rules out next to nothing: an attack that takes one in 20,000 of those who were "
+        "not in the data for members may find nearly all who were. Take a smaller epsilon if people rely on it."
+    ),
 }
 """What limits every guarantee of a document."""
 _MODES: dict[Mode, str] = {
@@ -372,6 +381,9 @@ class Statement(Shown):
                 large_delta(one.delta, self.mechanisms, records=records) is not None
                 for one in self.guarantees
                 if one.is_proven
+            ),
+            "large-epsilon": any(
+                one.is_proven and _LARGE_EPSILON < one.epsilon < math.inf for one in self.guarantees
             ),
         }
         return tuple(code for code, holds in found.items() if holds)

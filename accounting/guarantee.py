@@ -93,6 +93,8 @@ class Unit(StrEnum):
 
     RECORD = "record"
     """A whole record, features and label."""
+    USER = "user"
+    """All records of a user, of which a step uses at most a stated number."""
     LABEL = "label"
     """The label of a record; the features are public."""
 

@@ -418,7 +418,9 @@ class Mechanism(ABC):
         exact, counted = (
             all(found) for found in zip(*((m.is_rounded, m.is_counted) for m in mechanisms), strict=True)
         )
-        return about_rounding(exact, enforced=enforced, what=cls.rounded, counted=counted)
+        return about_rounding(
+            exact, enforced=enforced, what=cls.rounded, counted=counted, unit=mechanisms[0].unit
+        )
 
     @classmethod
     def detail(cls, mechanisms: Sequence[Self]) -> str:

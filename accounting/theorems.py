@@ -7,9 +7,9 @@ prints the rest, so that an installed package can show what an epsilon rests on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from opusim.accounting.guarantee import Adjacency, Assumption, NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Assumption, NoGuarantee, Unit
 
 _KNOWN: dict[str, Theorem] = {}
 
@@ -151,22 +151,37 @@ def assumptions(
     )
 
 
-def about_relation(relation: Adjacency, *, enforced: bool) -> tuple[Assumption, ...]:
-    """Return what a statement about a relation assumes about the number of records.
+def about_relation(
+    relation: Adjacency, *, enforced: bool, unit: Unit = Unit.RECORD
+) -> tuple[Assumption, ...]:
+    """Return what a statement about a relation assumes about the number of records, or of users.
 
     Args:
         relation: The statement's relation.
         enforced: Whether the code that ran refuses constants that come from the data.
+        unit: What is protected.
     """
     if relation is Adjacency.ZERO_OUT:
-        return (Assumption(text=NUMBER_IS_PUBLIC),)
+        return _about((Assumption(text=NUMBER_IS_PUBLIC),), unit)
     if relation is Adjacency.ADD_OR_REMOVE_ONE:
-        return assumptions((NUMBER_IS_UNUSED,), enforced=enforced)
+        return _about(assumptions((NUMBER_IS_UNUSED,), enforced=enforced), unit)
     return ()
 
 
+def _about(found: tuple[Assumption, ...], unit: Unit) -> tuple[Assumption, ...]:
+    """Return assumptions in which users stand in the place of records, if users are protected."""
+    if unit is not Unit.USER:
+        return found
+    return tuple(replace(one, text=one.text.replace("record", "user")) for one in found)
+
+
 def about_rounding(
-    exactly_rounded: bool, *, enforced: bool, what: str = "number", counted: bool = False
+    exactly_rounded: bool,
+    *,
+    enforced: bool,
+    what: str = "number",
+    counted: bool = False,
+    unit: Unit = Unit.RECORD,
 ) -> tuple[Assumption, ...]:
     """Return what a statement assumes about the rounding of released numbers (docs/privacy.md, What is rounded how).
 
@@ -176,6 +191,7 @@ def about_rounding(
         what: Which released numbers that is about; others rest on a theorem of their own. The contributions to
             `NOISY_SUM` are rounded besides.
         counted: Whether the noise makes up for the rounding of a `NOISY_SUM`.
+        unit: What is protected.
     """
     if not exactly_rounded:
         return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
@@ -184,12 +200,8 @@ def about_rounding(
         return stated
     if counted:
         stated += assumptions((_SUMS_COUNT,), enforced=enforced)
-    return (
-        *stated,
-        *assumptions(
-            (), (_CONTRIBUTIONS_ROUND,) if counted else (_SUMS_ROUND, _CONTRIBUTIONS_ROUND), enforced=enforced
-        ),
-    )
+    others = (_CONTRIBUTIONS_ROUND,) if counted else (_SUMS_ROUND, _CONTRIBUTIONS_ROUND)
+    return _about((*stated, *assumptions((), others, enforced=enforced)), unit)
 
 
 def leaving_out(**relations: str) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
 
+from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.guarantee import Adjacency, Assumption
+from opusim.accounting.guarantee import Adjacency, Assumption, Unit
 from opusim.accounting.mechanism import (
     Absent,
     CertifiedMechanism,
@@ -119,6 +121,38 @@ CLIPPED_RECORDS = Theorem(
         "a record's reading depends on that record only: no automatic exposure, batch scaling or persistence",
         "a record's update does not depend on other records: no layer, hook or loss mixes the records of a batch",
         SEED_IS_SECRET,
+    ),
+)
+CLIPPED_USERS = Theorem(
+    name="clipped-users",
+    title="Poisson-sampled Gaussian noise on clipped updates of users",
+    statement="[sum over the users of a secret Poisson(q) batch of min(1, C / ||u_i||) u_i + N(0, (z C)^2)] / divisor, "
+    "where u_i is the mean gradient of at most k records of user i, is the Poisson-sampled Gaussian mechanism with "
+    "multiplier z for a user with all its records. k has no influence on it. For add_or_remove_one q, the number of "
+    "steps, z and the divisor must be constants; for zero_out they may come from the number of users, which is then "
+    "public.",
+    proof="Which k records of a user a step takes is drawn from that user's records only, so u_i is a random function "
+    "of user i. Fix these draws: divergences are jointly convex, and those of the other users have the same law for "
+    "both data sets. A step is then theorem clipped-records with users in the place of records.",
+    reference="McMahan et al. 2018; Chua et al. 2024",
+    code="opusim.accounting.mechanisms.records.RecordCentral",
+    page="privacy-records.md, section 8",
+    checked_by_code=(
+        "every user enters every batch independently with probability q, by a new draw at each step",
+        "at most k records of a user enter a step, chosen by a draw that sees no other user",
+        "one factor min(1, C / norm) over all layers clips the mean gradient of a user's records once, and a value "
+        "that is not finite counts as 0",
+        *(CLIPPED_RECORDS.checked_by_code[n] for n in (1, 3, 4)),
+    ),
+    trusted=(
+        "all records of a user carry the same ID, and a record belongs to one user only",
+        *(
+            text.replace(
+                "a record's update does not depend on other records",
+                "a record's gradient depends on no other",
+            )
+            for text in CLIPPED_RECORDS.trusted
+        ),
     ),
 )
 
@@ -324,7 +358,7 @@ class ClippedRecords(CertifiedMechanism):
     ) -> tuple[Assumption, ...]:
         """Return what is assumed of the number of records, then of rounding."""
         return (
-            *about_relation(adjacency, enforced=enforced),
+            *about_relation(adjacency, enforced=enforced, unit=mechanisms[0].unit),
             *cls.about_rounding(mechanisms, enforced=enforced),
         )
 
@@ -365,11 +399,42 @@ class ClippedRecords(CertifiedMechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordCentral(ClippedRecords):
-    """Clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor."""
+    """Clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
+
+    With `records_per_user` the batch is one of users, and an update is the mean gradient of a user's records.
+    """
 
     relation: StatedRelation = Adjacency.ADD_OR_REMOVE_ONE
+    records_per_user: Annotated[
+        int | None,
+        Doc(
+            "k, the records of a user that a step uses at most, if users are drawn and clipped; None for records."
+        ),
+        partial(checks.integer, minimum=1),
+        Absent(None),
+    ] = None
 
     kind: ClassVar[str] = "record_central"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.records_per_user is not None:
+            if self.bands > 1:
+                raise ValueError(
+                    f"records_per_user = {self.records_per_user}: no theorem covers users under noise that is "
+                    f"correlated over {self.bands} steps; leave the correlation out"
+                )
+            object.__setattr__(self, "unit", Unit.USER)  # of this mechanism; the class composes as before
+
+    @property
+    def theorem(self) -> Theorem:
+        """See ClippedRecords.theorem."""
+        return super().theorem if self.records_per_user is None else CLIPPED_USERS
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        found, most = super().describe(), self.records_per_user
+        return found if most is None else f"users (at most {counted(most, 'record')} each a step){found[7:]}"
 
 
 @dataclass(frozen=True, kw_only=True)

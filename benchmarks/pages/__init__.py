@@ -49,7 +49,7 @@ from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import figure2 as pdfa_figure2
 from benchmarks.pdfa import table1 as pdfa_table1
-from benchmarks.private_accuracy import bands, cifar, labels, paid, records, variants
+from benchmarks.private_accuracy import bands, cifar, labels, paid, records, users, variants
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.speed import (
@@ -180,6 +180,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             paid.page_section,
             cifar.page_section,
             labels.page_section,
+            users.page_section,
         ),
     ),
     "ulr": (

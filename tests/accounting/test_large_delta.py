@@ -53,6 +53,15 @@ def test_the_rule_begins_at_one_over_n(delta: float, warned: bool) -> None:
     assert ("large-delta" in statement(RECORDS, delta).warnings) is warned
 
 
+@pytest.mark.parametrize(("noise", "warned"), [(0.3, True), (5.0, False)])
+def test_an_epsilon_above_ten_is_said_in_words(noise: float, warned: bool) -> None:
+    weak = RecordCentral(noise_multiplier=noise, sampling_probability=1.0, clip_norm=1.0, divisor=N, steps=4)
+    stated = statement(weak, 1e-6)
+    assert (stated.guarantees[0].epsilon > 10) is warned
+    assert ("large-epsilon" in stated.warnings) is warned
+    assert ("rules out next to nothing" in " ".join(stated.text().split())) is warned
+
+
 def test_n_is_what_public_constants_tell() -> None:
     added = RecordCentral(noise_multiplier=1.1, sampling_probability=0.01, clip_norm=1.0, divisor=20)
     zo = ZoGaussian(noise_multiplier=1.1, sampling_probability=0.01, clip_norm=1.0, divisor=20, directions=3)

@@ -191,6 +191,14 @@ LOOPS: Mapping[str, Loop] = {
     "plain": Loop(),
     "in parts": Loop(batch_size=12, options={"max_physical_batch_size": 2}),
     "fixed": Loop(batch_size=8, options={"fixed_batches": True, "max_physical_batch_size": 4}),
+    "users": Loop(
+        batch_size=4,
+        options={
+            "user_ids": [n % 10 for n in range(30)],
+            "records_per_user": 2,
+            "max_physical_batch_size": 5,
+        },
+    ),
     "other starts": Loop(model=differing),
     "feedback": Loop(model=with_feedback),
     "feedback in parts": Loop(
@@ -251,16 +259,18 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
     user, hand_out = collate._collate, private.data_loader._hand_out
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
+    seen: list[int] = []  # users are collated one by one
+
     def collated(rows: list[Any]) -> Any:
         numbered(rows)
+        seen.extend(numbered.last)
         return user(rows)
 
     def handed(*, until: int) -> bool:
         taken, step = hand_out(until=until), private.step - 1
-        rows, drawn, _ = private.data_loader._last
-        drawn = rows if drawn is None else drawn
         if taken:
-            os.write(descriptor, (json.dumps([step, numbered.last[:drawn] if drawn else []]) + "\n").encode())
+            os.write(descriptor, (json.dumps([step, seen]) + "\n").encode())
+        seen.clear()
         return taken
 
     collate._collate = collated

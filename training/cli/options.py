@@ -114,6 +114,12 @@ DATA = KeyOption(
     "class; text:PATH; or package.module:function, which returns (x, y), a data set of torch or a DataFrame.",
 )
 LABEL = KeyOption("label", "data.label", str, "Column to predict, for --data csv:PATH or parquet:PATH.")
+USER = KeyOption(
+    "user",
+    "data.user",
+    str,
+    "Column with the ID of each record's user, for --set protection.unit=user; it is no feature.",
+)
 MODEL = KeyOption(
     "model",
     "model.name",
@@ -166,7 +172,7 @@ def say_trusted(facts: Mapping[str, Any]) -> None:
 
 def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]:
     """The options of `opusim train KIND`: the shared ones, then its flags and one for each field of its section."""
-    shared = [DATA, LABEL, *([MODEL] if section.any_module else []), EPOCHS, SEED]
+    shared = [DATA, LABEL, USER, *([MODEL] if section.any_module else []), EPOCHS, SEED]
     if section.device_keys is not None:
         shared.append(replace(DEVICE, also=section.device_keys))
     taken = [name for name in protections_of(kind, section) if name != "none"]

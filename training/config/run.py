@@ -113,20 +113,33 @@ class RunConfig(Section):
         return self.protection.relation_of(self.trainer)
 
     @property
+    def of_users(self) -> bool:
+        """Whether whole users are protected; sampler.batch_size then counts users."""
+        return getattr(self.protection, "unit", "record") == "user"
+
+    @property
+    def group(self) -> int:
+        """Rows that a step clips as one: k if users are protected, else 1."""
+        return (getattr(self.protection, "records_per_user", None) or 1) if self.of_users else 1
+
+    @property
     def tells_records(self) -> bool:
         """Whether the run may tell how many records it has; a release that hides the number may not."""
-        return self.mode == "experiment" or self.relation is not Adjacency.ADD_OR_REMOVE_ONE
+        return self.mode == "experiment" or self.counts_are_public
 
     @property
     def counts_are_public(self) -> bool:
-        """Whether every statement of the run takes the number of records as public."""
-        return self.protection.protects == "labels" or self.relation is not Adjacency.ADD_OR_REMOVE_ONE
+        """Whether every statement of the run takes the number of records as public; those of users never do."""
+        hidden = self.of_users or self.relation is Adjacency.ADD_OR_REMOVE_ONE
+        return self.protection.protects == "labels" or not hidden
 
     @property
     def fitting_splits(self) -> tuple[SplitRule, ...]:
         """Rules for holding records out that the relation allows, its default first."""
         if self.relation is None or self.protection.protects != "records":  # features are public
             return ("index", "content", "id")
+        if self.of_users:  # who are held out with all their records
+            return ("id",)
         return _FITTING_SPLITS[self.relation]
 
     @property
@@ -283,6 +296,8 @@ def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
 def split_refusal(config: RunConfig, split: str) -> str:
     """Why a rule for holding records out does not fit a run's relation, and which rules do."""
     fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
+    if config.of_users:
+        return f"data.split = {split!r} would part the records of a user, and protection.unit = 'user'; use {fitting}"
     remedy = "take protection.relation = 'zero_out' or 'replace_one'" if split == "tail" else f"use {fitting}"
     return f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; {remedy}"
 

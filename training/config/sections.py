@@ -10,7 +10,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from opusim.description.section import Section as BaseSection
 from opusim.description.section import did_you_mean
@@ -421,6 +430,11 @@ class DataConfig(Section):
             holds=lambda run: run.data.file_kind != "text",
         ),
         Effect(
+            keys=("data.user",),
+            needs="protection.unit = 'user'",
+            holds=lambda run: run.of_users,
+        ),
+        Effect(
             keys=("data.test",),
             needs="a data.name that begins with csv:, parquet:, npz:, folder: or text:",
             holds=lambda run: run.data.file_kind is not None,
@@ -487,6 +501,9 @@ class DataConfig(Section):
     label: Annotated[tuple[str, ...], BeforeValidator(_column_names)] = ()
     """Column of a table that holds what to predict; several for data.target = 'real' or 'labels'. The others are
     features."""
+    user: str | None = None
+    """Column of a table that holds the ID of each record's user, for protection.unit = 'user'; it is no feature. Arrays
+    bring IDs as (x, y, ids)."""
     classes: tuple[str, ...] = ()
     """Names of the classes, if labels are strings, in the order of their numbers; empty reads them off the labels,
     sorted."""
@@ -497,6 +514,14 @@ class DataConfig(Section):
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None
     """A file, or a folder of images, of test records of the same kind as that of data.name."""
+
+    @model_serializer(mode="wrap")
+    def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a key that former versions did not know, unless it is stated, so that their folders resume."""
+        found: dict[str, Any] = write(self)
+        if self.user is None:
+            found.pop("user", None)
+        return found
 
     @property
     def file_kind(self) -> FileKind | None:

@@ -32,9 +32,10 @@ from opusim.training.data.dataset import (
     on_disk,
     row_blocks,
 )
+from opusim.training.data.users import keys_of
 
-Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int]
-"""One ID per record: whole numbers or strings."""
+Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int] | Sequence[str | None]
+"""One ID per record: whole numbers or strings, or None for a record without one."""
 
 
 def seeded_permutation(n: int, seed: int) -> torch.Tensor:
@@ -112,7 +113,7 @@ def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, tor
     """Split records by a keyed hash of each one's ID; otherwise like `split_by_content`, with a key of its own.
 
     A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records that share
-    an ID fall into the same part.
+    an ID fall into the same part. A record without an ID, None, is kept.
 
     Args:
         ids: One ID per record.
@@ -160,9 +161,12 @@ def split_records(
     return kept, held_out
 
 
-def _id_bytes(ids: Ids) -> Iterable[bytes]:
+def _id_bytes(ids: Ids) -> Iterable[bytes | None]:
     values = ids.tolist() if isinstance(ids, np.ndarray | torch.Tensor) else list(ids)
     for position, value in enumerate(values):
+        if value is None:
+            yield None
+            continue
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise TypeError(
                 f"ids must be whole numbers or strings, got {type(value).__name__} at position {position}; "
@@ -171,13 +175,16 @@ def _id_bytes(ids: Ids) -> Iterable[bytes]:
         yield f"{'s' if isinstance(value, str) else 'i'}{value}".encode()
 
 
-def _split_by_hash(contents: Iterable[bytes], fraction: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_by_hash(
+    contents: Iterable[bytes | None], fraction: float, key: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions whose keyed hash is at least the fraction of 2^64, and the others."""
     _check_fraction(fraction)
     threshold = int(Fraction(fraction) * 2**64)  # exact: a double below 1 has at most 53 digits
     public = key.to_bytes(8, "little")
     held_out = [
-        int.from_bytes(hashlib.blake2b(content, digest_size=8, key=public).digest(), "little") < threshold
+        content is not None
+        and int.from_bytes(hashlib.blake2b(content, digest_size=8, key=public).digest(), "little") < threshold
         for content in contents
     ]
     marks = torch.tensor(held_out, dtype=torch.bool)
@@ -234,7 +241,8 @@ def from_arrays(
         validation_fraction: Share of the records to hold out, in [0, 1).
         split_seed: Chooses the validation records, in [0, 2^64); public.
         split: Rule that chooses the validation records, see the table.
-        ids: One ID per record, whole numbers or strings, shape (n,); required by ``split="id"`` only.
+        ids: One ID per record, whole numbers or strings, shape (n,); required by ``split="id"`` only. A record without
+            one, None, is never held out. If users are protected, they are the users' IDs (`Dataset.owners`).
         test: Test records and what to predict of them, with the same requirements as `x` and `y`.
         standardise: Constants to apply to all features, or ``None`` to use the features as they are. A run with a
             guarantee refuses constants of `Standardisation.from_data`, which are not public.
@@ -289,6 +297,10 @@ def from_arrays(
         records = form.records(*test, names=("test[0]", "test[1]"))
         test_split = _chosen(records, slice(None), standardisation)
     kept, held_out = split_records(features, ids, split, validation_fraction, split_seed)
+    owners: tuple[str | None, ...] = ()
+    if ids is not None:
+        keys = keys_of(ids, count=len(features), name="ids")
+        owners = tuple(keys[n] for n in kept.tolist())
     whole = Split(features, labels, on_disk=is_mapped(x) and not tokens)
     return Dataset(
         name=name,
@@ -302,6 +314,7 @@ def from_arrays(
         target=kind,
         vocabulary=vocabulary,
         classes=form.classes,
+        owners=owners,
     )
 
 

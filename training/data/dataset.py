@@ -297,6 +297,7 @@ class Dataset(Shown):
         vocabulary: Number of token values, each below it, if x holds tokens; else None.
         classes: Names of the classes in the order of their numbers, if labels were given as strings.
         columns: Names of the features, if records were given as a table.
+        owners: The ID of each training record's user, None for a record without one; empty if IDs were not given.
         origin: What `config.json` says of the file that the records were read from: JSON values.
     """
 
@@ -314,6 +315,7 @@ class Dataset(Shown):
     vocabulary: int | None = None
     classes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    owners: tuple[str | None, ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -401,6 +401,23 @@ class PhysicalBatches:
         return records if self.count is None or self.size is None else float(self.size * self.count)
 
 
+def never_filled(expected: float, divisor: float, *, rate: str, constant: str) -> str | None:
+    """Return one line that warns of Poisson batches of far fewer records than the constant that divides their sum.
+
+    Args:
+        expected: Expected number of records in a batch, or of users; public.
+        divisor: The constant.
+        rate: The argument or key of the sampling probability.
+        constant: That of the divisor.
+    """
+    if expected >= divisor / 2:
+        return None
+    return (
+        f"{rate}: batches never fill, since {expected:.4g} are expected in one and its sum is divided by {divisor:g} "
+        f"({constant}); raise {rate}, or lower {constant} to what is expected"
+    )
+
+
 def most_records(expected: float, *, records: int | None, processes: int) -> int:
     """Return how many records of a step one process holds, exceeded with a chance of at most `OVERFLOW`.
 

@@ -29,6 +29,7 @@ from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
 from opusim.training.data.formats import read_csv, read_image_folder, read_npz, required_library
+from opusim.training.data.users import keys_of
 from opusim.training.errors import DataError
 
 TABLE_LIMIT = 2**30
@@ -69,11 +70,13 @@ class Table:
         x: Features, shape (n, d), float64.
         y: The column of labels, shape (n,); or several columns of numbers, shape (n, k).
         columns: Names of the features.
+        ids: The IDs of the records' users, or None.
     """
 
     x: np.ndarray
     y: np.ndarray
     columns: tuple[str, ...]
+    ids: list[str | None] | None = None
 
 
 def own_dataset(
@@ -99,13 +102,17 @@ def own_dataset(
         ConfigError: data.split does not fit the given IDs, or data.label what was given.
     """
     if is_frame(data):
-        table = table_of(data, options.label, "data", as_text=bool(options.classes))
+        _require_user(options, split)
+        table = table_of(data, options.label, "data", as_text=bool(options.classes), user=options.user)
         pair = None if test is None else _test_pair(test, options, table.columns)
-        return _dataset(options, (table.x, table.y), split=split, test=pair, columns=table.columns)
+        return _dataset(
+            options, (table.x, table.y), split=split, ids=table.ids, test=pair, columns=table.columns
+        )
     given = as_arrays(data, "data")
-    if options.label:
-        reason = f"{', '.join(options.label)} names a column of a table; leave it out with arrays"
-        raise ConfigError("configuration", "data.label", reason)
+    for key, named in (("label", options.label), ("user", options.user and (options.user,))):
+        if named:
+            reason = f"{', '.join(named)} names a column of a table; leave it out with arrays"
+            raise ConfigError("configuration", f"data.{key}", reason)
     if len(given) not in (2, 3):
         raise TypeError(f"data must be (x, y) or (x, y, ids), got {len(given)} arrays; give data=(x, y)")
     ids = given[2] if len(given) == 3 else None
@@ -131,15 +138,17 @@ def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
     held = None if options.test is None else read_records(Path(options.test), options)
     if not is_frame(data):
         return own_dataset(options, split, data, None if held is None else held[:2], name=options.name)
+    _require_user(options, split)
     as_text = bool(options.classes)
-    table = table_of(data, options.label, str(options.file), as_text=as_text)
+    table = table_of(data, options.label, str(options.file), as_text=as_text, user=options.user)
     test = None
     if is_frame(held):
-        found = table_of(held, options.label, str(options.test), columns=table.columns, as_text=as_text)
+        how: dict[str, Any] = {"columns": table.columns, "as_text": as_text, "user": options.user}
+        found = table_of(held, options.label, str(options.test), **how)
         test = (found.x, found.y)
-    return _dataset(
-        options, (table.x, table.y), split=split, test=test, columns=table.columns, name=options.name
-    )
+    arrays = table.x, table.y
+    facts: dict[str, Any] = {"ids": table.ids, "columns": table.columns, "name": options.name}
+    return _dataset(options, arrays, split=split, test=test, **facts)
 
 
 def standardisation_of(options: DataConfig) -> Standardisation | None:
@@ -218,6 +227,7 @@ def table_of(
     *,
     columns: Sequence[str] | None = None,
     as_text: bool = False,
+    user: str | None = None,
 ) -> Table:
     """Return the features and the labels of a table.
 
@@ -227,6 +237,7 @@ def table_of(
         what: Name of the table, for messages.
         columns: The features in their order; None takes all columns but the labels, in the order of the table.
         as_text: Whether labels are names of classes, also if they are numbers.
+        user: The column that holds the IDs of the records' users, which are read if `columns` is None; or None.
 
     Raises:
         ValueError: A column is missing or superfluous, lacks values, or holds something other than numbers.
@@ -244,7 +255,9 @@ def table_of(
             raise ValueError(
                 f"data.label = {column!r} is no column of {what}, which has {_listed(found)}{hint}"
             )
-    features = [column for column in found if column not in label]
+    if user is not None and columns is None and user not in found:
+        raise ValueError(f"data.user = {user!r} is no column of {what}, which has {_listed(found)}")
+    features = [column for column in found if column not in (*label, user)]
     if columns is None:
         _refuse_index(renamed, features, what)
     for column in columns or ():
@@ -256,11 +269,26 @@ def table_of(
     features = list(features if columns is None else columns)
     if not features:
         raise ValueError(f"{what} has no column besides the labels; give at least one feature")
+    ids = None
+    if user is not None and columns is None:
+        ids = keys_of(renamed[user], count=len(renamed), name=f"data.user = {user!r}")
     return Table(
         x=feature_array(renamed, features, what),
         y=_label_array(renamed, list(label), what, as_text=as_text),
         columns=tuple(features),
+        ids=ids,
     )
+
+
+def _require_user(options: DataConfig, split: SplitRule) -> None:
+    """Refuse a table whose records are held out by IDs that no column has.
+
+    Raises:
+        ConfigError: See above.
+    """
+    if split == "id" and options.user is None:
+        reason = "is missing: name the column with the ID of each record's user (--user COLUMN)"
+        raise ConfigError("configuration", "data.user", reason)
 
 
 def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
@@ -468,7 +496,8 @@ def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> 
     if is_frame(test) != bool(columns):
         raise TypeError("data and test must both be DataFrames, or neither; give them in the same form")
     if is_frame(test):
-        table = table_of(test, options.label, "test", columns=columns, as_text=bool(options.classes))
+        as_text = bool(options.classes)
+        table = table_of(test, options.label, "test", columns=columns, as_text=as_text, user=options.user)
         return table.x, table.y
     given = as_arrays(test, "test")
     if len(given) != 2:

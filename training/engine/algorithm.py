@@ -74,6 +74,8 @@ class Trainer(ABC):
     ) -> StepRecord:
         """Do one update.
 
+        A trainer that fills batches also takes `filled`, which marks rows of weight zero among those of users.
+
         Args:
             x: Inputs, shape (batch, n_inputs); the batch may be empty.
             y: Class numbers, shape (batch,), or what else the data set's target is.
@@ -454,6 +456,8 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         }
         if relation is Adjacency.REPLACE_ONE:
             return RecordReplaced(**parameters)
+        if config.of_users:
+            parameters["records_per_user"] = config.group
         return RecordCentral(relation=relation, **parameters)
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:

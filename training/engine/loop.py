@@ -20,6 +20,7 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError, OpusimError
 from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
+from opusim.training.data.users import Users
 from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.cards import StepMemory, exhausted, to_device
@@ -347,6 +348,7 @@ class Engine:
                     step=self.step,
                     observe=observe,
                     ranks=self._ranks,
+                    users=self._plan.users,
                 )
         except torch.OutOfMemoryError as error:
             config = self._plan.config
@@ -477,54 +479,75 @@ class _Order(NamedTuple):
 
 
 def lead(
-    trainer: Trainer, split: Split, records: Tensor, *, step: int, observe: bool, ranks: Ranks
+    trainer: Trainer,
+    split: Split,
+    records: Tensor,
+    *,
+    step: int,
+    observe: bool,
+    ranks: Ranks,
+    users: Users | None = None,
 ) -> StepRecord:
     """Do one step with all processes, which wait for it in `follow`.
 
     Args:
         trainer: Of the first process.
         split: The training records.
-        records: Numbers of the batch's records on the host, shape (batch,).
+        records: Numbers of the batch's records, or of its users, on the host, shape (batch,).
         step: Number of the step; it is paid for.
         observe: See Trainer.step; with several processes nothing is observed.
         ranks: The processes.
+        users: Who is drawn in the place of records, or None.
     """
     if ranks.world == 1:
-        x, y = split.batch(records)
-        return trainer.step(x, y, step=step, observe=observe, records=records.to(y.device, non_blocking=True))
+        return _step(trainer, split, records, users, step=step, observe=observe)
     rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
     order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
-    return _do(order, trainer, split, ranks)
+    return _do(order, trainer, split, ranks, users)
 
 
-def follow(trainer: Trainer, split: Split, ranks: Ranks) -> None:
+def follow(trainer: Trainer, split: Split, ranks: Ranks, users: Users | None = None) -> None:
     """Do this process's part of every step that the first one leads, until that one ends the run.
 
     Args:
         trainer: Of this process, in the state of the first one's.
         split: The training records.
         ranks: The processes.
+        users: See `lead`.
     """
     while (order := ranks.on_first(_no_order)) is not None:
         for group, rate in zip(trainer.optimizer.param_groups, order.rates, strict=True):
             group["lr"] = rate
-        _do(order, trainer, split, ranks)
+        _do(order, trainer, split, ranks, users)
 
 
 def _no_order() -> _Order | None:
     return None
 
 
-def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
+def _step(
+    trainer: Trainer, split: Split, records: Tensor, users: Users | None, *, step: int, observe: bool
+) -> StepRecord:
+    """Do a step on some records, or on those that it takes of some users."""
+    filled: dict[str, Tensor] = {}
+    if users is not None:
+        records, padding = users.rows(records.tolist(), step)
+        filled = {"filled": padding.to(split.place, non_blocking=True)}
+    x, y = split.batch(records)
+    numbers = records.to(y.device, non_blocking=True)
+    return trainer.step(x, y, step=step, observe=observe, records=numbers, **filled)
+
+
+def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks, users: Users | None) -> StepRecord:
     """Do this process's part of a step; the sums in the record are those of all processes."""
     records = order.records[ranks.part(len(order.records))]
-    x, y = split.batch(records)
-    own = trainer.step(x, y, step=order.step, observe=False, records=records.to(y.device, non_blocking=True))
+    own = _step(trainer, split, records, users, step=order.step, observe=False)
     judged = own.n_records if own.n_judged is None else own.n_judged
-    loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
+    sums = [float(own.loss_sum), float(own.n_correct), float(judged), float(own.n_records)]
+    loss, correct, judged_by_all, count = ranks.totals(sums)
     return StepRecord(
         loss_sum=own.loss_sum.new_tensor(loss),
         n_correct=own.n_correct.new_tensor(int(correct)),
-        n_records=len(order.records),
+        n_records=int(count),
         n_judged=int(judged_by_all),
     )

@@ -38,6 +38,7 @@ from opusim.training.data.public_maps import (
 )
 from opusim.training.data.samplers import PoissonSampler, Sampler, make_sampler
 from opusim.training.data.tables import OwnData, OwnTest, own_dataset
+from opusim.training.data.users import Users
 from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied, require_float64
 from opusim.training.engine.cards import named_here, to_device
 from opusim.training.engine.certified import certificate_of
@@ -218,7 +219,8 @@ class RunPlan(Plan):
             )
         for key, labels in (("fingerprint", True), ("features_fingerprint", False)):
             found = stored.get(key)
-            if found is not None and found != fingerprint(dataset.train, labels=labels):
+            owners = dataset.owners if config.of_users else ()
+            if found is not None and found != fingerprint(dataset.train, labels=labels, owners=owners):
                 raise RunFolderError(
                     f"run folder {folder.path} was trained on other data; give the same again"
                 )
@@ -242,6 +244,11 @@ class RunPlan(Plan):
         options = self.config.trainer
         algorithm: Algorithm[Any, Any, Any] = options.implementing_class()(self, options)
         return algorithm
+
+    @cached_property
+    def users(self) -> Users | None:
+        """Who is drawn in the place of records, or None; see `users_of`."""
+        return users_of(self.config, self.dataset)
 
     @property
     def protection(self) -> Protection:
@@ -440,14 +447,29 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
     return reduced(dataset, components)
 
 
+def users_of(config: RunConfig, dataset: Dataset) -> Users | None:
+    """Return the users of the training records, or None if records are protected.
+
+    Raises:
+        ConfigError: The data set has no IDs.
+    """
+    if not config.of_users:
+        return None
+    if not dataset.owners:
+        reason = "is missing: protection.unit = 'user' needs the ID of each record's user; name its column, or give "
+        raise ConfigError("configuration", "data.user", f"{reason}arrays (x, y, ids)")
+    found = Users.of(dataset.owners, count=len(dataset.train), most=config.group, name="data.user")
+    return replace(found, seed=config.seed_for("users"))
+
+
 def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
     """Return the sampler of the configuration over the training records.
 
     Raises:
         ConfigError: sampler.batch_size exceeds the number of records.
     """
-    options = config.sampler
-    n_records = len(dataset.train)
+    options, users = config.sampler, users_of(config, dataset)
+    n_records = len(dataset.train if users is None else users)
     if config.protection.bands > 1:
         return CyclicPoissonSampler.of(config, n_records)
     if options.sampling_probability is not None:
@@ -458,7 +480,7 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
         raise ConfigError(
             "configuration",
             "sampler.batch_size",
-            f"{options.batch_size} exceeds the {n_records} training records; "
+            f"{options.batch_size} exceeds the {n_records} {'training records' if users is None else 'users'}; "
             f"set sampler.batch_size to at most {n_records}",
         )
     return make_sampler(
@@ -471,16 +493,19 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
     )
 
 
-def fingerprint(split: Split, *, labels: bool = True) -> str:
+def fingerprint(split: Split, *, labels: bool = True, owners: Sequence[str | None] = ()) -> str:
     """Return BLAKE2b of the records, by which a run is not resumed or audited on other data.
 
     Args:
         split: The records, whose order counts.
         labels: Whether their labels count, or their features only.
+        owners: The IDs of their users, if these are protected.
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (split.x, split.y) if labels else (split.x,):
         digest.update(tensor.cpu().contiguous().numpy().view(np.uint8).data)
+    if owners:
+        digest.update(repr(tuple(owners)).encode())
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from opusim.accounting.explanation import large_delta
-from opusim.accounting.guarantee import BudgetExceeded
+from opusim.accounting.guarantee import Adjacency, BudgetExceeded
 from opusim.accounting.ledger import Ledger
 from opusim.description.section import flat
 from opusim.devices.base import NoisyDevice
@@ -36,6 +36,7 @@ from opusim.training.config.sections import is_import_path
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
+from opusim.training.data.samplers import never_filled
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, RunProgress, Watchers
@@ -244,7 +245,7 @@ def _follow(
             dataset = to_device(plan.dataset, plan.config.torch_device)
             release = plan.config.mode == "release"
             with system_generators(dataset.train.place) if release else nullcontext():
-                follow(trainer, dataset.train, ranks)
+                follow(trainer, dataset.train, ranks, plan.users)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
@@ -311,6 +312,14 @@ def _hints(plan: RunPlan) -> Iterator[str]:
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
         if warning is not None:
             yield warning
+    if config.sampler.sampling_probability is not None and config.relation is Adjacency.ZERO_OUT:
+        names = {
+            "rate": "sampler.sampling_probability",
+            "constant": "protection.divisor (or sampler.batch_size)",
+        }
+        warning = never_filled(plan.sampler.expected_batch_size, config.divisor, **names)
+        if warning is not None:
+            yield warning
 
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:
@@ -372,7 +381,7 @@ def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
     if dataset.public_map is not None:
         data["features"] = dict(dataset.public_map)
     if config.mode == "experiment":
-        data["fingerprint"] = fingerprint(dataset.train)
+        data["fingerprint"] = fingerprint(dataset.train, owners=dataset.owners if config.of_users else ())
         if dataset.test is not None:
             data["test_fingerprint"] = fingerprint(dataset.test)
     elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
@@ -490,7 +499,10 @@ def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
         RunFolderError: One of them was; on every process, before anything is written.
     """
     if ranks.world > 1:
-        mine = {"configuration": (plan.config.digest(),), "data": (fingerprint(plan.dataset.train),)}
+        mine = {
+            "configuration": (plan.config.digest(),),
+            "data": (fingerprint(plan.dataset.train, owners=plan.dataset.owners),),
+        }
         ranks.require_same(mine, RunFolderError)
 
 

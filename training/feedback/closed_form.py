@@ -61,6 +61,8 @@ class Batch:
         protection: What writes the gradients from the records' contributions; None for nothing.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
         padding: Marks rows that only fill the batch, shape (batch,), or None.
+        group: Neighbouring rows that are clipped as one, those of a user; each row counts as its share of the user's
+            rows that do not fill.
     """
 
     x: Tensor
@@ -74,6 +76,14 @@ class Batch:
     protection: PrivateGradients | None
     labels: SoftLabels | None
     padding: Tensor | None = None
+    group: int = 1
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """Return the losses that are differentiated: of users the mean over the rows of each."""
+        if self.group == 1 or self.padding is None:
+            return losses
+        used = (~self.padding.view(-1, self.group)).sum(dim=1, keepdim=True)
+        return torch.where(self.padding, 0.0, losses) / used.clamp_min(1).expand(-1, self.group).flatten()
 
     def targets(self, output: Tensor) -> Tensor:
         """Return what the loss compares the outputs with: the targets, or soft labels."""

@@ -169,10 +169,10 @@ class ModuleGradients:
         """Write the gradients of a batch, or record its uses of parameters; return outputs and losses."""
         model = self.network.model
         if self._tape is not None:
-            with self._tape.recording(len(batch.x)):
+            with self._tape.recording(len(batch.x) // batch.group, batch.group):
                 output, losses = self._losses(batch)
                 with preserved_state(model):  # hooks on tensors may keep what the backward pass brings
-                    losses.sum().backward()
+                    batch.weighted(losses).sum().backward()
             return output, losses
         output, losses = self._losses(batch)
         loss = losses.mean() * (len(batch.x) / batch.size)

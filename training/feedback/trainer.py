@@ -28,6 +28,7 @@ from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
+from opusim.training.feedback.choice import tell
 from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
 from opusim.training.feedback.config import EncodedConfig, FeedbackConfig, PdfaConfig
 from opusim.training.feedback.diagnosis import BATCHES
@@ -50,11 +51,18 @@ from opusim.training.networks.record_gradients.separation import require_separat
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import batch_statistics, invented_records, two_records
 from opusim.training.protections.base import SoftLabels
+from opusim.training.protections.config import RecordConfig
 from opusim.training.protections.record import RecordProtection, require_counted_sums
 from opusim.training.runs.folder import RunFolder
 
 _STEPS_WITH_CONTROL = 4 * BATCHES
 """Steps of the shortest run that compares feedback with none."""
+
+
+def _mixes_by_default(config: RunConfig) -> bool:
+    """Whether the batch norm of a built-in model is left out, because it would mix records that are protected."""
+    has_norm = config.model.name in ("conv-small", "resnet-small") and "norm" not in config.model.options
+    return has_norm and isinstance(config.protection, RecordConfig)
 
 
 class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "FeedbackTrainer"], Trainer):
@@ -93,12 +101,15 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         if model is not None:
             refuse_second(model)
         closed = dataset.target == "class" and not dataset.holds_tokens and config.loss in LOSSES
+        closed = closed and not config.of_users  # whose rows the tape of a module groups
         if model is not None and closed:
             try:
                 FullyConnected(model)
             except (TypeError, ValueError):  # other modules, or in part frozen
                 closed = False
         if not closed or (model is None and config.model.name != "mlp"):
+            if _mixes_by_default(config):
+                config = config.unchecked(model={"options": {"norm": "group", **config.model.options}})
             return build_any_module(config, dataset, model)
         network = build_network(config, dataset, model)  # its gradients have a closed form
         if config.uses_device and network.depth == 1:
@@ -143,6 +154,12 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         super().require_covered()
         if not isinstance(network, AnyModule) or not self._clips_records:
             return
+        if _mixes_by_default(config):
+            tell(
+                f"model.options.norm = group (chosen for {config.model.name}: the default, batch, would mix records, "
+                "which protection.kind = 'record' must tell apart)",
+                unusual=True,
+            )
         # Refuse a module or a loss in which one record would change what others add.
         if config.model.name in MODELS and (found := batch_statistics(network.model)):
             reason = (
@@ -185,7 +202,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         own = self.protection.work_of_step(records, n_outputs)
         network, options = self.network, self.options
         if isinstance(self.protection, RecordProtection):
-            records = self.protection.physical_batches.expected_rows(records)
+            records = self.protection.physical_batches.expected_rows(records) * self.config.group
         if not isinstance(options, PdfaConfig):
             return own
         if isinstance(network, FullyConnected):
@@ -249,7 +266,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
                 network.model.train()
                 try:
                     tape = RecordTape(network.model, network.shaped(x))
-                    size, divisor = "sampler.batch_size", float(config.divisor)
+                    size, divisor = "sampler.batch_size", float(config.divisor) * config.group
                     require_counted_sums(tape, divisor, processes=self.ranks.world, name=size)
                 finally:
                     network.model.eval()
@@ -300,18 +317,28 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             trainer.source.measure(self._two_records)
 
     def step(
-        self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        step: int,
+        observe: bool = False,
+        records: Tensor | None = None,
+        filled: Tensor | None = None,
     ) -> StepRecord:
         """See Trainer.step; the diagnostics are those of the source.
 
         A batch without records has no gradient; momentum still moves the parameters. Under protection it takes its
         noise, and no value of a record raises an error; rows of weight zero fill it up to the fixed number of rows.
         """
-        source, writer, ranks = self.source, self.writer, self.ranks
-        drawn, shown = len(x), y
-        padding: Tensor | None = None
+        source, writer, ranks, group = self.source, self.writer, self.ranks, self.config.group
+        drawn, shown, padding = len(x), y, filled
         if self._physical.count is not None:
-            x, y, padding = self._filled(x, y)
+            x, y, more = self._filled(x, y)
+            if filled is None or more is None:
+                padding = filled if more is None else more
+            else:
+                padding = torch.cat([filled, more[drawn:]])
         for noise in (*source.noises, writer):
             if noise is not None:
                 noise.seek(step)
@@ -328,13 +355,14 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             protection=writer,
             labels=self.labels,
             padding=padding,
+            group=group,
         )
         learned = source.learn(batch)
         if writer is not None:
             if learned.contributions is None:
                 raise TypeError(f"source: {type(source).__name__} measures no records; give it a tape")
             if padding is not None:
-                learned.contributions.leave_out(padding)
+                learned.contributions.leave_out(padding if group == 1 else padding.view(-1, group).all(dim=1))
             writer.set_gradients(
                 [learned.contributions], records=records, public_inputs=learned.public_inputs
             )
@@ -346,18 +374,22 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         correct: Tensor = torch.zeros((), dtype=torch.int64, device=y.device)
         judged: int | Tensor = 0
         if learned.output is not None:
-            correct, judged = source.objective.correct(learned.output[:drawn], shown)
+            output = learned.output[:drawn]
+            if filled is not None:
+                output, shown = output[~filled], shown[~filled]
+            correct, judged = source.objective.correct(output, shown)
         return StepRecord(
             loss_sum=learned.loss_sum,
             n_correct=correct,
-            n_records=drawn,
+            n_records=drawn if filled is None else (~filled).sum(),
             n_judged=judged,
             diagnostics=diagnostics,
         )
 
     def _filled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a batch with an invented record behind it, repeated up to the fixed number of rows, and these rows."""
-        rows = self._physical.rows(len(x))
+        group = self.config.group
+        rows = self._physical.rows(len(x) // group) * group
         if rows == len(x):
             return x, y, None
         if self._filling is None:

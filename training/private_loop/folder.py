@@ -1,6 +1,7 @@
 """The folder of a private loop: its settings, and the save that `make_private(..., resume=True)` resumes from.
 
-With b the batch size of the user's loader and n the number of records, a step on a secret Poisson(q) batch releases
+With b the batch size of the user's loader and n the number of records, or of users, a step on a secret Poisson(q) batch
+releases
 
     [sum over the batch of min(1, C / ||g_i||) g_i + N(0, (z C)^2)] / b,        q = b / n,
 
@@ -31,10 +32,15 @@ from torch import Tensor
 
 from opusim import checks
 from opusim.accounting.composition import Budget, calibrate_noise
-from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee
+from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee, Unit
 from opusim.accounting.journal import Position
 from opusim.accounting.ledger import LEDGER_FILE, Mode
-from opusim.accounting.mechanisms.records import CLIPPED_RECORDS, STANDARDISED, RecordCentral
+from opusim.accounting.mechanisms.records import (
+    CLIPPED_RECORDS,
+    CLIPPED_USERS,
+    STANDARDISED,
+    RecordCentral,
+)
 from opusim.accounting.theorems import NOISY_SUM, about_rounding
 from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.randomness.seeds import MAX_SEED
@@ -75,6 +81,11 @@ _TRUSTED_IF_SHARED = (
     "every process reads the same data set, and all of them and their network may see the records"
 )
 
+_TRUSTED_OF_USERS = (
+    "the loop gives the rows of a batch to module and criterion in the loader's order, which says whose they are, and "
+    "a resumed loop has the same `user_ids`"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySettings:
@@ -92,6 +103,8 @@ class PrivacySettings:
         target_delta: Of every statement, in [0, 1).
         target_epsilon: The budget, or None without one.
         epochs: Planned length, or None.
+        records_per_user: k, the records of a user that a step uses at most, if users are drawn in the place of records;
+            else None.
     """
 
     mode: Mode
@@ -104,6 +117,7 @@ class PrivacySettings:
     target_delta: float
     target_epsilon: float | None
     epochs: int | None
+    records_per_user: int | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -124,6 +138,7 @@ class PrivacySettings:
             clip_norm=self.max_grad_norm,
             divisor=float(self.batch_size),
             relation=self.relation,
+            records_per_user=self.records_per_user,
         )
 
     @property
@@ -138,7 +153,7 @@ class PrivacySettings:
         """Check the arguments of `make_private`, and find what they leave open.
 
         Args:
-            records: n.
+            records: n, of users if users are drawn.
             noise_multiplier: z, or None for the least that keeps `epochs` within `target_epsilon`.
             **given: The other fields; `sample_rate` and, in experiment mode, `seed` may be None.
 
@@ -233,11 +248,17 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
         guarantee: Of the ledger.
         several: Whether several processes shared the loop.
     """
-    rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True)
-    enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != STANDARDISED}
+    of_users, unit = guarantee.unit is Unit.USER, guarantee.unit
+    rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True, unit=unit)
+    theorem = CLIPPED_USERS if of_users else CLIPPED_RECORDS
+    enforced = {text for text in theorem.checked_by_code if text != STANDARDISED}
     enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
-    trusted = (*_TRUSTED, *((_TRUSTED_IF_SHARED,) if several else ()))
+    trusted = (
+        *_TRUSTED,
+        *((_TRUSTED_IF_SHARED,) if several else ()),
+        *((_TRUSTED_OF_USERS,) if of_users else ()),
+    )
     checked = (Assumption(text=text, holds=True) for text in _CHECKED)
     return replace(
         guarantee, assumptions=(*assumptions, *checked, *(Assumption(text=text) for text in trusted))
@@ -272,7 +293,8 @@ def _sample_rate(records: int, given: dict[str, Any]) -> float:
         raise ValueError(_HIDDEN_NUMBER)
     if batch_size > records:
         raise ValueError(
-            f"data_loader.batch_size = {batch_size}: exceeds the {records} records; take at most as many"
+            f"data_loader.batch_size = {batch_size}: exceeds the {records} "
+            f"{'records' if given['records_per_user'] is None else 'users'}; take at most as many"
         )
     return float(batch_size / records)
 

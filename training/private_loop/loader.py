@@ -8,6 +8,9 @@ batch.
 With fixed physical batches every batch has the same number of rows: copies of its first row fill it, of weight zero, so
 that shapes do not tell how many were drawn. The collate function sees the records only, so that it may sort or change
 them. Else a batch without records has tensors without rows and is a step like any other.
+
+Where users are drawn, each drawn user has k rows, which copies of its first record fill. The collate function is called
+on the records of one user at a time, so that a row is its user's whatever that function does.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from opusim.accounting.guarantee import BudgetExceeded
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
 from opusim.training.data.samplers import PhysicalBatches, PoissonSampler
+from opusim.training.data.users import Users
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.networks.record_independence import (
     preserved_generators,
@@ -55,8 +59,8 @@ _DRIFT = 1e-3
 """By how much of its norm a parameter may differ between processes at the start of an epoch: rounding is far below."""
 
 
-_Handed = tuple[int, int | None, Any]
-"""The rows of a batch, how many of them are records (None for all), and the batch."""
+_Handed = tuple[int, int | list[int] | None, Any]
+"""The rows of a batch, how many of them are records (None for all; of each user if users are drawn), and the batch."""
 
 
 class PrivateLoader:
@@ -70,13 +74,15 @@ class PrivateLoader:
         dataset: The records.
         batch_size: Expected number of records in a batch.
         sampler: Draws the batches.
+        users: Who is drawn, or None for records.
 
     Args:
         loader: The user's loader.
         settings: How batches are drawn, and what a step releases.
-        physical: The rows of a batch.
+        physical: The rows of a batch, or its users.
         module: Trains on each batch that is handed out.
         steps: Where each batch is paid for, and the processes that share it.
+        users: Who is drawn in the place of records, or None.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class PrivateLoader:
         steps: PaidSteps,
         *,
         physical: PhysicalBatches,
+        users: Users | None = None,
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = settings.batch_size
@@ -94,24 +101,33 @@ class PrivateLoader:
         self._physical, self._paid = physical, settings.mechanism
         self._last: _Handed = (0, None, None)
         self._iterations = self._offers = 0
-        count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
+        count, drawn, seed = len(self.dataset), len(users or self.dataset), settings.seed  # type: ignore[arg-type]
         seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
-        self.sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
-        require_separate_rows(loader)
-        self._collate: Callable[[list[Any]], _Handed]
-        if physical.count is not None:
+        self.sampler = PoissonSampler(drawn, settings.sample_rate, seed=seed)
+        self.users = None if users is None else replace(users, seed=seed)
+        if users is None:
+            require_separate_rows(loader)
+        empty: Any = None
+        if physical.count is None:
+            one, two = (
+                loader.collate_fn([self.dataset[index] for index in indices])
+                for indices in ([0], [count - 1, count // 2])
+            )
+            empty = empty_batch(one, two)
+        self._collate: Callable[[list[Any]], _Handed] = _CollateCounted(loader.collate_fn, empty)
+        if physical.count is not None or users is not None:
             with preserved_generators(torch.device("cpu")):
                 single, pair = (loader.collate_fn([self.dataset[0] for _ in range(n)]) for n in (1, 2))
-            self._collate = _CollateFilled(loader.collate_fn, single, pair)
-            return
-        one, two = (
-            loader.collate_fn([self.dataset[index] for index in indices])
-            for indices in ([0], [count - 1, count // 2])
-        )
-        self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
+            each = None if users is None else users.most
+            self._collate = _CollateFilled(loader.collate_fn, single, pair, empty, each)
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
+
+    @property
+    def workers(self) -> int:
+        """Other processes that read the records."""
+        return self._source.num_workers
 
     @property
     def batch_sampler(self) -> BatchSampler:
@@ -244,7 +260,7 @@ class PrivateLoader:
             own = derive_seed(seed, "private-loop", "workers", *keys) >> 1
         return DataLoader(
             _Indexed(source.dataset),
-            batch_sampler=_Drawn(self.sampler, first, last, self._steps, self._physical),
+            batch_sampler=_Drawn(self.sampler, first, last, self._steps, self._physical, self.users),
             collate_fn=self._collate,
             generator=torch.Generator().manual_seed(own),
             num_workers=source.num_workers,
@@ -273,15 +289,28 @@ class _Drawn(BatchSampler):
     """The indices of this process in some steps, and `_FILL` in the rows that are left; each step is drawn once."""
 
     def __init__(
-        self, sampler: PoissonSampler, first: int, last: int, steps: PaidSteps, physical: PhysicalBatches
+        self,
+        sampler: PoissonSampler,
+        first: int,
+        last: int,
+        steps: PaidSteps,
+        physical: PhysicalBatches,
+        users: Users | None,
     ) -> None:
         self._poisson, self._first, self._last, self._steps = sampler, first, last, steps
-        self._physical = physical
+        self._physical, self._users = physical, users
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self._first, self._last):
             own, most = self._steps.part(step, self._poisson.indices)
             rows = len(own) if self._physical.count is None else self._physical.rows(most)
+            if self._users is not None:
+                each = self._users.most
+                chosen = [self._users.chosen(user, step) for user in own]
+                own, rows = (
+                    [n for found in chosen for n in found + [_FILL] * (each - len(found))],
+                    rows * each,
+                )
             yield own + [_FILL] * (rows - len(own))
 
     def __len__(self) -> int:
@@ -304,7 +333,8 @@ class _Indexed(torch.utils.data.Dataset[Any]):
             records = list(self._dataset.__getitems__(drawn))
         else:
             records = [self._dataset[index] for index in drawn]
-        return [*records, *[_Row()] * (len(indices) - len(drawn))]
+        found = iter(records)
+        return [_Row() if index == _FILL else next(found) for index in indices]
 
 
 class _CollateCounted:
@@ -318,40 +348,82 @@ class _CollateCounted:
 
 
 class _CollateFilled:
-    """The user's collate function, with copies of its first row behind its rows, and both numbers.
+    """The user's collate function, with copies of rows in those that are left, and the numbers of rows and records.
+
+    Copies of the first row stand behind the rows of all records. If users are drawn, each of them is collated by
+    itself, and copies of its own first row stand behind its rows; users that only fill the batch stand at its end.
 
     Args:
         collate: Of the user.
         one: A batch of one record, whose row fills batches without records.
         two: A batch of that record twice, which differs from the other where rows are.
+        empty: The batch without rows, if there may be one.
+        each: Rows of a user, or None if records are drawn.
 
     Raises:
         ValueError: The batches hold something whose rows cannot be told.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], one: Any, two: Any) -> None:
-        self._collate, self._one, self._two = collate, one, two
-        _filled(one, one, two, [0])
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], one: Any, two: Any, empty: Any, each: int | None
+    ) -> None:
+        self._collate, self._one, self._two, self._empty, self._each = collate, one, two, empty, each
+        _filled([one], one, two, [0])
 
     def __call__(self, rows: list[Any]) -> _Handed:
-        records = [row for row in rows if not isinstance(row, _Row)]
-        drawn, batch = len(records), self._collate(records) if records else self._one
-        kept = [*range(drawn), *[0] * (len(rows) - drawn)]
-        return len(rows), drawn, _filled(batch, self._one, self._two, kept)
+        if not rows:
+            return 0, 0 if self._each is None else [], self._empty
+        each = self._each or len(rows)
+        found = [
+            [row for row in rows[n : n + each] if not isinstance(row, _Row)]
+            for n in range(0, len(rows), each)
+        ]
+        own = [self._padded(records, each) for records in found if records]
+        drawn = [len(records) for records in found if records]
+        if self._each is None and own:
+            return len(rows), drawn[0], own[0]
+        kept = [*range(each * len(own)), *[0] * (len(rows) - each * len(own))]
+        whole = _filled(own or [self._one], self._one, self._two, kept)
+        return len(rows), 0 if self._each is None else drawn, whole
+
+    def _padded(self, records: list[Any], rows: int) -> Any:
+        """Return a batch of some records, its first row in those that are left."""
+        kept = [*range(len(records)), *[0] * (rows - len(records))]
+        return _filled([self._collate(records)], self._one, self._two, kept)
 
 
-def _filled(batch: Any, one: Any, two: Any, kept: list[int]) -> Any:
-    """Return a batch of some of its rows; they are where a batch of one record and a batch of it twice differ."""
+_TOO_FEW = (
+    "data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
+)
 
-    def leaf(value: Any, one: Any, two: Any, where: str) -> Any:
+
+def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
+    """Return some rows of batches that follow each other; rows are where a batch of one record and of it twice differ.
+
+    Raises:
+        ValueError: Rows cannot be told, or have other shapes in one batch than in another.
+    """
+
+    def leaf(values: Sequence[Any], one: Any, two: Any, where: str) -> Any:
+        value = values[0]
         if _has_entries(one) and type(value) is type(one):
             sizes = zip(one.shape, two.shape, strict=True)
             place = next((n for n, pair in enumerate(sizes) if pair == (1, 2)), None)
             if place is None:
                 return value
+            shapes = {(*each.shape[:place], *each.shape[place + 1 :]) for each in values}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"data_loader: its collate function, called on the records of one user at a time, gives rows of "
+                    f"several shapes (batch{where}: {', '.join(map(str, sorted(shapes)))}); pad all records to one "
+                    "length"
+                )
+            if sum(each.shape[place] for each in values) <= max(kept, default=-1):
+                raise ValueError(_TOO_FEW.format(where=where))
             if isinstance(value, Tensor):
-                return value.index_select(place, torch.tensor(kept, device=value.device))
-            return value.take(kept, axis=place)
+                whole = value if len(values) == 1 else torch.cat(list(values), dim=place)
+                return whole.index_select(place, torch.tensor(kept, device=value.device))
+            return np.concatenate(values, axis=place).take(kept, axis=place)
         if one is None or isinstance(one, str | bytes | bool | int | float):
             return value
         raise ValueError(
@@ -360,7 +432,7 @@ def _filled(batch: Any, one: Any, two: Any, kept: list[int]) -> Any:
             "give fixed_batches=False"
         )
 
-    return _rebuilt(batch, one, two, kept, leaf, "")
+    return _rebuilt(batches, one, two, kept, leaf, "")
 
 
 def empty_batch(one: Any, two: Any) -> Any:
@@ -374,7 +446,7 @@ def empty_batch(one: Any, two: Any) -> Any:
         ValueError: There is something else.
     """
 
-    def leaf(value: Any, one: Any, two: Any, where: str) -> Any:
+    def leaf(values: Sequence[Any], one: Any, two: Any, where: str) -> Any:
         if _has_entries(one) and _has_entries(two) and one.ndim and one.ndim == two.ndim:
             varies = [n == 0 or a != b for n, (a, b) in enumerate(zip(one.shape, two.shape, strict=True))]
             return one[tuple(slice(0 if each else None) for each in varies)]
@@ -386,19 +458,21 @@ def empty_batch(one: Any, two: Any) -> Any:
             "mappings of these, and build constants into the module or the criterion"
         )
 
-    return _rebuilt(one, one, two, [], leaf, "")
+    return _rebuilt([one], one, two, [], leaf, "")
 
 
-_Leaf = Callable[[Any, Any, Any, str], Any]
-"""Returns some rows of a value, from that value, those of a batch of one and of two records, and where it stands."""
+_Leaf = Callable[[Sequence[Any], Any, Any, str], Any]
+"""Returns some rows of the values of batches, from them, those of a batch of one and of two records, and where they
+stand."""
 
 
-def _rebuilt(batch: Any, one: Any, two: Any, kept: list[int], leaf: _Leaf, where: str) -> Any:
-    """Return a batch of some of its rows: containers entry by entry, and what grows with the batch row by row."""
+def _rebuilt(batches: Sequence[Any], one: Any, two: Any, kept: list[int], leaf: _Leaf, where: str) -> Any:
+    """Return some rows of batches that follow each other: containers entry by entry, and what grows row by row."""
+    batch = batches[0]
     if isinstance(batch, Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
         if list(one) == list(two):
             entries = {
-                key: _rebuilt(batch[key], one[key], two[key], kept, leaf, f"{where}[{key!r}]")
+                key: _rebuilt([b[key] for b in batches], one[key], two[key], kept, leaf, f"{where}[{key!r}]")
                 for key in batch
                 if key in one
             }
@@ -406,12 +480,15 @@ def _rebuilt(batch: Any, one: Any, two: Any, kept: list[int], leaf: _Leaf, where
     elif isinstance(one, list | tuple) and type(batch) is type(one) is type(two):
         kind: Any = type(batch)
         if len(one) == 1 and len(two) == 2:
-            return kind([copy.copy(batch[n]) for n in kept])
+            rows = [row for b in batches for row in b]
+            if len(rows) <= max(kept, default=-1):
+                raise ValueError(_TOO_FEW.format(where=where))
+            return kind([copy.copy(rows[n]) for n in kept])
         if len(one) == len(two) == len(batch):
-            parts = enumerate(zip(batch, one, two, strict=True))
+            parts = enumerate(zip(zip(*batches, strict=True), one, two, strict=True))
             found = [_rebuilt(*part, kept, leaf, f"{where}[{n}]") for n, part in parts]
             return kind(*found) if hasattr(batch, "_fields") else kind(found)
-    return leaf(batch, one, two, where)
+    return leaf(batches, one, two, where)
 
 
 def _has_entries(value: Any) -> bool:

@@ -22,6 +22,7 @@ reach a parameter is refused:
 | parameters frozen, unfrozen, exchanged or added; parts exchanged; hooks added | refused |
 | numbers, or tensors without a row for each record, as arguments in training | refused |
 | rows of a filled batch in another order | refused if nothing else was changed; the order says which rows only fill |
+| rows of a batch of users in another order | refused likewise; the order says whose they are |
 | buffers and Python attributes that a pass changes | as before after each pass |
 """
 
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from opusim.training.engine.steps import PaidSteps
+from opusim.training.networks.clipping import by_record, finite_rows
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -131,6 +133,7 @@ class PrivateModule:
         most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
             forward passes twice.
         steps: The processes that share each batch, as those of `gradients`.
+        group: Neighbouring rows that are clipped as one, those of a user; `most_rows` is a multiple of it.
         release: Whether what the module draws in a step, such as dropout, comes from the system.
 
     Raises:
@@ -146,6 +149,7 @@ class PrivateModule:
         gradients: PrivateGradients,
         steps: PaidSteps,
         most_rows: int | None = None,
+        group: int = 1,
         release: bool = False,
     ) -> None:
         self.module = module
@@ -156,7 +160,7 @@ class PrivateModule:
         """Batches whose gradients were written since the last step of the optimizer."""
         self.paid_on_processor: bool | None = None
         """Where the parameters were when the step was paid for; None before the first."""
-        self.gradients, self._limit = gradients, most_rows
+        self.gradients, self._limit, self._group = gradients, most_rows, group
         self._steps = steps
         place = next(module.parameters()).device
         self._drawing = partial(system_generators, place) if release else nullcontext
@@ -176,6 +180,7 @@ class PrivateModule:
         self._writing = False
         self.padding: Tensor | None = None
         """Marks the rows of the batch at hand that only fill it, bool, shape (records,); None if rows never do."""
+        self._weights: Tensor | None = None
         self._handed_out: list[Any] = []
         self._order_checks = _ORDER_CHECKS
         self._plain = _UNSEEN
@@ -196,24 +201,33 @@ class PrivateModule:
 
     # The batch at hand
 
-    def begin(self, step: int, rows: int, drawn: int | None = None, handed: Any = None) -> None:
+    def begin(
+        self, step: int, rows: int, drawn: int | Sequence[int] | None = None, handed: Any = None
+    ) -> None:
         """Take a batch as the one at hand.
 
         Args:
             step: Its number.
             rows: Its size.
-            drawn: How many of its rows, the first ones, are records; the others have weight zero. None for all.
+            drawn: How many of its rows, the first ones, are records; the others have weight zero. None for all. If
+                users are drawn, how many of each user's rows.
             handed: The batch, as the loop receives it.
         """
         self.probed.require_same()
-        self.padding = None
+        self.padding = self._weights = None
         self._handed_out = []
-        if drawn is not None and 0 < drawn < rows and self._order_checks:
+        place = self.trained_parameters[0].device
+        is_told = rows > self._group if isinstance(drawn, Sequence) else 0 < (drawn or 0) < rows
+        if is_told and self._order_checks:
             self._handed_out, self._order_checks = tree_leaves(handed), self._order_checks - 1
-        if drawn is not None:
-            self.padding = (torch.arange(rows) >= drawn).to(
-                self.trained_parameters[0].device, non_blocking=True
-            )
+        if isinstance(drawn, Sequence):
+            used = torch.tensor([*drawn, *[0] * (rows // self._group - len(drawn))]).view(-1, 1)
+            padding = torch.arange(self._group) >= used
+            weights = torch.where(padding, 0.0, 1 / used)  # of the mean over a user's records
+            self._weights = weights.view(-1).to(place, non_blocking=True)
+            self.padding = padding.view(-1).to(place, non_blocking=True)
+        elif drawn is not None:
+            self.padding = (torch.arange(rows) >= drawn).to(place, non_blocking=True)
         self._plain, self._batch, self.records = _UNSEEN, Batch(step=step, records=rows), rows
 
     def drop(self) -> None:
@@ -276,7 +290,7 @@ class PrivateModule:
                 outputs = self._in_parts(one, batch.records)
             return self._handed(one, outputs, attach=False)
         if batch.recorder is None:
-            batch.recorder = self.tape.begin(batch.records)
+            batch.recorder = self._begin(batch.records)
         with self._drawing(), self._nothing_kept(), batch.recorder:
             output = self.module._call_impl(*args, **kwargs)
         return self._handed(one, output, attach=True)
@@ -336,6 +350,9 @@ class PrivateModule:
         return tree_unflatten(leaves, spec)
 
     # Backward
+
+    def _begin(self, rows: int) -> Recorder:
+        return self.tape.begin(rows // self._group, self._group)
 
     def loss(self, value: Tensor, gradients: Gradients) -> Tensor:
         """Return a loss of the batch at hand, whose backward pass writes the private gradients.
@@ -415,10 +432,16 @@ class PrivateModule:
         self, batch: Batch, gradients: Gradients, readings_of_others: int
     ) -> Iterator[Contributions]:
         """Yield what the records of a batch contribute, and take part in what else other processes read."""
+        padding, weights = self.padding, self._weights
+        if padding is not None and weights is not None:
+            gradients = [
+                (output, finite_rows(g * by_record(weights, g), ~padding)) for output, g in gradients
+            ]
         for part in self._recorded_parts(batch, gradients):
             found = self.tape.contributions
-            if self.padding is not None:
-                found.leave_out(self.padding[part])
+            if padding is not None:
+                own = padding[part]
+                found.leave_out(own if weights is None else own.view(-1, self._group).all(dim=1))
             yield found
         for points in self._points:
             is_shared = points.noisy_device is not None and points.noisy_device.world is not None
@@ -435,11 +458,11 @@ class PrivateModule:
             yield slice(None)
             return
         if not batch.records:
-            self.tape.end(self.tape.begin(0))
+            self.tape.end(self._begin(0))
             yield slice(None)
             return
         for number, part in enumerate(self._parts_of(batch.records)):
-            recorder = self.tape.begin(part.stop - part.start)
+            recorder = self._begin(part.stop - part.start)
             self._differentiate(self._run_again(batch, recorder, gradients, number, part))
             self.tape.end(recorder)
             yield part

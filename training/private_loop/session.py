@@ -44,6 +44,7 @@ from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
+from opusim.training.data.users import Users
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
@@ -318,6 +319,7 @@ class PrivateTraining(Shown):
         criterion: Callable[..., Tensor],
         data_loader: DataLoader[Any],
         *,
+        users: Users | None,
         settings: PrivacySettings,
         folder: Path,
         physical: PhysicalBatches,
@@ -333,7 +335,9 @@ class PrivateTraining(Shown):
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
         self.criterion = PrivateCriterion(criterion, private)
         self.physical_batches = physical
-        self.data_loader = PrivateLoader(data_loader, settings, private, steps, physical=physical)
+        self.data_loader = PrivateLoader(
+            data_loader, settings, private, steps, users=users, physical=physical
+        )
         self.extra: Any = None
         self._private, self._steps, self._accountant = private, steps, accountant
         self._witnesses = list[Witness]()
@@ -374,6 +378,7 @@ class PrivateTraining(Shown):
             "noise_multiplier": f"{settings.noise_multiplier:.4g}",
             "max_grad_norm": f"{settings.max_grad_norm:g}",
             "relation": settings.relation.value,
+            "records_per_user": settings.records_per_user,
         }
 
     def __iter__(self) -> Iterator[Any]:
@@ -509,6 +514,11 @@ class PrivateTraining(Shown):
         self._until_look -= 1
         if not self._until_look and self._steps.ranks.is_first:
             self._movement.tell(STEPS_TO_MOVE)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """See `PrivateModule.padding`, which an audit reads."""
+        return self._private.padding
 
     def wrap_writer(self, wrap: Callable[[PrivateGradients], PrivateGradients]) -> None:
         """Let another writer see or change what the loop's own one is given, as an audit does.

@@ -20,7 +20,8 @@ from opusim.accounting.explanation import large_delta
 from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
-from opusim.training.data.samplers import PhysicalBatches
+from opusim.training.data.samplers import PhysicalBatches, never_filled
+from opusim.training.data.users import OwnIds, Users, require_users
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
@@ -66,6 +67,8 @@ def make_private(
     fixed_batches: bool | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     accountant: str | None = None,
+    user_ids: OwnIds | None = None,
+    records_per_user: int | None = None,
     resume: bool = False,
 ) -> PrivateTraining:
     """Make a training loop private: DP-SGD on whole records, with a ledger that every step is paid in first.
@@ -83,6 +86,11 @@ def make_private(
 
     The criterion is called on one record at a time, so that the loss of a record depends on no other, and receives the
     module's outputs exactly as they are. A batch may be empty; its backward pass and its step are taken like any other.
+
+    With `user_ids` users are protected: each step draws each user with probability q = b / n, where b and n count
+    users, and clips the mean gradient of at most `records_per_user` of its records, once. A record without an ID is a
+    user of its own. The loader then hands out `records_per_user` rows for each drawn user, copies of weight zero in
+    those that it lacks.
 
     Under torchrun, or in an initialised process group, every process makes the same call and runs the same loop. The
     first process pays, draws each batch over the whole data set and adds the noise once to the sum of all.
@@ -116,6 +124,9 @@ def make_private(
             the labels of a mapping, and invents the numbers.
         accountant: Name of another accountant, which an installed package brings by the entry-point group
             "opusim.accountants"; the statement has its epsilon as well, as claimed. Budget and `epsilon` stay ours.
+        user_ids: The ID of each record's user, a number or a text, in the order of the data set; None, NaN or a blank
+            text for none. The collate function is called on the records of one user at a time.
+        records_per_user: k, at least 1. A step draws which k records of a user with more it takes.
         resume: Resume from the last `save` in `folder`, with the same arguments.
 
     Returns:
@@ -139,6 +150,7 @@ def make_private(
         "seed": seed,
         "relation": str(relation),
         "sample_rate": sample_rate,
+        "records_per_user": records_per_user,
     }
     with ExitStack() as stack, ranks.handing_errors():
         checks.instance(nn.Module, module=module)
@@ -157,6 +169,13 @@ def make_private(
             )
         if max_physical_batch_size is not None:
             checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
+        require_users(user_ids, records_per_user)
+        group = records_per_user or 1
+        if max_physical_batch_size is not None and max_physical_batch_size < group:
+            raise ValueError(
+                f"max_physical_batch_size = {max_physical_batch_size}: must hold the {group} records of a user, whose "
+                "gradient is clipped once; raise it, or lower records_per_user"
+            )
         other = None if accountant is None else NamedAccountant.load(accountant)
         batch_size = batch_size_of(data_loader)
         require_own_parameters(optimizer, module)
@@ -164,6 +183,7 @@ def make_private(
         if ranks.world > 1:
             call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
+            call |= {"user_ids": None if user_ids is None else _digest([str(each) for each in user_ids])}
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
         points = feedback_of(module)
@@ -176,15 +196,19 @@ def make_private(
             for each in points:
                 each.draw_from(ranks.on_first(lambda: secrets.randbits(64)))
         place = Path(folder)
+        users, count = None, len(data_loader.dataset)  # type: ignore[arg-type]
+        if user_ids is not None:
+            users = Users.of(user_ids, count=count, most=group, name="user_ids")
+            count = len(users)
         settings = ranks.on_first(
-            lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
+            lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
         )
-        drawn = _drawn(settings, len(data_loader.dataset), ranks)  # type: ignore[arg-type]
+        drawn = _drawn(settings, count, ranks)
         physical = PhysicalBatches.of_steps(
             **drawn,
             on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
             fixed=fixed_batches,
-            size=max_physical_batch_size,
+            size=None if max_physical_batch_size is None else max_physical_batch_size // group,
         )
         args, kwargs = arguments_for(module, data_loader, example_inputs)
         gradients = RecordGradients(
@@ -203,16 +227,20 @@ def make_private(
             kwargs,
             gradients=gradients,
             steps=steps,
-            most_rows=physical.size,
+            most_rows=None if physical.size is None else physical.size * group,
+            group=group,
             release=mode == "release",
         )
         stack.callback(private.close)
-        require_counted_sums(private.tape, batch_size, processes=ranks.world, name="data_loader.batch_size")
+        require_counted_sums(
+            private.tape, batch_size * group, processes=ranks.world, name="data_loader.batch_size"
+        )
         return PrivateTraining(
             private,
             optimizer,
             criterion,
             data_loader,
+            users=users,
             settings=settings,
             folder=place,
             physical=physical,
@@ -228,7 +256,7 @@ def _one_loop_less(points: FeedbackAlignment) -> None:
 
 
 def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, Any]:
-    """Return what is public of the records of a step, for `PhysicalBatches`.
+    """Return what is public of the records of a step, or of its users, for `PhysicalBatches`.
 
     Under add_or_remove_one the number of records is private, and the number of rows follows from other constants.
     """
@@ -240,24 +268,26 @@ def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, A
     }
 
 
-def _settings(
-    loader: DataLoader[Any], folder: Path, stack: ExitStack, *, resume: bool, **given: Any
-) -> PrivacySettings:
+def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **given: Any) -> PrivacySettings:
     """Return the settings of a private loop, and hold its folder as its only writer.
 
     Args:
-        loader: The user's.
+        records: n, of records or of users.
         folder: A new one, or with `resume` that of the loop.
         stack: Receives what gives the folder back.
         resume: Whether to take what was not given from the folder.
         **given: See `PrivacySettings.resolve`.
     """
-    settings = PrivacySettings.resolve(records=len(loader.dataset), **given)  # type: ignore[arg-type]
+    settings = PrivacySettings.resolve(records=records, **given)
     stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
     warning = large_delta(settings.target_delta, [settings.mechanism])
     if not resume:
-        if warning is not None:
-            warnings.warn(warning, stacklevel=5)
+        thin = None
+        if settings.relation is Adjacency.ZERO_OUT:
+            names = {"rate": "sample_rate", "constant": "the loader's batch_size"}
+            thin = never_filled(settings.sample_rate * records, settings.batch_size, **names)
+        for each in filter(None, (warning, thin)):
+            warnings.warn(each, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
     return settings.require_same(folder, found=found)

@@ -95,6 +95,11 @@ class RecordConfig(_NoisyStrength):
             needs="protection.bands above 1",
             holds=lambda run: run.protection.bands > 1,
         ),
+        Effect(
+            keys=("protection.records_per_user",),
+            needs="protection.unit = 'user'",
+            holds=lambda run: run.of_users,
+        ),
     )
 
     kind: Literal["record"] = "record"
@@ -103,6 +108,11 @@ class RecordConfig(_NoisyStrength):
     """Which data sets count as neighbours. zero_out: a record against an empty place; the number of records is public.
     add_or_remove_one: one record more or less; their number is private, so sampler.sampling_probability is required.
     replace_one: a record against any other (not for zo). None: zero_out, and replace_one for convex."""
+    unit: Literal["record", "user"] = "record"
+    """What is protected: a record, or a user with all its records (bp, dfa, tdfa, pdfa). Users are drawn and clipped in
+    the place of records, and sampler.batch_size counts them. data.user names the column of their IDs."""
+    records_per_user: int | None = Field(None, ge=1, le=65536)
+    """k: a step takes at most k records of a drawn user, others in each step, and clips their mean gradient once."""
     clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm of a record's contribution over all layers; 1 by default. zo: of its loss difference, 0.05 by
     default. convex takes trainer.clip instead."""
@@ -127,6 +137,9 @@ class RecordConfig(_NoisyStrength):
         found: dict[str, Any] = write(self)
         if self.fixed_batches is None:
             found.pop("fixed_batches", None)
+        if self.unit == "record":
+            found.pop("unit", None)
+            found.pop("records_per_user", None)
         return found
 
     @classmethod
@@ -146,6 +159,15 @@ class RecordConfig(_NoisyStrength):
                 "protection.relation",
                 f"{self.relation!r} is not for trainer.kind = {trainer.kind!r}; "
                 f"take one of {', '.join(trainer.relations)}",
+            )
+        if run.of_users and self.records_per_user is None:
+            reason = (
+                "is missing; protection.unit = 'user' needs the number of a user's records that a step takes"
+            )
+            raise BadKey("protection.records_per_user", f"{reason}, such as 10")
+        if run.of_users and self.bands > 1:
+            raise BadKey(
+                "protection.bands", f"{self.bands} is not for protection.unit = 'user'; leave it out"
             )
         if self.bands > 1 and run.sampler.scheme != "poisson":
             reason = f"{run.sampler.scheme!r} draws no subsets in turn; protection.bands = {self.bands} needs 'poisson'"

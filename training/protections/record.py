@@ -139,6 +139,10 @@ class RecordProtection(PoissonProtection):
                 f"True is for bp, dfa, tdfa and pdfa, not for trainer.kind = {self.config.trainer.kind!r}"
             )
             raise ConfigError("configuration", "protection.fixed_batches", f"{reason}; leave it out")
+        if self.config.of_users and not self.algorithm.fills_batches:
+            kind = self.config.trainer.kind
+            reason = f"'user' is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}; take 'record'"
+            raise ConfigError("configuration", "protection.unit", reason)
         super().require_covered()
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:

@@ -19,6 +19,7 @@ from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.runs.drawing import (
     LineChart,
     alignment_curves,
+    beside_guessing,
     learning_curves,
     main_figure,
     noise_curves,
@@ -138,12 +139,15 @@ def summary_row(run: StoredRun, label: str) -> dict[str, str]:
     if run.config.mode == "release":  # its folder holds none of them
         spent = dict.fromkeys(spent, _NOT_WRITTEN)
     figure = main_figure(run)
+    guessing = 100 / run.facts["data"]["n_classes"] if run.target == "class" else None
+    parts = {}
+    for part in ("validation", "test"):
+        value = figures_of_run.get(f"{part}_{figure.key}")
+        said = "" if value is None else beside_guessing(100 * value, guessing)
+        parts[f"{part} {figure.label}"] = figure.shown(value) + said
     return {
         "run": label,
-        **{
-            f"{part} {figure.label}": figure.shown(figures_of_run.get(f"{part}_{figure.key}"))
-            for part in ("validation", "test")
-        },
+        **parts,
         **spent,
     }
 

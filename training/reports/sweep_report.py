@@ -23,7 +23,7 @@ from opusim.accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import blank_figure, data_url, duration, energy, html_page
 from opusim.training.reports.run_report import distinct
-from opusim.training.runs.drawing import COLOURS, LINES, new_figure, save_figure, style
+from opusim.training.runs.drawing import COLOURS, LINES, beside_guessing, new_figure, save_figure, style
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import record_json, write_json
 from opusim.training.sweeps import sweep as curves
@@ -116,7 +116,7 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
     for point in result.points:
         setting = (point.series, *(str(point.values.get(key, "")) for key in keys))
         groups.setdefault(setting, []).append((point, result.rows.get(point.identity)))
-    rows = []
+    rows, guessing = [], curves.chance(result)
     for setting, found in groups.items():
         done = [row for _, row in found if row is not None and row.status != "failed"]
         audited = [audited_epsilon(result.folder.path / "runs" / row.identity) for row in done]
@@ -124,6 +124,8 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
         accuracy = f"{statistics.fmean(accuracies):.2f}" if accuracies else _NOTHING
         if len(accuracies) > 1:
             accuracy += f" ± {statistics.stdev(accuracies) / len(accuracies) ** 0.5:.2f}"
+        if accuracies:
+            accuracy += beside_guessing(statistics.fmean(accuracies), guessing)
         rows.append(
             {
                 "series": setting[0],

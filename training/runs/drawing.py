@@ -320,6 +320,18 @@ class MainFigure:
         return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
 
 
+def beside_guessing(accuracy: float, guessing: float | None) -> str:
+    """Return what a table says behind an accuracy that guessing one class reaches as well; empty for a better one.
+
+    Args:
+        accuracy: In percent.
+        guessing: That of guessing among the classes, in percent; None if there are no classes.
+    """
+    if guessing is None or accuracy > guessing:
+        return ""
+    return f" (no better than guessing: {guessing:.3g} %)"
+
+
 MAIN_FIGURES: Mapping[str, MainFigure] = {
     "class": MainFigure(key="accuracy", label="accuracy", share=True),
     "tokens": MainFigure(key="bits_per_token", label="bits per token"),

@@ -29,7 +29,7 @@ class Part(BaseModel):
 
 
 class Warned(Part):
-    code: Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta"]
+    code: Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta", "large-epsilon"]
     text: str
 
 

@@ -63,7 +63,7 @@ ALWAYS = {
     *("trainer.objective", "trainer.regularisation", "trainer.ridge", "protection.rounds"),
     *("trainer.gain", "trainer.feedback_seed", "trainer.projection", "trainer.sigma", "trainer.encoding"),
     *("protection.relation", "protection.epsilon", "protection.noise_multiplier", "protection.clip_norm"),
-    *("protection.bands", "protection.fixed_batches"),
+    *("protection.bands", "protection.fixed_batches", "protection.unit"),
     "trainer.augmented_copies",
     *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),
     "protection.reference_every",

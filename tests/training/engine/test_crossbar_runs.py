@@ -75,7 +75,9 @@ def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
         evaluate_run(run, device="gaussian")
     refused = run_command("evaluate", run.name, "--device", "gaussian", cwd=run.parent)
     assert refused.returncode == 2, refused.stderr  # 3 says that a device failed
-    assert "lacks the capability 'program'; hermes, microring_bank, mzi_mesh, pcm, reram can" in refused.stderr
+    assert (
+        "lacks the capability 'program'; hermes, microring_bank, mzi_mesh, pcm, reram can" in refused.stderr
+    )
 
 
 def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_device(tmp_path: Path) -> None:

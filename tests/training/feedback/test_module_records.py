@@ -422,6 +422,17 @@ def test_points_whose_positions_are_records_are_refused() -> None:
     require_separate_steps(model, loss, x, y, seek=lambda: each.seek(0))
 
 
+def test_a_model_with_batch_norm_takes_group_norm_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = CONFIG | {"model": {"name": "conv-small"}, "trainer": {"kind": "bp"}, "epochs": 1}
+    run = training.train(given, data=images(), folder=tmp_path / "a")
+    assert any(isinstance(part, nn.GroupNorm) for part in run.model.modules())
+    assert "model.options.norm = group (chosen for conv-small" in caplog.text
+    again = training.load_run(tmp_path / "a").model
+    assert any(isinstance(part, nn.GroupNorm) for part in again.modules())
+
+
 def test_a_run_refuses_before_it_writes_anything(tmp_path: Path) -> None:
     mixing = nn.Sequential(nn.Flatten(), function(lambda x: x - x.mean(dim=0)), nn.Linear(64, 3))
     with pytest.raises(ValueError, match="mixes the records"):
@@ -430,7 +441,8 @@ def test_a_run_refuses_before_it_writes_anything(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match="model.options.norm: 'batch' is BatchNorm2d .* take 'group'"):
         training.train(
-            CONFIG | {"model": {"name": "resnet-small"}, "trainer": {"kind": "bp"}},
+            CONFIG
+            | {"model": {"name": "resnet-small", "options": {"norm": "batch"}}, "trainer": {"kind": "bp"}},
             data=images(),
             folder=tmp_path / "a",
         )

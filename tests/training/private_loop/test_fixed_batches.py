@@ -171,6 +171,7 @@ def test_rows_that_fill_would_be_seen(tmp_path: Path) -> None:
     assert float((faulty - plain).abs().max()) > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:sample_rate. batches never fill")
 def test_feedback_noise_on_rows_that_fill_is_left_out(tmp_path: Path) -> None:
     """An empty batch moves nothing, although the device adds noise to the feedback of each row."""
     options = {"sample_rate": 1e-6, "target_delta": 1e-9, "fixed_batches": True}

@@ -29,6 +29,8 @@ MORE = [
     "feedback=2+1",
     "in parts=2+1",
     "fixed=2+1",
+    "users=2",
+    "users=3+2",
 ]
 ALIKE = ["budget", "wrapped", "other starts", "feedback in parts", "release=2+2"]
 NOISES = ["noise", "noise in release"]

@@ -148,6 +148,23 @@ def test_a_run_report_takes_the_same_units(one_epoch: Run, monkeypatch: pytest.M
     assert (row["device time"], row["device energy"]) == ("12.6 h", "1.36 MJ")
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "said"), [(0.1, "10.00 % (no better than guessing: 10 %)"), (0.11, "11.00 %")]
+)
+def test_an_accuracy_that_guessing_reaches_says_so(
+    one_epoch: Run, monkeypatch: pytest.MonkeyPatch, accuracy: float, said: str
+) -> None:
+    summary = {**(one_epoch.summary or {}), "test_accuracy": accuracy}
+    monkeypatch.setattr(Run, "summary", property(lambda _: summary))
+    assert summary_row(one_epoch, "a")["test accuracy"] == said
+
+
+def test_a_sweep_whose_runs_guess_says_so(sweep: SweepResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setting_rows(sweep)[0]["accuracy [%]"] == "6.69 (no better than guessing: 10 %)"
+    monkeypatch.setattr("opusim.training.sweeps.sweep.chance", lambda _: 5.0)
+    assert setting_rows(sweep)[0]["accuracy [%]"] == "6.69"
+
+
 def test_the_statement_of_a_series_is_that_with_the_least_noise(page: str) -> None:
     privacy = page.split("<h2>Privacy</h2>")[1].split("<h2>")[0]
     assert "protection.epsilon = 8.0" in privacy

@@ -314,7 +314,7 @@ def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> flo
         guarantees: Of one training.
         relation: That of the game; a claim about other neighbours is not what it tests.
     """
-    fitting = [g for g in guarantees if g.adjacency == relation and g.unit is Unit.RECORD]
+    fitting = [g for g in guarantees if g.adjacency == relation and g.unit is not Unit.LABEL]
     proven = [guarantee.epsilon for guarantee in fitting if guarantee.is_proven]
     formulas = [g.formula_value for g in fitting if g.formula_value is not None]
     finite = [value for value in proven or formulas if math.isfinite(value)]
@@ -493,7 +493,7 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
 
 
 def audit_private_loop(
-    build: Callable[[Callable[[Any], Any]], PrivateTraining],
+    build: Callable[[Callable[..., Any]], PrivateTraining],
     loop: Callable[[PrivateTraining], object],
     *,
     canaries: int = DEFAULT_CANARIES,
@@ -511,6 +511,9 @@ def audit_private_loop(
             return opusim.make_private(module=model, data_loader=loader, folder="audited", ...)
 
         found = opusim.audit_private_loop(build, train)
+
+    If users are protected, a canary is a user of 2 k records, of which a step must take k. `build` then calls
+    `planted, ids = plant(records, user_ids, k)`, and its loader reads in this process (num_workers=0).
 
     Args:
         build: Makes module, optimizer, criterion, loader and private loop as for training, in experiment mode and in a
@@ -531,17 +534,24 @@ def audit_private_loop(
     # the same coins as `Canaries.drawn` draws
     inside = np.random.default_rng(derive_seed(seed, "canaries")).random(canaries) < 0.5
     sizes: list[int] = []
+    each = 1
 
-    def plant(records: Any) -> Any:
-        """Return the records, then a blank one for each canary that is in."""
+    def plant(records: Any, user_ids: Sequence[Any] | None = None, records_per_user: int = 1) -> Any:
+        """Return the records, then those of each canary that is in, blank; with IDs also those of the users."""
+        nonlocal each
+        each = 1 if user_ids is None else 2 * records_per_user
         sizes.append(len(records))
-        return ConcatDataset([records, Subset(records, [0] * int(inside.sum()))])
+        blank = Subset(records, [0] * (each * int(inside.sum())))
+        if user_ids is None:
+            return ConcatDataset([records, blank])
+        own = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
+        return _Noted([records, blank]), [*own, *(f"canary {n // each}" for n in range(len(blank)))]
 
     private = build(plant)
     checks.instance(PrivateTraining, build=private)
     with private:
         planted: Any = private.data_loader.dataset
-        if len(sizes) != 1 or len(planted) != sizes[0] + inside.sum():
+        if len(sizes) != 1 or len(planted) != sizes[0] + each * inside.sum():
             raise ValueError(
                 "build: must call the function that it is given once, on the data set, and give what this returns to "
                 "its loader"
@@ -552,8 +562,18 @@ def audit_private_loop(
                 "mode = 'release': an audit must know the batches, which come from the operating system; audit the "
                 "loop in mode = 'experiment'"
             )
+        if isinstance(planted, _Noted) != (private.data_loader.users is not None):
+            raise ValueError(
+                "build: must give the function that it is given the IDs of the users and k, if and only if it gives "
+                "them to make_private"
+            )
+        if isinstance(planted, _Noted) and private.data_loader.workers:
+            raise ValueError(
+                f"num_workers = {private.data_loader.workers}: an audit of users must see which records are read, and "
+                "other processes read them; give num_workers=0"
+            )
         network = _view(private.module)
-        drawn = Canaries.drawn(network, canaries, n_records=sizes[0], replaces=False, seed=seed)
+        drawn = Canaries.drawn(network, canaries, n_records=sizes[0], replaces=False, seed=seed, records=each)
         observer = GradientObserver(
             network,
             drawn,
@@ -596,6 +616,16 @@ def audit_private_loop(
     return found
 
 
+class _Noted(ConcatDataset[Any]):
+    """Records one after the other, and the numbers of those that were read last, as the loader asked for them."""
+
+    last: Sequence[int] = ()
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        self.last = indices
+        return [self[index] for index in indices]
+
+
 def _view(module: nn.Module) -> AnyModule:
     """Return a view of a module, which stays in its modes."""
     modes = {part: part.training for part in module.modules()}
@@ -618,7 +648,7 @@ class _Watched(CraftedGradients):
         private: PrivateTraining,
     ) -> None:
         super().__init__(writer, network, canaries, clip_norm=clip_norm, by_layer=False)
-        self._observer, self._sampler, self._step = observer, private.data_loader.sampler, 0
+        self._observer, self._private, self._step = observer, private, 0
 
     @override
     def seek(self, step: int) -> None:
@@ -633,5 +663,20 @@ class _Watched(CraftedGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        super()._write(parts, records=self._sampler.indices(self._step), public_inputs=public_inputs)
+        super()._write(parts, records=self._rows(), public_inputs=public_inputs)
         self._observer.on_step(step=self._step + 1)
+
+    def _rows(self) -> Tensor:
+        """Return the number of the record in each row of the batch at hand, -1 in rows that only fill it.
+
+        Of users these are the records that the loader read, not those that it should have read.
+        """
+        loader, padding = self._private.data_loader, self._private.padding
+        if not isinstance(loader.dataset, _Noted):
+            return loader.sampler.indices(self._step)
+        if padding is None:
+            return torch.zeros(0, dtype=torch.int64)
+        found, drawn = torch.full(padding.shape, -1), ~padding.cpu()
+        if bool(drawn.any()):
+            found[drawn] = torch.tensor(loader.dataset.last)
+        return found

@@ -74,19 +74,21 @@ class LayerEntries:
 
 @dataclass(frozen=True, kw_only=True)
 class Canaries:
-    """Planted records with crafted gradients.
+    """Planted records, or users of several records, with crafted gradients.
 
     Attributes:
         inside: The coins, bool, shape (m,).
         entries: Their entries, layer by layer.
-        first: Number of the first canary among the training records.
+        first: Number of the first canary's first record among the training records.
         replaces: Whether a canary that is out pushes the other way, instead of being left out.
+        records: Records of each canary.
     """
 
     inside: Tensor
     entries: tuple[LayerEntries, ...]
     first: int
     replaces: bool
+    records: int = 1
 
     @property
     def planted(self) -> Tensor:
@@ -99,7 +101,9 @@ class Canaries:
         return torch.where(self.inside | (not self.replaces), 1.0, -1.0)
 
     @classmethod
-    def drawn(cls, network: Network, count: int, *, n_records: int, replaces: bool, seed: int) -> Canaries:
+    def drawn(
+        cls, network: Network, count: int, *, n_records: int, replaces: bool, seed: int, records: int = 1
+    ) -> Canaries:
         """Draw coins and entries.
 
         Args:
@@ -108,6 +112,7 @@ class Canaries:
             n_records: Training records without canaries.
             replaces: Whether the audited relation replaces a record.
             seed: Of coins and entries, in [0, 2^64).
+            records: Records of each canary.
 
         Raises:
             ConfigError: No layer has so many weights.
@@ -130,7 +135,7 @@ class Canaries:
                 places = torch.from_numpy(generator.choice(rows * columns, count, replace=False))
                 own = {"rows": places // columns, "columns": places % columns}
                 entries.append(LayerEntries(name=name, width=columns, height=rows, **own))
-        return cls(inside=inside, entries=tuple(entries), first=n_records, replaces=replaces)
+        return cls(inside=inside, entries=tuple(entries), first=n_records, replaces=replaces, records=records)
 
 
 def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
@@ -200,20 +205,29 @@ class CraftedGradients(WrappedGradients):
             )
         (found,) = whole
         rows = torch.nonzero(records >= self._canaries.first).flatten()
-        numbers = self._planted[records[rows].cpu() - self._canaries.first]
+        numbers = self._planted[(records[rows].cpu() - self._canaries.first) // self._canaries.records]
         self.drawn = np.zeros(len(self.others))
         self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(rows):
-            found = self._planting(found, rows, numbers)
+            group = max(1, len(records) // found.records)
+            found = self._planting(found, rows, numbers, group)
+            rows = rows.div(group, rounding_mode="floor")
         self.others = self._others(found, rows)
         self._writer.set_gradients([found], records=records, public_inputs=public_inputs)
 
-    def _planting(self, found: Contributions, rows: Tensor, numbers: Tensor) -> Contributions:
+    def _planting(self, found: Contributions, rows: Tensor, numbers: Tensor, group: int) -> Contributions:
         """Return what a batch contributes if the canaries of these numbers stand in some rows.
 
         Their gradients replace those of the rows where each layer has one use, a linear map at the canaries' entries.
         Elsewhere they are added to those of the blank records.
+
+        Args:
+            found: What the batch contributes.
+            rows: Its rows.
+            numbers: The canary in each of them.
+            group: Rows that the batch clips as one.
         """
+        rows, places = rows.div(group, rounding_mode="floor"), rows % group
         names = {tensor.data_ptr(): name for name, tensor in self._network.tensors.items()}
         layers = [(parameters, list(uses)) for parameters, uses in found.layers]
         at = {names[p.data_ptr()]: (p, uses) for parameters, uses in layers for p in parameters}
@@ -234,15 +248,16 @@ class CraftedGradients(WrappedGradients):
         for entry in entries:
             weight, uses = at[entry.name]
             signals, inputs = (
-                torch.zeros(found.records, n, device=rows.device) for n in (entry.height, entry.width)
+                torch.zeros(found.records, group, n, device=rows.device) for n in (entry.height, entry.width)
             )
             use = LinearUse(signals, inputs, weight)
             if replaces and isinstance(uses[0], LinearUse):
                 use = uses[0]
             else:
                 uses.append(use)
-            use.delta[rows, 0, entry.rows[numbers].to(rows.device)] = pushes
-            use.h[rows, 0, entry.columns[numbers].to(rows.device)] = _STEEPNESS
+            position = places * (use.positions // group)
+            use.delta[rows, position, entry.rows[numbers].to(rows.device)] = pushes
+            use.h[rows, position, entry.columns[numbers].to(rows.device)] = _STEEPNESS
         planted = Contributions(layers, found.records, several_uses=found.several_uses)
         if found.padding is not None:
             planted.leave_out(found.padding)

@@ -129,10 +129,11 @@ class Call:
         leaves: The arguments, detached.
         deltas: The gradients that arrived at each output, one for each backward pass.
         autocast: Whether torch.autocast was on, and its type.
+        group: Neighbouring records of the batch that count as one, such as those of a user.
         statistics: Of a group norm, the mean and 1 / standard deviation of each group; None if they were not kept.
     """
 
-    __slots__ = ("_versions", "autocast", "deltas", "leaves", "site", "statistics", "wrt")
+    __slots__ = ("_versions", "autocast", "deltas", "group", "leaves", "site", "statistics", "wrt")
 
     def __init__(self, site: Site, leaves: Sequence[Any]) -> None:
         self.site = site
@@ -144,6 +145,7 @@ class Call:
         self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
         self._versions = [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.deltas: list[list[Tensor]] = []
+        self.group = 1
         self.statistics: tuple[Tensor, Tensor] | None = None
 
     def require_inputs_kept(self) -> None:
@@ -164,7 +166,7 @@ class Call:
         if not found or layout is None:
             raise RuntimeError(f"{self.site.where} has no gradient by record")
         delta = found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0)
-        return split_records(delta, layout, records)
+        return split_records(delta, layout, records, self.group)
 
     def argument(self, leaf: int, records: int) -> Tensor:
         """Return an argument record by record.
@@ -175,7 +177,7 @@ class Call:
         layout = self.site.layouts[self.site.others.index(leaf)]
         if layout is None:
             raise ValueError(f"model: the input of {self.site.where} holds no records")
-        return split_records(self.leaves[leaf], layout, records)
+        return split_records(self.leaves[leaf], layout, records, self.group)
 
 
 class CallUse(Use):

@@ -85,7 +85,9 @@ class GroupNormUse(NormalisationUse):
         layout = call.site.layout(h)
         self._statistics: list[Tensor] | None = None
         if call.statistics is not None and layout is not None:
-            self._statistics = [split_records(values, layout, records) for values in call.statistics]
+            self._statistics = [
+                split_records(values, layout, records, call.group) for values in call.statistics
+            ]
 
     @override
     def rows(self, part: slice) -> list[Tensor]:

@@ -114,11 +114,17 @@ class Rows(NamedTuple):
         )
 
 
-def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
+def split_records(values: Tensor, layout: Layout, records: int, group: int = 1) -> Tensor:
     """View a tensor record by record, shape (records, ...), where each record keeps the number of dimensions.
 
     The number of rows of a record is the size of the dimension over the number of records, as only the operators of
     `opusim.training.networks.record_gradients.followed.tracking` led to it.
+
+    Args:
+        values: The tensor.
+        layout: Where its records stand.
+        records: Number of records, or of groups of them.
+        group: Neighbouring records that count as one.
 
     Raises:
         RuntimeError: The size is no such multiple: the module did not run as it did when it was prepared.
@@ -126,12 +132,13 @@ def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
     dim, outer, inner = layout
     size = values.shape[dim]
     rows, rest = divmod(size, records)
-    if rest or (outer * inner == 1 and rows != 1):
+    if rest or rows % group or (outer * inner == 1 and rows != group):
         raise RuntimeError(
-            f"model: an operator sees {size} rows for {records} records, other than when the model was prepared; let "
-            "its Python code take the same path in every pass"
+            f"model: an operator sees {size} rows for {records * group} records, other than when the model was "
+            "prepared; let its Python code take the same path in every pass"
         )
     if outer > 1:
-        return values.unflatten(dim, (rows, records)).movedim(dim + 1, 0)
+        apart = values.unflatten(dim, (rows // group, records, group)).movedim(dim + 1, 0)
+        return apart.flatten(dim + 1, dim + 2)
     apart = values.unflatten(dim, (records, rows))
     return apart.movedim(dim, 0) if dim else apart

@@ -76,7 +76,7 @@ class RecordTape:
         self.model = model
         self._named = named
         self._records: int | None = None
-        self._begun = 0
+        self._begun, self._group = 0, 1
         self._uses: list[list[Use]] = []
         self._contributions: Contributions | None = None
         self._kinds, given = Kinds(), Rows.of((args, kwargs))
@@ -136,14 +136,15 @@ class RecordTape:
         return len(self.layers)
 
     @contextmanager
-    def recording(self, records: int) -> Iterator[None]:
+    def recording(self, records: int, group: int = 1) -> Iterator[None]:
         """Watch the forward passes and the backward pass of one batch; the parameters' gradients are discarded.
 
         The model may run several times on the same records; their gradients add up. Recomputed activations
         (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
 
         Args:
-            records: Number of records in the batch; 0 for none.
+            records: Number of records in the batch, or of groups of them; 0 for none.
+            group: See `begin`.
 
         Raises:
             ValueError: The model uses a parameter in another way than in the probe.
@@ -151,22 +152,24 @@ class RecordTape:
         checks.integer(records=records, minimum=0)
         for _, parameter in self._named:
             parameter.grad = None
-        recorder = self.begin(records)
+        recorder = self.begin(records, group)
         with recorder:
             yield
         self.end(recorder)
 
-    def begin(self, records: int) -> Recorder:
+    def begin(self, records: int, group: int = 1) -> Recorder:
         """Return the context for the forward passes of a batch; `recording` is `begin`, that context and `end`.
 
         A training loop whose backward pass happens elsewhere calls `begin` and `end` itself. The parameters must have
         no gradients when the backward pass starts.
 
         Args:
-            records: Number of records in the batch; 0 for none.
+            records: Number of records in the batch, or of groups of them; 0 for none.
+            group: Neighbouring rows of the batch that count as one record, such as those of a user: norms, factors and
+                sums are then those of groups.
         """
         self._records, self._uses, self._contributions = None, [], None
-        self._begun = records
+        self._begun, self._group = records, group
         return Recorder(self._named, self._kinds)
 
     def end(self, recorder: Recorder) -> None:
@@ -186,6 +189,7 @@ class RecordTape:
         for call in recorder.calls if records else ():
             if any(call.deltas):  # else no gradient reached it
                 call.require_inputs_kept()
+                call.group = self._group
                 made = call.site.made or FunctionUse
                 self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
         # longer records than the probe's may use a parameter again

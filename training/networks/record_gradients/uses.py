@@ -99,8 +99,8 @@ class CopiesUse(CallUse):
             raise ValueError(
                 f"model: {self.call.site.where} merges records and positions; expand it by record"
             )
-        # Undo `split_records` for one row per record: (some, records, ..., 1, ...) to (some, ..., records, ...).
-        return [single.squeeze(2 + layout.dim).movedim(1, 1 + layout.dim)]
+        # Undo `split_records`: (some, records, ..., group, ...) to (some, ..., records x group, ...).
+        return [single.movedim(1, 1 + layout.dim).flatten(1 + layout.dim, 2 + layout.dim)]
 
     @property
     @override

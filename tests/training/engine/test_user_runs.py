@@ -1,0 +1,160 @@
+"""Runs that protect users: a column of IDs, one clip for a user's mean gradient, and users held out as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import opusim
+from opusim.accounting import Unit
+from opusim.training.engine.plan import RunPlan
+from opusim.training.errors import RunInterrupted
+from opusim.training.runs.folder import RunFolder
+
+COUNT, EACH, CLIP = 90, 3, 0.2
+
+
+def records() -> tuple[np.ndarray, np.ndarray, list[Any]]:
+    generator = np.random.default_rng(1)
+    ids = [None if n % 7 == 0 else f"user {n % 20}" for n in range(COUNT)]
+    return generator.normal(size=(COUNT, 6)), generator.integers(0, 3, COUNT), ids
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    protection: dict[str, Any] = {
+        "kind": "record",
+        "unit": "user",
+        "records_per_user": EACH,
+        "clip_norm": CLIP,
+    }
+    protection |= {"noise_multiplier": 1e-6, **changes.pop("protection", {})}
+    found: dict[str, Any] = {
+        "trainer": {"kind": "bp"},
+        "epochs": 2,
+        "seed": 4,
+        "threads": 1,
+        "protection": protection,
+    }
+    found |= {"optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "schedule": "constant"}}
+    return found | {"sampler": {"batch_size": 6}, "data": {"n_classes": 3}, **changes}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def table(folder: Path) -> Path:
+    x, y, ids = records()
+    path = folder / "records.csv"
+    lines = ["who,label," + ",".join(f"f{n}" for n in range(6))]
+    lines += [
+        f"{i or ''},{label}," + ",".join(map(repr, row.tolist()))
+        for row, label, i in zip(x, y, ids, strict=True)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_run_takes_the_clipped_means_of_users(tmp_path: Path, fixed: bool) -> None:
+    run = opusim.train(
+        config(protection={"fixed_batches": fixed}), data=records(), model=model(), folder=tmp_path / "run"
+    )
+    plan = RunPlan.stored(RunFolder(tmp_path / "run"), records(), model())
+    users, wanted = plan.users, model()
+    assert users is not None
+    train = plan.dataset.train
+    parameters = list(wanted.parameters())
+    for step in range(plan.total_steps):
+        total = [torch.zeros_like(p) for p in parameters]
+        for user in plan.sampler.indices(step).tolist():
+            own = users.chosen(user, step)
+            assert 1 <= len(own) <= EACH
+            loss = nn.functional.cross_entropy(wanted(train.x[own]), train.y[own])
+            found = torch.autograd.grad(loss, parameters)
+            norm = float(torch.cat([g.flatten() for g in found]).norm())
+            for sum_, g in zip(total, found, strict=True):
+                sum_ += g * min(1.0, CLIP / norm)
+        with torch.no_grad():
+            for p, sum_ in zip(parameters, total, strict=True):
+                p -= 0.5 * sum_ / 6
+    for p, q in zip(parameters, run.model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5)
+    (stated,) = run.guarantees
+    assert stated.unit is Unit.USER
+    assert "users (at most 3 records each a step)" in stated.mechanism
+
+
+def test_a_column_names_the_users_who_are_held_out_as_a_whole(tmp_path: Path) -> None:
+    data = {"name": f"csv:{table(tmp_path)}", "label": "label", "user": "who", "n_classes": 3}
+    given = config(
+        data={**data, "validation_fraction": 0.3}, mode="release", protection={"noise_multiplier": 1.0}
+    )
+    del given["seed"]
+    run = opusim.train(given, folder=tmp_path / "run")
+    plan = RunPlan.stored(RunFolder(tmp_path / "run"))
+    owners = plan.dataset.owners
+    assert len(owners) == len(plan.dataset.train) < COUNT
+    assert plan.dataset.columns == tuple(f"f{n}" for n in range(6))
+    named = {f"user {n}" for n in range(20)}
+    trained = {one for one in owners if one is not None}
+    assert trained < named
+    _, _, ids = records()
+    assert len(owners) == sum(one is None or one in trained for one in ids)
+    held = "".join(p.read_text(errors="ignore") for p in (tmp_path / "run").rglob("*.json*"))
+    assert "user 7" not in held
+    assert str(len(owners)) not in (tmp_path / "run" / "config.json").read_text().split('"protection"')[0]
+    assert run.guarantees[0].unit is Unit.USER
+    with pytest.raises(opusim.NoGuarantee, match="audit_private_loop"):
+        opusim.audit_run(tmp_path / "run", out=tmp_path / "audit")
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one_and_takes_no_other_users(
+    tmp_path: Path, ctrl_c_at: type
+) -> None:
+    whole = opusim.train(config(), data=records(), model=model(), folder=tmp_path / "a")
+    with pytest.raises(RunInterrupted):
+        opusim.train(config(), data=records(), model=model(), folder=tmp_path / "b", watcher=ctrl_c_at(3))
+    again = opusim.train(data=records(), model=model(), folder=tmp_path / "b", resume=True)
+    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    x, y, ids = records()
+    other = RunPlan.stored(RunFolder(tmp_path / "a"), (x, y, ids), model()).dataset.owners
+    ids[ids.index(other[-1])] = None  # one training record leaves its user
+    with pytest.raises(opusim.RunFolderError, match="was trained on other data"):
+        RunPlan.stored(RunFolder(tmp_path / "a"), (x, y, ids), model())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"protection": {"records_per_user": None}}, "records_per_user"),
+        ({"protection": {"bands": 2}}, "protection.bands"),
+        ({"protection": {"unit": "record"}}, "records_per_user"),
+        ({"data": {"n_classes": 3, "split": "index"}}, "would part the records of a user"),
+        ({"trainer": {"kind": "zo"}}, "is for bp, dfa, tdfa and pdfa"),
+        ({"sampler": {"batch_size": 80}}, "users"),
+        ({"data": {"n_classes": 3, "user": "who"}}, "data.user"),
+    ],
+)
+def test_wrong_configurations_are_refused(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises((opusim.ConfigError, ValueError), match=match):
+        opusim.train(config(**changes), data=records(), folder=tmp_path)
+
+
+def test_a_run_of_users_without_their_ids_is_refused(tmp_path: Path) -> None:
+    x, y, _ = records()
+    with pytest.raises(opusim.ConfigError, match="give data=\\(x, y, ids\\)"):
+        opusim.train(config(), data=(x, y), folder=tmp_path / "a")
+    name = f"csv:{table(tmp_path)}"
+    with pytest.raises(opusim.ConfigError, match="data.user: is missing"):
+        opusim.train(config(data={"name": name, "label": "label", "n_classes": 3}), folder=tmp_path / "b")
+    data = {"name": name, "label": "label", "n_classes": 3, "user": "whom"}
+    with pytest.raises(ValueError, match="is no column of"):
+        opusim.train(config(data=data), folder=tmp_path / "c")

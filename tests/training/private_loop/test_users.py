@@ -1,0 +1,264 @@
+"""Users as the unit: one clip for the mean gradient of a user's records, users drawn by Poisson, k records a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+from opusim.accounting import Unit
+from tests.support.faults.users import FAULTS
+from tests.support.private_loops import Parts, network, parts, private_loop, run_epoch
+
+CLIP, EACH, TINY = 0.2, 3, 1e-9
+IDS = [None if n % 5 == 0 else f"user {n % 13}" for n in range(60)]
+"""Users with up to four records, and records without a user."""
+
+
+def gradients(module: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def of_users(folder: Path, given: Parts | None = None, **options: Any) -> opusim.PrivateTraining:
+    settings: dict[str, Any] = {"noise_multiplier": TINY, "max_grad_norm": CLIP, "user_ids": IDS}
+    settings |= {"records_per_user": EACH, **options}
+    return private_loop(folder, parts(batch_size=6) if given is None else given, **settings)
+
+
+@pytest.mark.parametrize("limit", [None, 3, 8])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_gradient_is_the_sum_of_users_clipped_means(
+    tmp_path: Path, limit: int | None, fixed: bool
+) -> None:
+    private = of_users(tmp_path, max_physical_batch_size=limit, fixed_batches=fixed)
+    model, optimizer, criterion, loader = private
+    x, y = loader.dataset.tensors
+    for step, batch in enumerate(loader):
+        wanted = torch.zeros(sum(p.numel() for p in model.parameters()))
+        for user in loader.sampler.indices(step).tolist():
+            own = loader.users.chosen(user, step)
+            assert 1 <= len(own) <= EACH
+            loss = nn.functional.cross_entropy(model._call_impl(x[own]), y[own])
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            flat = torch.cat([gradient.flatten() for gradient in found])
+            wanted += flat * min(1.0, CLIP / float(flat.norm()))
+        optimizer.zero_grad()
+        criterion(model(batch[0]), batch[1]).backward()
+        torch.testing.assert_close(gradients(model), wanted / 6, rtol=1e-4, atol=1e-6)
+        optimizer.step()
+    assert private.statement().guarantees[0].unit is Unit.USER
+    private.close()
+
+
+def test_the_statement_names_unit_and_k_and_nothing_that_was_left_out(tmp_path: Path) -> None:
+    private = of_users(tmp_path, noise_multiplier=1.0)
+    run_epoch(private)
+    statement = private.statement()
+    private.close()
+    document = statement.to_json()
+    assert document["guarantees"][0]["unit"] == "user"
+    assert document["mechanisms"][0]["records_per_user"] == EACH
+    assert document["guarantees"][0]["theorem"]["name"] == "clipped-users"
+    text = " ".join(statement.text().split())
+    assert "users (at most 3 records each a step)" in document["mechanisms"][0]["description"]
+    assert "whether any one user was among the training data" in text
+    rate, record = private.settings.sample_rate, parts(batch_size=6)
+    record = private_loop(tmp_path / "records", record, sample_rate=rate, max_grad_norm=CLIP)
+    run_epoch(record)
+    assert record.epsilon == private.epsilon  # the accountant knows q and z only
+    assert record.statement().guarantees[0].unit is Unit.RECORD
+    record.close()
+    held = "".join(p.read_text(errors="ignore") for p in tmp_path.glob("*.json*"))
+    assert "user 7" not in held
+    assert "60" not in str(document["mechanisms"])
+    assert Unit.USER is type(statement).from_json(document).mechanisms[0].unit
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_a_user_holds_reaches_no_other_user(tmp_path: Path, value: float) -> None:
+    """A user whose first record float32 cannot hold contributes nothing, and its copies reach nobody."""
+    ends = []
+    for name, held in (("plain", 0.0), ("odd", value)):
+        model, optimizer, criterion, loader = parts(batch_size=6)
+        x, y = (tensor.clone() for tensor in loader.dataset.tensors)  # type: ignore[attr-defined]
+        x[[n for n, own in enumerate(IDS) if own == "user 7"]] = held
+        given = model, optimizer, criterion, DataLoader(TensorDataset(x, y), batch_size=6)
+        with of_users(tmp_path / name, given, records_per_user=6) as private:
+            for step, (inputs, labels) in enumerate(private.data_loader):
+                numbers = private.data_loader.sampler.indices(step).tolist()
+                odd = [u for u in numbers if IDS[int(private.data_loader.users.records[u][0])] == "user 7"]
+                private.criterion(model(inputs), labels).backward()
+                found = gradients(model).clone()
+                assert bool(found.isfinite().all())
+                if not odd:
+                    ends.append((step, found))
+                for parameter in model.parameters():
+                    parameter.grad = None
+    half = len(ends) // 2
+    assert half
+    for (step, plain), (again, odd_one) in zip(ends[:half], ends[half:], strict=True):
+        assert step == again
+        assert torch.equal(plain, odd_one)
+
+
+def longest(private: opusim.PrivateTraining) -> float:
+    """The norm of the largest sum of a person's contributions in a step, over C; one person holds all records."""
+    model, optimizer, criterion, loader = private
+    found = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        found.append(float(gradients(model).double().norm()) * private.settings.batch_size / CLIP)
+    private.close()
+    return max(found)
+
+
+def one_person(folder: Path, ids: list[Any], **options: Any) -> opusim.PrivateTraining:
+    """A loop that draws everybody, on equal records of one person whose gradient is far longer than the clip."""
+    model = network()
+    x, y = torch.full((len(ids), 8), 50.0), torch.ones(len(ids), dtype=torch.int64)
+    given = model, torch.optim.SGD(model.parameters(), lr=1e-9), nn.CrossEntropyLoss(), None
+    loader = DataLoader(TensorDataset(x, y), batch_size=1)
+    settings: dict[str, Any] = {"sample_rate": 1.0, "user_ids": ids, **options}
+    return of_users(folder, (*given[:3], loader), **settings)
+
+
+def test_a_person_adds_at_most_c_in_a_step(tmp_path: Path) -> None:
+    for limit in (None, 3):
+        found = longest(
+            one_person(tmp_path / str(limit), ["7"] * 5 + [7, 7.0], max_physical_batch_size=limit)
+        )
+        assert 0.99 < found <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_let_a_person_add_more(tmp_path: Path, fault: str) -> None:
+    with FAULTS[fault]():
+        assert longest(one_person(tmp_path, ["7"] * 5 + [7, 7.0])) > 1.9
+
+
+def test_batches_of_every_kind_are_joined_user_by_user(tmp_path: Path) -> None:
+    """A collate function that sorts, and one that mixes the records that it is called on, cannot mix users."""
+
+    def sorted_by_sum(records: list[Any]) -> dict[str, Any]:
+        ordered = sorted(records, key=lambda record: -float(record[0].sum()))
+        x, y = torch.stack([each for each, _ in ordered]), torch.stack([each for _, each in ordered])
+        return {"x": x, "named": [str(int(label)) for label in y], "y": y.numpy()}
+
+    model, optimizer, criterion, _ = parts()
+    dataset = parts()[3].dataset
+    loader = DataLoader(dataset, batch_size=6, collate_fn=sorted_by_sum)
+    plain = parts(batch_size=6)
+    first, second = (
+        of_users(tmp_path / name, given, example_inputs=[torch.randn(2, 8)])
+        for name, given in (("sorted", (model, optimizer, criterion, loader)), ("plain", plain))
+    )
+    for batch, (x, y) in zip(first.data_loader, second.data_loader, strict=True):
+        assert len(batch["x"]) == len(batch["named"]) == len(batch["y"]) == len(x)
+        for private, given in ((first, (batch["x"], torch.as_tensor(batch["y"]))), (second, (x, y))):
+            private.optimizer.zero_grad()
+            private.criterion(private.module(given[0]), given[1]).backward()
+            private.optimizer.step()
+        torch.testing.assert_close(gradients(first.module), gradients(second.module), rtol=1e-4, atol=1e-6)
+    first.close()
+    second.close()
+
+
+def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:
+    private = of_users(tmp_path)
+    model, _, criterion, loader = private
+    for x, y in loader:
+        if len(x) > EACH:
+            turned = x.flip(0).clone()
+            with pytest.raises(ValueError, match="rows of the loader's batch in another order"):
+                model(turned)
+            break
+        criterion(model(x), y).backward()
+    private.close()
+
+
+def test_collated_rows_of_several_lengths_are_refused(tmp_path: Path) -> None:
+    """Each user is collated by itself, and padding to the longest record of a user differs."""
+
+    def padded(records: list[Any]) -> tuple[Tensor, Tensor]:
+        longest = max(3 + int(label) for _, label in records)
+        return torch.stack([x[:longest] for x, _ in records]), torch.stack([y for _, y in records])
+
+    model = nn.Sequential(
+        nn.Unflatten(1, (-1, 1)), nn.Linear(1, 3), nn.Tanh(), nn.AdaptiveAvgPool2d((1, 3)), nn.Flatten()
+    )
+    loader = DataLoader(parts()[3].dataset, batch_size=6, collate_fn=padded)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader
+    private = of_users(tmp_path, given)
+    with pytest.raises(ValueError, match="pad all records to one length"):
+        run_epoch(private)
+    private.close()
+
+
+@pytest.mark.parametrize("kind", ["tensors", "lists"])
+def test_a_collate_function_that_drops_records_moves_no_row_to_another_user(
+    tmp_path: Path, kind: str
+) -> None:
+    def dropping(records: list[Any]) -> Any:
+        kept = records[: 2 if len(records) == EACH else None]
+        x, y = torch.stack([x for x, _ in kept]), [str(int(y)) for _, y in kept]
+        return {"x": x} if kind == "tensors" else {"x": torch.zeros(len(records)), "named": y}
+
+    model, optimizer, criterion, loader = parts(batch_size=6)
+    loader = DataLoader(loader.dataset, batch_size=6, collate_fn=dropping)
+    private = of_users(
+        tmp_path, (model, optimizer, criterion, loader), example_inputs=[torch.randn(2, 8)], sample_rate=1.0
+    )
+    with pytest.raises(ValueError, match="gives fewer rows than records"):
+        next(iter(private.data_loader))
+    private.close()
+
+
+def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, stopped = of_users(tmp_path / "whole"), of_users(tmp_path / "stopped")
+    run_epoch(whole)
+    run_epoch(stopped, steps=2)
+    stopped.save()
+    stopped.close()
+    with pytest.raises(opusim.RunFolderError, match="records_per_user = 2"):
+        of_users(tmp_path / "stopped", records_per_user=2, resume=True)
+    with pytest.raises(opusim.RunFolderError, match="records_per_user = None"):
+        private_loop(tmp_path / "stopped", parts(batch_size=6), noise_multiplier=TINY, max_grad_norm=CLIP,
+                     sample_rate=whole.settings.sample_rate, resume=True)  # fmt: skip
+    again = of_users(tmp_path / "stopped", resume=True)
+    run_epoch(again)
+    for a, b in zip(whole.module.parameters(), again.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    whole.close()
+    again.close()
+
+
+def test_a_release_draws_from_the_system_and_counts_its_sums(tmp_path: Path) -> None:
+    with of_users(tmp_path, noise_multiplier=1.0, mode="release", seed=None) as private:
+        run_epoch(private)
+        stated = private.statement()
+        assert private.data_loader.users.seed is None
+    texts = [one.text for one in stated.guarantees[0].assumptions if one.holds]
+    assert any("what one user changes of the rounding of a step's sum is bounded" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"records_per_user": None}, "records_per_user is missing and user_ids is given"),
+        ({"user_ids": None}, "user_ids is missing and records_per_user is given"),
+        ({"records_per_user": 0}, "records_per_user = 0"),
+        ({"user_ids": IDS[:9]}, "has 9 IDs for 60 records"),
+        ({"max_physical_batch_size": 2}, "must hold the 3 records of a user"),
+        ({"user_ids": ["one person"] * 60}, "exceeds the 1 users"),
+        ({"relation": "add_or_remove_one"}, "needs sample_rate"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        of_users(tmp_path, **options)

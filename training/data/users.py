@@ -1,0 +1,131 @@
+"""Which records belong to which user, and which of them a step takes.
+
+Where users are protected, a step draws users, and of each drawn user at most k records. Everything here that concerns a
+user is computed from that user's records only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from opusim import checks
+from opusim.randomness.streams import SystemUniforms, derive_seed
+
+OwnIds = Sequence[Any] | np.ndarray | torch.Tensor
+"""The ID of each record's user: a number or a text, or None, NaN or a blank text for none."""
+
+
+@dataclass(frozen=True)
+class Users:
+    """The users of a data set.
+
+    Attributes:
+        records: Numbers of each user's records, int64.
+        most: k, the records of a user that a step takes at most.
+        seed: Fixes which they are, in [0, 2^64); None draws them from the operating system.
+    """
+
+    records: tuple[np.ndarray, ...]
+    most: int
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
+        """Number the users; a record without an ID (None, NaN, a blank text) is a user of its own.
+
+        Numbers are equal if their values are, and to the text that writes them; blanks around a text do not count.
+
+        Args:
+            ids: One ID for each record, a number or a text.
+            count: Number of records.
+            most: See the class.
+            name: The argument or key that gives the IDs, for messages.
+
+        Raises:
+            TypeError: An ID is neither a number nor a text.
+            ValueError: There are more or fewer IDs than records.
+        """
+        keys = keys_of(ids, count=count, name=name)
+        numbers: dict[object, list[int]] = {}
+        for record, key in enumerate(keys):
+            numbers.setdefault(key or record, []).append(record)
+        return cls(tuple(np.array(own) for own in numbers.values()), most)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def chosen(self, user: int, step: int) -> list[int]:
+        """Return the records of a user that a step takes: all, or k of them at random, by a draw of this user's own."""
+        own = self.records[user]
+        if len(own) > self.most:
+            source = (
+                SystemUniforms()
+                if self.seed is None
+                else np.random.default_rng(derive_seed(self.seed, "records of a user", step, user))
+            )
+            own = own[source.random(len(own)).argsort()[: self.most]]
+        found: list[int] = own.tolist()
+        return found
+
+    def rows(self, users: Sequence[int], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the records of users that a step takes, and which rows only fill, shapes (users x k,).
+
+        A user's rows are neighbours, and its first one fills those that it lacks.
+        """
+        chosen = [self.chosen(user, step) for user in users]
+        rows = [n for own in chosen for n in own + own[:1] * (self.most - len(own))]
+        filled = [n >= len(own) for own in chosen for n in range(self.most)]
+        return torch.tensor(rows, dtype=torch.int64), torch.tensor(filled, dtype=torch.bool)
+
+
+def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
+    """Return the text of each record's ID, the same for all that count as one; None for a record without an ID.
+
+    See `Users.of` for arguments and errors.
+    """
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(values) != count:
+        raise ValueError(
+            f"{name}: has {len(values)} IDs for {count} records; give one for each record, in their order"
+        )
+    return [_key(value, name) for value in values]
+
+
+def _key(value: Any, name: str) -> str | None:
+    """Return the text of an ID, or None for a record without one."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, str):
+        return value.strip() or None
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # pandas' missing values
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{name}: an ID is a {type(value).__name__}; give a number or a text for each record, or None for a record "
+            "without a user"
+        )
+    if isinstance(value, float) and not value.is_integer():
+        return None if value != value else repr(value)
+    return str(int(value))
+
+
+def require_users(ids: object, most: int | None) -> None:
+    """Refuse IDs of users without the number of records that a step takes of each, and the number without IDs.
+
+    Raises:
+        TypeError, ValueError: See above, or the number is out of range.
+    """
+    if most is not None:
+        checks.integer(minimum=1, records_per_user=most)
+    if (ids is None) != (most is None):
+        missing, given = ("user_ids", "records_per_user") if ids is None else ("records_per_user", "user_ids")
+        what = (
+            "the ID of each record's user"
+            if ids is None
+            else "how many records of a user a step uses at most"
+        )
+        raise ValueError(f"{missing} is missing and {given} is given; give {what}, or neither")

@@ -392,8 +392,8 @@ def _without_exit(command: Callable[[], Any]) -> Any:
     try:
         return command()
     except SystemExit as error:
-        if "_OPUSIM_COMPLETE" in os.environ:
-            raise
+        if "_OPUSIM_COMPLETE" in os.environ or isinstance(error.__context__, BrokenPipeError):
+            raise  # as typer does where `| head` has read enough
         frames = traceback.extract_tb(error.__traceback__)
         # the caller of `exit`, which stands in a frozen module itself
         *_, place = (frame for frame in frames if not frame.filename.startswith("<frozen"))

@@ -90,6 +90,12 @@ def test_a_finished_run_without_checkpoints_is_not_sent_in_a_circle(run: Path, t
     assert "holds a finished run without its checkpoints" in result.stderr
 
 
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m opusim audit --help | true"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert found.stderr == ""
+
+
 def test_evaluate_takes_a_persons_file(run: Path) -> None:
     np.savez(run.parent / "mine.npz", x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
     result = opusim("evaluate", str(run), "--data", "npz:mine.npz", cwd=run.parent)

@@ -111,7 +111,7 @@ class OpticalBench:
 
     def forget(self) -> None:
         """Compute fields anew: the medium, or what switches mirrors, has changed."""
-        self._kept.clear()
+        self._kept = {}
 
     def _medium_at(self, roi: tuple[int, int, int, int]) -> np.ndarray:
         row, column, rows, columns = roi
@@ -120,7 +120,7 @@ class OpticalBench:
             pixels = where[row : row + rows, column : column + columns].ravel()
             self._local = [np.ascontiguousarray(medium[:, pixels]) for medium in self._media]
             self._roi = roi
-            self._kept.clear()
+            self._kept = {}
         if self.angle == 0:
             return self._local[0]
         if len(self._media) == 1:
@@ -137,19 +137,20 @@ class OpticalBench:
             flat = ~flat
         keys = [np.packbits(row).tobytes() for row in flat]
         if len(self._kept) > _KEPT:
-            self._kept.clear()
-        new = {key: row for key, row in zip(keys, flat, strict=True) if key not in self._kept}
+            self._kept = {}
+        kept = self._kept  # a thread that was given up may forget meanwhile
+        new = {key: row for key, row in zip(keys, flat, strict=True) if key not in kept}
         if new:
             on = np.where(np.stack(list(new.values())), 1.0, self.leak).astype(np.float32)
             if self.coherent:
                 found = (on @ medium.real) ** 2 + (on @ medium.imag) ** 2
             else:
                 found = on**2 @ (medium.real**2 + medium.imag**2)
-            self._kept |= dict(zip(new, found, strict=True))
-        found = np.stack([self._kept[key] for key in keys])
+            kept |= dict(zip(new, found, strict=True))
+        found = np.stack([kept[key] for key in keys])
         if self.drift_per_frame:
             self.angle += self.drift_per_frame * len(patterns)
-            self._kept.clear()
+            self._kept = {}
         return found.reshape(len(patterns), roi[2], roi[3])
 
     def expose(self, patterns: np.ndarray, roi: tuple[int, int, int, int], exposure_us: float) -> np.ndarray:

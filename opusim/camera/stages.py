@@ -460,6 +460,11 @@ def number_law(
 def spread_error(sensor: Sensor, offset_e: np.ndarray, most: float, nonlinearity: float = 0.0) -> float:
     """Bound how much the law of a group's sum depends on how its total rate is spread over its pixels.
 
+    The sum of n numbers round(b_j + K N_j + sigma z_j) has a characteristic function that at |t| <= pi is the product
+    over j of sum_k sinc(u / 2) e^(-sigma^2 u^2 / 2 + i b_j u + lambda_j (e^(i K u) - 1)), u = t + 2 pi k. For whole K
+    each rate lambda_j enters by the factor e^(lambda_j (e^(i K t) - 1)), so only the total counts. Otherwise the terms
+    k = 0 depend on the total, and all others are at most the sum over k != 0 of e^(-sigma^2 u^2 / 2).
+
     Args:
         sensor: The stages behind the light, with shot noise and a converter.
         offset_e: Fixed offset of each pixel of the group, electrons, shape (n,).

@@ -11,9 +11,8 @@ A changed label moves c_i by at most 2 C_v, so the step is Gaussian with
     lev_i = lambda_max(J_i (sum_k J_k^T J_k + (tau/a)^2 I)^-1 J_i^T) in [0, 1],
 
 and over the steps that use the record mu adds up in squares. For a linear module lev_i = h_i^T (H^T H + (tau/a)^2 I)^-1
-h_i. The noise of the estimate itself earns
-nothing: its size is the loss, which is the secret. Batches must be public (S tells who is in them): there is no
-amplification by sampling. Source: docs/ulr.md, section 5.
+h_i. The noise of the estimate itself earns nothing: its size is the loss, which is the secret. Batches must be public
+(S tells who is in them): there is no amplification by sampling.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from opusim.training.runs.drawing import COLOURS
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-IN_CI = ("crossbar_year", "first_run", "noise_and_accuracy")
+IN_CI = ("first_run", "own_instrument")
 """The notebooks that every push executes; the others are executed every night."""
 MOST_CELLS = 12
 MOST_S = 60.0

@@ -12,6 +12,7 @@ from benchmarks.results_file import load_results
 from tests.support.paper_data import ours, take_committed, write_cifar10, write_mnist
 
 
+@pytest.mark.slow
 def test_private_searches(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 500)
     take_committed(results, "convex_accounting")

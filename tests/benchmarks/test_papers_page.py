@@ -9,10 +9,10 @@ from benchmarks.pages.papers import convex, page, zeroth_order
 from benchmarks.pages.papers.item import COSTS
 
 
-def test_all_commands_together_take_at_most_a_day() -> None:
+def test_all_commands_together_take_at_most_a_day_and_a_half() -> None:
     commands = {words for items in page.PAPERS.values() for item in items for words in item.run}
     assert commands == set(COSTS)
-    assert sum(COSTS.values()) <= 24
+    assert sum(COSTS.values()) <= 36
 
 
 def test_the_page_is_written_without_results(results: Path) -> None:

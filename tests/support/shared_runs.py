@@ -219,10 +219,10 @@ def log_steps(file: Path) -> None:
     """Write the records of every step to a file before they are computed."""
     real, descriptor = loop._do, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def do(order: Any, trainer: Any, split: Any, ranks: Any) -> Any:
+    def do(order: Any, trainer: Any, split: Any, ranks: Any, *more: Any) -> Any:
         mine = order.records[ranks.part(len(order.records))].tolist()
         os.write(descriptor, (json.dumps([order.step, mine]) + "\n").encode())
-        return real(order, trainer, split, ranks)
+        return real(order, trainer, split, ranks, *more)
 
     loop._do = do
 

@@ -255,7 +255,7 @@ def test_a_released_score_fits_every_count_equally_well() -> None:
 
     def gaps(noisy_count: float) -> np.ndarray:
         z = (noisy_count - counts) * mu
-        nearest = z.astype(np.float32)
+        nearest = z.astype(np.float32).astype(float)
         return np.abs(z - nearest) / (np.maximum(np.abs(nearest), np.finfo(np.float32).tiny) * 2.0**-24)
 
     named = [int(np.argmin(gaps(round(step) * grid_of(1 / mu)))) == 217 for step in steps]

@@ -8,6 +8,7 @@ and a public key, so adding a record changes one part by that record and no othe
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -161,6 +162,9 @@ def split_records(
     return kept, held_out
 
 
+_WHOLE = re.compile("0|-?[1-9][0-9]*")
+
+
 def _id_bytes(ids: Ids) -> Iterable[bytes | None]:
     values = ids.tolist() if isinstance(ids, np.ndarray | torch.Tensor) else list(ids)
     for position, value in enumerate(values):
@@ -172,7 +176,8 @@ def _id_bytes(ids: Ids) -> Iterable[bytes | None]:
                 f"ids must be whole numbers or strings, got {type(value).__name__} at position {position}; "
                 "use ids.astype(str)"
             )
-        yield f"{'s' if isinstance(value, str) else 'i'}{value}".encode()
+        text = str(value).strip()
+        yield f"{'i' if _WHOLE.fullmatch(text) else 's'}{text}".encode() if text else None
 
 
 def _split_by_hash(

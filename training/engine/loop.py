@@ -195,7 +195,10 @@ class Engine:
         """Do the remaining steps, or those until Ctrl-C."""
         first, before = self.step, self._trainer.usage
         protected = self._plan.config.protection.protects != "nothing"
-        movement = Movement(self._trainer.model) if protected else None
+        watched = protected and (
+            self.mechanisms or not first
+        )  # of a last model, checkpoints are not released
+        movement = Movement(self._trainer.model) if watched else None
         # A run that is paid for at once releases its last model only, so that earlier ones may not be looked at.
         look = min(first + STEPS_TO_MOVE, self.total_steps) if self.mechanisms else self.total_steps
         while self.step < self.total_steps:

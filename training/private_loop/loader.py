@@ -404,19 +404,27 @@ def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
         ValueError: Rows cannot be told, or have other shapes in one batch than in another.
     """
 
+    def constant(values: Sequence[Any], one: Any, where: str) -> Any:
+        """Return a value without rows, which reaches all records of a step, so that none of them may decide it."""
+        if any(not _is_same(value, one) for value in values):
+            raise ValueError(
+                f"data_loader: its collate function puts a value without rows into batches (batch{where}), and it "
+                "differs from one batch to the next; give each record a row of its own"
+            )
+        return one
+
     def leaf(values: Sequence[Any], one: Any, two: Any, where: str) -> Any:
         value = values[0]
         if _has_entries(one) and type(value) is type(one):
             sizes = zip(one.shape, two.shape, strict=True)
             place = next((n for n, pair in enumerate(sizes) if pair == (1, 2)), None)
             if place is None:
-                return value
+                return constant(values, one, where)
             shapes = {(*each.shape[:place], *each.shape[place + 1 :]) for each in values}
             if len(shapes) > 1:
                 raise ValueError(
                     f"data_loader: its collate function, called on the records of one user at a time, gives rows of "
-                    f"several shapes (batch{where}: {', '.join(map(str, sorted(shapes)))}); pad all records to one "
-                    "length"
+                    f"several shapes (batch{where}); pad all records to one length"
                 )
             if sum(each.shape[place] for each in values) <= max(kept, default=-1):
                 raise ValueError(_TOO_FEW.format(where=where))
@@ -425,7 +433,7 @@ def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
                 return whole.index_select(place, torch.tensor(kept, device=value.device))
             return np.concatenate(values, axis=place).take(kept, axis=place)
         if one is None or isinstance(one, str | bytes | bool | int | float):
-            return value
+            return constant(values, one, where)
         raise ValueError(
             f"data_loader: its collate function puts a {type(value).__name__} into batches (batch{where}), whose rows "
             "cannot be filled; return tensors with a row for each record, or lists, tuples and mappings of these, or "
@@ -471,12 +479,16 @@ def _rebuilt(batches: Sequence[Any], one: Any, two: Any, kept: list[int], leaf: 
     batch = batches[0]
     if isinstance(batch, Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
         if list(one) == list(two):
+            if any(set(each) != set(one) for each in batches):
+                raise ValueError(
+                    f"data_loader: its collate function gives other keys from one batch to the next (batch{where}); "
+                    "give all of them the same keys"
+                )
             entries = {
                 key: _rebuilt([b[key] for b in batches], one[key], two[key], kept, leaf, f"{where}[{key!r}]")
-                for key in batch
-                if key in one
+                for key in one
             }
-            return _like(batch, {**batch, **entries})
+            return _like(batch, entries)
     elif isinstance(one, list | tuple) and type(batch) is type(one) is type(two):
         kind: Any = type(batch)
         if len(one) == 1 and len(two) == 2:
@@ -489,6 +501,15 @@ def _rebuilt(batches: Sequence[Any], one: Any, two: Any, kept: list[int], leaf: 
             found = [_rebuilt(*part, kept, leaf, f"{where}[{n}]") for n, part in parts]
             return kind(*found) if hasattr(batch, "_fields") else kind(found)
     return leaf(batches, one, two, where)
+
+
+def _is_same(value: Any, one: Any) -> bool:
+    """Whether two values without rows are equal, entry by entry where they have entries."""
+    if isinstance(one, Tensor):
+        return isinstance(value, Tensor) and torch.equal(value, one)
+    if isinstance(one, np.ndarray):
+        return isinstance(value, np.ndarray) and np.array_equal(value, one)
+    return type(value) is type(one) and bool(value == one)
 
 
 def _has_entries(value: Any) -> bool:

@@ -146,7 +146,7 @@ class MeasuredRates:
             DeviceFault: a limit of `again` lies beyond a stated one.
         """
         stated, now = self.limits(), [each / self.gain[0] for each in again.own_limits()]
-        beyond = (now[0] < stated[0]) & (now[0] > 0) | (now[1] > stated[1])
+        beyond = (np.maximum(now[0], 0.0) < stated[0]) | (now[1] > stated[1])
         beyond = beyond[:, pixels]
         if beyond.any():
             change = float(np.mean(again.light_dn[:, pixels]) / np.mean(self.light_dn[:, pixels])) - 1

@@ -103,6 +103,8 @@ def sweep(
 ) -> Sweep:
     """Train a table of runs, and return them; runs that `folder` holds already are not made again.
 
+        >>> import tempfile
+        >>> import numpy as np
         >>> table = sweep(
         ...     {"config": {"epochs": 2}, "axes": {"device.noise.sigma": [0.0, 3.0]}},
         ...     data=(np.eye(40), np.arange(40) % 2), folder=tempfile.mkdtemp() + "/sweep", jobs=1

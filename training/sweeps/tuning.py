@@ -493,6 +493,10 @@ def _require_searchable(config: RunConfig) -> None:
             config.protection.protects == "nothing",
             f"{config.protection.kind!r} has no guarantee that a search could keep; set --protect or protection.kind",
         ),
+        "protection.unit": (
+            getattr(config.protection, "unit", "record") == "user",
+            "= 'user' is not for a search yet: its score counts records, of which a user may hold many; take 'record'",
+        ),
         "protection.epsilon": (
             config.protection.epsilon is None,
             "is missing; give the epsilon of the whole search",

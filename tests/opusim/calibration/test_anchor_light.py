@@ -103,7 +103,7 @@ def test_a_clipped_black_level_moves_no_limit(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["camera", "camera_low_light"])
-@pytest.mark.parametrize("kind", [Vignetting, OneBrightOutput])
+@pytest.mark.parametrize("kind", [pytest.param(Vignetting, marks=pytest.mark.slow), OneBrightOutput])
 def test_light_that_is_spread_in_another_way_earns_no_law_of_an_outputs_light(
     kind: type[CameraDevice], name: str, seed: int
 ) -> None:

@@ -82,6 +82,7 @@ def test_show_says_what_it_can_do(tmp_path: Path) -> None:
     assert "can: project, draw, matrix" in said
 
 
+@pytest.mark.slow
 def test_it_trains(tmp_path: Path) -> None:
     options = [
         "--data",

@@ -70,6 +70,7 @@ def test_a_script_trains_on_a_class_that_it_registers(tmp_path: Path) -> None:
     assert "trainer='pdfa'" in run(tmp_path, "train_bench.py")
 
 
+@pytest.mark.slow
 def test_the_driver_passes_the_contract(tmp_path: Path) -> None:
     for name in ("lab_driver.py", "instrument.toml", "test_lab_driver.py"):
         (tmp_path / name).write_text(files()[name])

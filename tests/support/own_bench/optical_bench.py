@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class OpticalBench:
 
         self._media = [medium()]
         self._another = medium
-        self._kept: dict[bytes, np.ndarray] = {}
+        self._kept: dict[tuple[Any, bytes], np.ndarray] = {}
         self._roi: tuple[int, int, int, int] | None = None
         self._local: list[np.ndarray] = []
         self.angle = 0.0
@@ -135,7 +136,7 @@ class OpticalBench:
         flat = patterns.reshape(len(patterns), -1).astype(bool)
         if self.inverted:
             flat = ~flat
-        keys = [np.packbits(row).tobytes() for row in flat]
+        keys = [(roi, np.packbits(row).tobytes()) for row in flat]
         if len(self._kept) > _KEPT:
             self._kept = {}
         kept = self._kept  # a thread that was given up may forget meanwhile

@@ -279,6 +279,8 @@ NIGHTLY = (
     "noise_halved_on_release",
     "noise_missing_on_release",
     "noise_reused_on_release",
+    "noise_shared_by_parameters",
+    "clipped_together",
     "steps_without_noise",
 )
 """Faults beside which another of their kind is planted in every run of the tests."""
@@ -471,6 +473,7 @@ def test_the_registry_holds_every_file() -> None:
         "__init__",
         "base",
         "streams",
+        "users",  # of private loops, tests/training/attacks/test_user_audits.py
     }
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 

@@ -155,6 +155,11 @@ def test_ids_of_any_spelling() -> None:
         split_by_id(ids, 0.5, 3)[0].tolist() for ids in (np.arange(50), torch.arange(50), list(range(50)))
     ]
     assert same[0] == same[1] == same[2]
+    held_out = [
+        split_by_id([form(n) for n in range(50)], 0.5, 3)[1].tolist() for form in (int, str, " {} ".format)
+    ]
+    assert held_out[0] == held_out[1] == held_out[2]  # one ID, however it is written
+    assert split_by_id([" ", ""] * 20, 0.9, 3)[1].tolist() == []  # a blank text is none
     assert split_by_id(np.array(texts), 0.5, 3)[0].tolist() == split_by_id(texts, 0.5, 3)[0].tolist()
 
 

@@ -317,7 +317,7 @@ def test_evaluation_on_a_device_names_what_stays_digital(
     np.savez(tmp_path / "test.npz", x=x, y=y)
     config = {"epochs": 1, "model": {"name": "gru", "options": {"width": 3}}, "trainer": {"kind": "bp"}}
     training.train(config, data=(x, y), folder=tmp_path / "run")
-    commands.evaluate(tmp_path / "run", arrays=tmp_path / "test.npz", device="pcm")
+    commands.evaluate(tmp_path / "run", data=f"npz:{tmp_path}/test.npz", device="pcm")
     assert "No device takes blocks.0.gru, blocks.1.gru: digital in this figure." in capsys.readouterr().out
-    figures = evaluate_run(tmp_path / "run", arrays=tmp_path / "test.npz", device="pcm")
+    figures = evaluate_run(tmp_path / "run", data=f"npz:{tmp_path}/test.npz", device="pcm")
     assert figures["digital"] == ["blocks.0.gru", "blocks.1.gru"]

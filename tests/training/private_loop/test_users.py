@@ -219,6 +219,29 @@ def test_a_collate_function_that_drops_records_moves_no_row_to_another_user(
     private.close()
 
 
+@pytest.mark.parametrize("kind", ["truth", "keys"])
+def test_a_value_without_rows_that_a_user_decides_is_refused(tmp_path: Path, kind: str) -> None:
+    """It would reach every user of the step."""
+
+    def told(records: list[Any]) -> Any:
+        x, y = torch.stack([x for x, _ in records]), torch.stack([y for _, y in records])
+        large = bool((x > 1).any())
+        if kind == "keys":
+            return {"x": x, "y": y, **({"large": None} if large else {})}
+        return {"x": x, "y": y, "large": large}
+
+    model, optimizer, criterion, loader = parts(batch_size=6)
+    loader.dataset.tensors[0][:] = 0.0
+    loader.dataset.tensors[0][41] = 2.0
+    loader = DataLoader(loader.dataset, batch_size=6, collate_fn=told)
+    private = of_users(
+        tmp_path, (model, optimizer, criterion, loader), example_inputs=[torch.randn(2, 8)], sample_rate=1.0
+    )
+    with pytest.raises(ValueError, match="differs from one batch to the next|gives other keys from one"):
+        next(iter(private.data_loader))
+    private.close()
+
+
 def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, stopped = of_users(tmp_path / "whole"), of_users(tmp_path / "stopped")
     run_epoch(whole)

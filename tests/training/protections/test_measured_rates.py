@@ -112,6 +112,17 @@ def test_one_pixel_that_drifted_beyond_its_limits_is_found() -> None:
             rates.require_same(camera.measured(), rates.usable, "hidden")
 
 
+@pytest.mark.parametrize("left", [0.0, 0.01, 0.5])
+def test_a_pixel_that_a_pattern_leaves_in_the_dark_is_found(left: float) -> None:
+    """Where nothing is left, the second measurement has no lower limit above 0."""
+    for seed in range(5):
+        camera = HiddenCamera(seed)
+        rates = camera.measured()
+        camera.light[0, seed] *= left
+        with pytest.raises(DeviceFault, match="left their limits"):
+            rates.require_same(camera.measured(), rates.usable, "hidden")
+
+
 def test_rates_within_limits_tell_no_more_than_their_pairs(seed: int) -> None:
     draw = np.random.default_rng(seed)
     low = draw.uniform(1, 3, (2, 8))

@@ -446,8 +446,8 @@ def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(
     said: list[str] = []
 
     def stops(*arguments: Any, **keywords: Any) -> None:
-        if keywords["watcher"] is not None:
-            keywords["watcher"].on_start(step=0, total_steps=1)
+        for callback in keywords["callbacks"]:
+            callback.on_start(step=0, total_steps=1)
         said.append(capsys.readouterr().err)
         raise RunInterrupted("enough")
 

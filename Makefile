@@ -135,7 +135,7 @@ adapters:  ## Adapters of instruments on their libraries' simulators, in an envi
 	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest -q -m "slow or not slow" tests/opusim/devices/test_adapters.py
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(ADAPTERS) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(ADAPTERS) build dist docs/_build docs/jupyter_execute *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name '*.nb[ci]' -delete  # numba's cache does not see changes in imported kernels
 
 $(VENV)/bin/python:

@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 SHARE ?= 8
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal  # a thread for each worker
+EACH = OMP_NUM_THREADS=1 xargs -t -P $$(nproc) -I {}  # so many at a time as there are cores
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
@@ -20,9 +21,10 @@ demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digit
 test: $(DEV)  ## The tests of CI; tests that take minutes are left to `make nightly`.
 	$(PYTEST)
 
-examples: $(DEV)  ## One script for each framework, also private ones; some seconds each.
-	set -e; for script in examples/any_module/*.py examples/private/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script; done
-	set -e; mkdir -p build/gallery; for script in examples/gallery/*.py examples/optical/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script build/gallery/$$(basename $$script .py).png; done
+examples: $(DEV)  ## One script for each framework, also private ones, and the gallery; some seconds each.
+	mkdir -p build/gallery
+	ls examples/any_module/*.py examples/private/*.py | $(EACH) $(BIN)/python {}
+	ls examples/gallery/*.py examples/optical/*.py | $(EACH) sh -c '$(BIN)/python {} build/gallery/$$(basename {} .py).png'
 
 docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build

@@ -354,12 +354,13 @@ class DeviceContract:
             assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
     def test_release_noise_is_never_repeated(self) -> None:
+        many = 64, N_OUTPUTS  # of which a converter may round most to the same number
         with self.open_window(mode="release") as device:
             device.seek(0)
-            first = device.draw((2, N_OUTPUTS))
+            first = device.draw(many)
             device.seek(0)
             if _is_noisy(device):
-                assert not torch.equal(device.draw((2, N_OUTPUTS)), first)
+                assert not torch.equal(device.draw(many), first)
 
     # Use
 

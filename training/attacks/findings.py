@@ -655,7 +655,7 @@ def _refutation(audit: Audit) -> str:
 
 
 def _won(audit: Audit) -> str:
-    """Return in a sentence who refuted the claim game by game; empty if nobody did."""
+    """Return a sentence on the attacks whose bets refuted the claim; empty if none did."""
     bets = [(one.attack, one.anytime) for one in audit.of(Role.RUN) if one.anytime is not None]
     found = [f"{attack!r} after {read.refuted_at:,} games" for attack, read in bets if read.refuted_at]
     return f"The bets against the claim REFUTE it: {', '.join(found)}." if found else ""

@@ -81,7 +81,7 @@ def test_the_statement_names_unit_and_k_and_nothing_that_was_left_out(tmp_path: 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_what_a_user_holds_reaches_no_other_user(tmp_path: Path, value: float) -> None:
-    """A user whose first record float32 cannot hold contributes nothing, and its copies reach nobody."""
+    """A user whose first record float32 cannot hold contributes nothing, nor do its copies."""
     ends = []
     for name, held in (("plain", 0.0), ("odd", value)):
         model, optimizer, criterion, loader = parts(batch_size=6)

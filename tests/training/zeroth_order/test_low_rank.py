@@ -26,6 +26,7 @@ from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, factors
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease
+from tests.support.zeroth_order import require_mean_move
 
 SEEDS = (5, 6, 7)
 
@@ -153,19 +154,7 @@ def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
     trainer = zo_trainer(network, config, ScalarRelease(clip=None, divisor=1.0), root=7)
     assert trainer.sides.at_once
     x, y = torch.randn(1, 6, generator=torch.Generator().manual_seed(seed)), torch.tensor([1])
-    start = {name: tensor.clone() for name, tensor in network.tensors.items()}
-    residual = (network.model(x) - nn.functional.one_hot(y, 4)).detach()
-    gradient = torch.cat([(residual.t() @ x).flatten(), residual.flatten()]).double()
-    moves = []
-    for step in range(100):
-        trainer.step(x, y, step=step)
-        moves.append(torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()]).double())
-        for name, tensor in network.tensors.items():
-            tensor.copy_(start[name])
-    sample = -torch.stack(moves) / 0.1
-    error = sample.std(dim=0) / math.sqrt(len(sample))
-    assert ((sample.mean(dim=0) - gradient).abs() < 5 * error).all()
-    assert not ((sample.mean(dim=0) + gradient).abs() < 5 * error).all()
+    require_mean_move(trainer, network, x, y, steps=100)
 
 
 def test_what_rank_does_to_a_joint_clip() -> None:

@@ -28,6 +28,7 @@ from opusim.training.runs.storage import sealed, unsealed, write_json
 from opusim.training.zeroth_order.config import ZoConfig
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from tests.support.zeroth_order import require_mean_move
 
 BASE = {
     "epochs": 2,
@@ -72,19 +73,7 @@ def test_update_is_the_gradient_seen_along_directions(seed: int) -> None:
     errors of that mean; the opposite sign, the planted fault, is far off."""
     trainer, network = make_trainer(perturbation=1e-2)
     x, y = torch.randn(1, 4, generator=torch.Generator().manual_seed(seed)), torch.tensor([1])
-    start = {name: tensor.clone() for name, tensor in network.tensors.items()}
-    residual = (network.model(x) - nn.functional.one_hot(y, 3)).detach()
-    gradient = torch.cat([(residual.t() @ x).flatten(), residual.flatten()]).double()
-    moves = []
-    for step in range(2000):
-        trainer.step(x, y, step=step)
-        moves.append(torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()]).double())
-        for name, tensor in network.tensors.items():
-            tensor.copy_(start[name])
-    sample = -torch.stack(moves) / 0.1
-    error = sample.std(dim=0) / math.sqrt(len(sample))
-    assert ((sample.mean(dim=0) - gradient).abs() < 5 * error).all()
-    assert not ((sample.mean(dim=0) + gradient).abs() < 5 * error).all()
+    require_mean_move(trainer, network, x, y, steps=2000)
 
 
 def test_training_learns_and_makes_neither_gradients_nor_a_graph(tmp_path: Path) -> None:

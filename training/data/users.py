@@ -6,8 +6,11 @@ user is computed from that user's records only.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +21,8 @@ from opusim.randomness.streams import SystemUniforms, derive_seed
 
 OwnIds = Sequence[Any] | np.ndarray | torch.Tensor
 """The ID of each record's user: a number or a text, or None, NaN or a blank text for none."""
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
+"""A text that writes a number."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Users:
 
         Raises:
             TypeError: An ID is neither a number nor a text.
-            ValueError: There are more or fewer IDs than records.
+            ValueError: There are more or fewer IDs than records, or IDs write one number in two ways.
         """
         keys = keys_of(ids, count=count, name=name)
         numbers: dict[object, list[int]] = {}
@@ -58,6 +63,14 @@ class Users:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @property
+    def digest(self) -> str:
+        """BLAKE2b of which records are one user's, whatever the IDs."""
+        found = hashlib.blake2b(digest_size=16)
+        for own in self.records:
+            found.update(np.array([len(own), *own], dtype="<i8").data)
+        return found.hexdigest()
 
     def chosen(self, user: int, step: int) -> list[int]:
         """Return the records of a user that a step takes: all, or k of them at random, by a draw of this user's own."""
@@ -93,7 +106,15 @@ def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
         raise ValueError(
             f"{name}: has {len(values)} IDs for {count} records; give one for each record, in their order"
         )
-    return [_key(value, name) for value in values]
+    keys = [_key(value, name) for value in values]
+    written: dict[Decimal, str] = {}
+    for key in {key for key in keys if key is not None and _NUMBER.fullmatch(key)}:
+        if written.setdefault(Decimal(key), key) != key:
+            raise ValueError(
+                f"{name}: write one number in two ways, such as '07' and 7, which would be two users; write each "
+                "user's ID in one way, and IDs that differ with a letter, such as 'u07'"
+            )
+    return keys
 
 
 def _key(value: Any, name: str) -> str | None:

@@ -83,7 +83,7 @@ _TRUSTED_IF_SHARED = (
 
 _TRUSTED_OF_USERS = (
     "the loop gives the rows of a batch to module and criterion in the loader's order, which says whose they are, and "
-    "a resumed loop has the same `user_ids`"
+    "a loop that is resumed in release mode has the same `user_ids`, of which a release keeps no digest"
 )
 
 
@@ -105,6 +105,7 @@ class PrivacySettings:
         epochs: Planned length, or None.
         records_per_user: k, the records of a user that a step uses at most, if users are drawn in the place of records;
             else None.
+        users: Digest of which records are one user's. None in release mode, which keeps nothing of the records.
     """
 
     mode: Mode
@@ -118,6 +119,7 @@ class PrivacySettings:
     target_epsilon: float | None
     epochs: int | None
     records_per_user: int | None = None
+    users: str | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -231,7 +233,13 @@ class PrivacySettings:
             )
         stored = type(self).stored(folder)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
-        changed = [name for name in ours if ours[name] != theirs[name] and name not in found]
+        known = {*found, *(("users",) if stored.users is None else ())}  # a version before 0.3 kept no digest
+        changed = [name for name in ours if ours[name] != theirs[name] and name not in known]
+        if changed == ["users"]:
+            raise RunFolderError(
+                f"user_ids: give other records to a user than the private loop in {folder} was started with; resume "
+                "it with the same IDs, or start a new folder"
+            )
         if changed:
             name = changed[0]
             raise RunFolderError(

@@ -200,6 +200,7 @@ def make_private(
         if user_ids is not None:
             users = Users.of(user_ids, count=count, most=group, name="user_ids")
             count = len(users)
+        given["users"] = users.digest if users is not None and mode == "experiment" else None
         settings = ranks.on_first(
             lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
         )

@@ -42,6 +42,18 @@ def test_an_id_that_is_neither_a_number_nor_a_text_is_refused(value: Any) -> Non
         users(["a", value])
 
 
+@pytest.mark.parametrize("ids", [["07", 7], ["7.50", 7.5], ["+7", "7"], ["-0", "0"]])
+def test_one_number_written_in_two_ways_is_refused(ids: list[Any]) -> None:
+    with pytest.raises(ValueError, match="user_ids: write one number in two ways"):
+        users(["a", *ids])
+
+
+def test_texts_that_write_different_numbers_are_users() -> None:
+    assert (
+        len(users(["07", "8", "0x7", "1e1", "10", "7a", 12345678901234567890, "12345678901234567891"])) == 8
+    )
+
+
 def test_one_id_for_each_record_is_needed() -> None:
     with pytest.raises(ValueError, match="has 2 IDs for 3 records"):
         Users.of(["a", "b"], count=3, most=1, name="user_ids")

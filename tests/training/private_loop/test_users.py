@@ -253,7 +253,13 @@ def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     with pytest.raises(opusim.RunFolderError, match="records_per_user = None"):
         private_loop(tmp_path / "stopped", parts(batch_size=6), noise_multiplier=TINY, max_grad_norm=CLIP,
                      sample_rate=whole.settings.sample_rate, resume=True)  # fmt: skip
-    again = of_users(tmp_path / "stopped", resume=True)
+    other = [
+        None if n % 5 == 0 else f"user {(n + n // 59) % 13}" for n in range(60)
+    ]  # one record changes hands
+    with pytest.raises(opusim.RunFolderError, match="user_ids: give other records to a user"):
+        of_users(tmp_path / "stopped", user_ids=other, sample_rate=whole.settings.sample_rate, resume=True)
+    renamed = [None if each is None else f"{each} of old" for each in IDS]
+    again = of_users(tmp_path / "stopped", user_ids=renamed, resume=True)
     run_epoch(again)
     for a, b in zip(whole.module.parameters(), again.module.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -193,17 +193,19 @@ class Adversary:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Records that the attacker knows.
+    """Records that the attacker knows, or those that a step takes of some users, k rows for each.
 
     Attributes:
         x: Features as the network takes them, shape (n, d).
         y: Class numbers, shape (n,).
         numbers: Of the records in the training set, int64, shape (n,); None if they have none.
+        filled: Which rows only fill those that a user lacks, bool, shape (n,); None of records.
     """
 
     x: Tensor
     y: Tensor
     numbers: Tensor | None = None
+    filled: Tensor | None = None
 
     def __getitem__(self, positions: Tensor) -> Records:
         """Return the records at some positions."""
@@ -211,8 +213,16 @@ class Records:
         return Records(x=self.x[positions], y=self.y[positions], numbers=numbers)
 
     def followed_by(self, others: Records) -> Records:
-        """These records and then others."""
-        return Records(x=torch.cat([self.x, others.x]), y=torch.cat([self.y, others.y]))
+        """These records and then others of the same kind."""
+        joined: dict[str, Any] = {}
+        for name, own in vars(self).items():
+            joined[name] = None if own is None else torch.cat([own, getattr(others, name)])
+        return Records(**joined)
+
+    @property
+    def filling(self) -> dict[str, Tensor]:
+        """What a trainer's step is told of the rows of users."""
+        return {} if self.filled is None else {"filled": self.filled}
 
 
 @dataclass(frozen=True, kw_only=True)

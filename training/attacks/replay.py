@@ -105,8 +105,7 @@ class ReplayedStep:
         self._earlier = steps_needed(options)
         history = [self._parameters()]
         for number in range(self._earlier):
-            index = plan.sampler.indices(number).to(self.dataset.train.x.device)
-            self._step(index, number)
+            self._step(self.records(plan.sampler.indices(number), number), number)
             history.append(self._parameters())
         self.before = history[-1]
         """The parameters that every trial starts from."""
@@ -119,10 +118,13 @@ class ReplayedStep:
         self._state = {name: tensor.clone() for name, tensor in trainer.state.items()}
         self._optimizer_state = {k: t.clone() for k, t in optimizer_tensors(trainer.optimizer).items()}
 
-    def records(self, index: Tensor) -> Records:
-        """Return training records by number."""
+    def records(self, index: Tensor, step: int) -> Records:
+        """Return training records by number, or those that a step takes of users by number."""
+        filled: Tensor | None = None
+        if self.plan.users is not None:
+            index, filled = self.plan.users.rows(index.tolist(), step)
         x, y = self.dataset.train.batch(index)
-        return Records(x=x, y=y, numbers=index)
+        return Records(x=x, y=y, numbers=index.to(y.device), filled=filled)
 
     def step_of(self, trial: int) -> int:
         """Return the number of a trial's step, which keys its noise: no two trials share any."""
@@ -133,11 +135,11 @@ class ReplayedStep:
         """What an attacker sees of a step."""
         return WEIGHTS_AND_STATE if self._reads_means else "the weights after every step"
 
-    def state_after(self, index: Tensor, trial: int) -> Mapping[str, Tensor]:
+    def state_after(self, batch: Records, trial: int) -> Mapping[str, Tensor]:
         """Return what `earlier` reads gradients from after a step on a batch, until the next step.
 
         Args:
-            index: Numbers of the batch's training records.
+            batch: Training records, with their numbers.
             trial: Its number, from 0.
         """
         with torch.no_grad():  # reset to the state after the warm-up
@@ -147,7 +149,7 @@ class ReplayedStep:
                 tensor.copy_(self._state[name])
             for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
                 tensor.copy_(self._optimizer_state[name])
-        self._step(index, self.step_of(trial))
+        self._step(batch, self.step_of(trial))
         if self._reads_means:
             return self._means()
         return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
@@ -158,8 +160,9 @@ class ReplayedStep:
         means = {p.data_ptr(): state["exp_avg"] for p, state in optimizer.state.items()}
         return {name: means.get(tensor.data_ptr(), torch.zeros_like(tensor)) for name, tensor in tensors}
 
-    def _step(self, index: Tensor, number: int) -> None:
-        self._trainer.step(*self.dataset.train.batch(index), step=number, observe=False, records=index)
+    def _step(self, batch: Records, number: int) -> None:
+        own = {"records": batch.numbers, **batch.filling}
+        self._trainer.step(batch.x, batch.y, step=number, observe=False, **own)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._trainer.tensors.items()}
@@ -254,7 +257,7 @@ class NoiselessStep(Generic[NetworkT]):
     def _step(self, weights: Mapping[str, Tensor], records: Records, step: int) -> None:
         self.network_at(weights)
         index = torch.zeros(len(records.x), dtype=torch.int64, device=records.x.device)
-        self._trainer.step(records.x, records.y, step=step, observe=False, records=index)
+        self._trainer.step(records.x, records.y, step=step, observe=False, records=index, **records.filling)
 
     def network_at(self, weights: Mapping[str, Tensor]) -> NetworkT:
         """Return the network with these parameters, until the next call."""
@@ -300,7 +303,7 @@ _DRAWN = 4  # candidate, replacement, and two strangers
 
 
 class MembershipGame:
-    """One step of the run's trainer, with a record in its batch or without.
+    """One step of the run's trainer, with a record in its batch or without; with a user, if these are protected.
 
     Each trial draws four records, and a batch by the run's own sampling scheme. It takes the four out of the batch and
     puts the candidate in (first world), or the replacement or no record (second world). The run's trainer does the step
@@ -316,19 +319,20 @@ class MembershipGame:
         seed: Of batches and candidates, in [0, 2^64).
 
     Raises:
-        ValueError: Fewer than six training records.
+        ValueError: Fewer than six training records, or users.
     """
 
     def __init__(self, step: ReplayedStep, *, adjacency: Adjacency, seed: int) -> None:
         self._step, self._seed = step, seed
         self._replaces = adjacency is Adjacency.REPLACE_ONE
-        self._n = len(step.dataset.train)
+        users = step.plan.users
+        unit, self._n = ("record", len(step.dataset.train)) if users is None else ("user", len(users))
         if self._n < _DRAWN + 2:
             raise ValueError(
-                f"training records = {self._n}: the game needs at least {_DRAWN + 2}; audit more"
+                f"training {unit}s = {self._n}: the game needs at least {_DRAWN + 2}; audit more"
             )
-        end = "another record in its place" if self._replaces else "the same batch without it"
-        self.pair = f"a record in the step's batch, against {end}"
+        end = f"another {unit} in its place" if self._replaces else "the same batch without it"
+        self.pair = f"a {unit} in the step's batch, against {end}"
 
     def scores(
         self,
@@ -383,35 +387,37 @@ class MembershipGame:
             first_world: Which world.
         """
         seed = derive_seed(self._seed, "trial", trial)
-        # the four records that the trial is about, and the others of the batch
+        # the four records, or users, that the trial is about, and the others of the batch
         chosen = np.random.default_rng(seed).choice(self._n, _DRAWN, replace=False)
         sampler = replace(self._step.plan.sampler, seed=derive_seed(seed, "sampler"))
         sampled = sampler.indices(0).numpy()
         rest = sampled[~np.isin(sampled, chosen)]
         if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate
             rest = rest[: max(len(sampled) - 1, 0)]
-        place = self._step.dataset.train.x.device
-        others, drawn = torch.from_numpy(rest).to(place), torch.from_numpy(chosen).to(place)
-        added = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
-        batch = torch.cat([others, added])
-        step = self._step
+        step, number = self._step, self._step.step_of(trial)
+        others = step.records(torch.from_numpy(rest), number)
+        candidates, strangers = (
+            self._pair(torch.from_numpy(pair), number) for pair in np.split(chosen, _DRAWN // 2)
+        )
+        added = candidates.member if first_world else candidates.replacement
+        batch = others if added is None else others.followed_by(added)
         return Trial(
             observation=Observation(
                 before=step.before,
                 after=step.state_after(batch, trial),
                 earlier=step.earlier,
-                step=step.step_of(trial),
-                others=step.records(others),
-                batch_size=len(others) + 1,
+                step=number,
+                others=others,
+                batch_size=len(rest) + 1,
             ),
-            candidates=self._pair(drawn[:2]),
-            strangers=self._pair(drawn[2:]),
+            candidates=candidates,
+            strangers=strangers,
         )
 
-    def _pair(self, drawn: Tensor) -> Candidates:
+    def _pair(self, drawn: Tensor, number: int) -> Candidates:
         return Candidates(
-            member=self._step.records(drawn[:1]),
-            replacement=self._step.records(drawn[1:]) if self._replaces else None,
+            member=self._step.records(drawn[:1], number),
+            replacement=self._step.records(drawn[1:], number) if self._replaces else None,
         )
 
 
@@ -440,6 +446,8 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
         sampler=sampler,
         protection=RecordConfig(
             relation=getattr(options, "relation", None),
+            unit=getattr(options, "unit", "record"),
+            records_per_user=getattr(options, "records_per_user", None),
             delta=options.delta,
             noise_multiplier=multiplier,
             clip_norm=algorithm.own_clip,

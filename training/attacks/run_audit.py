@@ -271,11 +271,6 @@ def read_run(
     if not checkpoints:
         raise RunFolderError(f"run folder {folder.path} has no checkpoint left; train it anew")
     plan = RunPlan.stored(folder, data, model, trust_code=trust_code)
-    if plan.algorithm.config.of_users:
-        raise NoGuarantee(
-            "protection.unit = 'user': the audits of a run plant records; audit users in a private loop of the same "
-            "model: opusim.audit_private_loop"
-        )
     checkpoint = read_checkpoint(checkpoints[-1])
     return AuditedRun(
         plan=plan,

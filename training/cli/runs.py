@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -402,7 +402,10 @@ def account_device(
     print_rows(level_rows(levels))
 
 
-RunArgument = Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")]
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="RUN", help="A run folder, or that of make_private, whose constants are audited."),
+]
 KindOption = Annotated[
     str | None,
     typer.Option(
@@ -518,6 +521,15 @@ def audit(
     _require_absent(of_mechanisms, "goes with --mechanism KIND only")
     if run is None:
         raise ValueError("RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer")
+    from opusim.training.data.formats import read_npz
+    from opusim.training.runs.folder import RunFolder
+    from opusim.training.runs.storage import kind_of
+
+    if kind_of(run) == "private loop":
+        others = {"--trials": trials, "--arrays": arrays, "--out": out, **of_final_models}
+        _require_absent(others, "is for the audit of a run, not of a private loop")
+        _audit_loop(run, {"canaries": canaries, "seed": seed, "delta": delta}, as_json=as_json)
+        return
     if final_model:
         _require_absent(of_one_run, "is another audit")
     else:
@@ -526,9 +538,6 @@ def audit(
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
         else:
             _require_absent({"--canaries": canaries}, "goes with --one-run only")
-    from opusim.training.data.formats import read_npz
-    from opusim.training.runs.folder import RunFolder
-
     if trust_code:
         say_trusted(RunFolder(run).read_facts())
     data = None if arrays is None else read_npz(arrays)
@@ -538,6 +547,21 @@ def audit(
     else:
         found = _play(run, shared, trials, canaries, one_run=one_run)
     _show(run, found, out, as_json=as_json)
+
+
+def _audit_loop(folder: Path, asked: Mapping[str, Any], *, as_json: bool) -> None:
+    """Audit a private loop with the constants of a folder, and show what was found beside its report.
+
+    Raises:
+        typer.Exit: See `_print`.
+    """
+    from opusim.training.attacks.one_run.audit import audit_private_folder
+    from opusim.training.reports.audit_page import write_loop_report
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    found = audit_private_folder(folder, **given, progress="lines")
+    shown = f"kept in {folder / found.played.file}, shown in {write_loop_report(folder)}"
+    _print(found, [shown], as_json=as_json)
 
 
 def _require_absent(options: Mapping[str, object], rule: str) -> None:
@@ -592,11 +616,8 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     """Write report and pages of what was found, and print the findings and what they mean.
 
     Raises:
-        typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
+        typer.Exit: See `_print`.
     """
-    from opusim.accounting.explanation import print_rows
-    from opusim.tables import output_width, wrapped
-    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, headline, paragraphs
     from opusim.training.reports.audit_page import write_audit_page
     from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
     from opusim.training.runs.folder import read_run
@@ -606,6 +627,20 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     page, document = write_audit_page(loaded, found, place)
     if loaded.config.mode == "release" and found.holds_private_records:
         typer.echo(NOT_FOR_RELEASE, err=True)
+    places = f"kept in {place / found.played.file}, shown in {report_file}"
+    _print(found, [places, f"for a reviewer: {page} and {document}"], as_json=as_json)
+
+
+def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
+    """Print the findings, what they mean, and where they are kept.
+
+    Raises:
+        typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
+    """
+    from opusim.accounting.explanation import print_rows
+    from opusim.tables import output_width, wrapped
+    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, headline, paragraphs
+
     if not found.controls_hold:
         typer.echo(wrapped(headline(found)), err=as_json)
     if as_json:
@@ -614,8 +649,7 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
         print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
         for text in paragraphs(found):
             typer.echo("\n" + wrapped(text))
-        typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
-        typer.echo(f"for a reviewer: {page} and {document}")
+        typer.echo("\n" + "\n".join(places))
     if found.refuted or not found.controls_hold:
         raise typer.Exit(1 if found.refuted else 3)
 

@@ -1,4 +1,4 @@
-"""Planted faults of users: each lets one person add more than the clip in a step of a private loop.
+"""Planted faults of users: each lets one person add more than the clip in a step.
 
 They are no entries of the registry, whose runs protect records.
 """
@@ -18,8 +18,8 @@ def ungrouped() -> AbstractContextManager[None]:
 
     return all_replaced(
         {
-            "opusim.training.private_loop.module:PrivateModule._begin": lambda _: (
-                lambda self, rows: self.tape.begin(rows)
+            "opusim.training.networks.record_gradients.tape:RecordTape.begin": lambda before: (
+                lambda self, records, group=1: before(self, records * group)
             ),
             "opusim.training.networks.contributions.sums:Contributions.leave_out": lambda _: (
                 lambda self, padding: None

@@ -194,7 +194,7 @@ def test_batches_above_the_fan_in_are_found_by_what_they_add(tmp_path: Path) -> 
 def test_every_trial_starts_from_the_same_state_with_its_own_noise(plain: Path) -> None:
     run = read_run(RunFolder(plain), data())
     with replayed_step(run, run.plan) as step:
-        batch = torch.arange(12)
+        batch = step.records(torch.arange(12), 0)
         first, second, again = (
             {name: tensor.clone() for name, tensor in step.state_after(batch, trial).items()}
             for trial in (0, 1, 0)

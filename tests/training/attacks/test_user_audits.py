@@ -6,13 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
 import opusim
 from opusim.accounting.one_run import Method
+from opusim.errors import ConfigError
+from opusim.training.attacks.findings import Role, read_audit
+from opusim.training.attacks.mechanism.checks import report_text
+from opusim.training.attacks.one_run.audit import audit_one_training, audit_private_folder
+from opusim.training.cli.app import app
 from tests.support.faults.users import FAULTS
 from tests.support.private_loops import private_loop, records, run_epoch
 
@@ -72,3 +79,113 @@ def test_a_sound_loop_is_not_refuted_and_planted_faults_are(tmp_path: Path, faul
     with FAULTS[fault]():
         found = opusim.audit_private_loop(builder(tmp_path), train, canaries=CANARIES, seed=1)
     assert found.refuted, found.scores()["all updates"]
+
+
+USERS = 20
+
+
+def run_data() -> tuple[np.ndarray, np.ndarray, list[str]]:
+    draws = np.random.default_rng(1)
+    each = [f"user {n // 3}" for n in range(3 * USERS)]
+    return draws.normal(size=(len(each), 8)), draws.integers(0, 3, len(each)), each
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def trained(folder: Path, noise: float, **changes: Any) -> dict[str, Any]:
+    """Train on users, all of them in every step; return what an audit of the run is given."""
+    protection = {"kind": "record", "unit": "user", "records_per_user": EACH, "noise_multiplier": noise}
+    protection |= {"clip_norm": 0.2, **changes}
+    config = {
+        "trainer": {"kind": "bp"},
+        "epochs": STEPS,
+        "seed": 4,
+        "threads": 1,
+        "protection": protection,
+        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0},
+        "sampler": {"batch_size": USERS},
+        "data": {"n_classes": 3},
+    }
+    opusim.train(config, data=run_data(), model=wide(), folder=folder, progress=False)
+    return {"data": run_data(), "model": wide(), "seed": 1, "progress": False}
+
+
+@pytest.mark.parametrize("fixed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_runs_that_protect_users_are_audited_by_users(tmp_path: Path, fixed: bool) -> None:
+    """Whole users are told apart at noise of 0.2 C, by both games; neither control fails."""
+    given = trained(tmp_path, 0.2, fixed_batches=fixed)
+    step = opusim.audit_run(tmp_path, **given, trials=40)
+    assert step.of(Role.RUN)[0].auc > 0.99
+    assert step.of(Role.RUN)[0].result.plan.pair.startswith("a user in the step's batch")
+    assert not step.refuted
+    assert not step.failed_controls
+    whole = audit_one_training(tmp_path, **given, canaries=40)
+    assert whole.scores()["all updates"].auc > 0.99
+    assert not whole.refuted
+    assert "users (at most 2 records each a step)" in whole.game
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_an_audit_of_a_run_finds_planted_faults_of_users(tmp_path: Path, fault: str | None) -> None:
+    if fault is None:
+        assert not audit_one_training(tmp_path, **trained(tmp_path, 4.5), canaries=CANARIES).refuted
+        return
+    with FAULTS[fault]():
+        found = audit_one_training(tmp_path, **trained(tmp_path, 4.5), canaries=CANARIES)
+    assert found.refuted, found.scores()["all updates"]
+
+
+def test_the_folder_of_a_private_loop_is_audited_by_its_constants(tmp_path: Path) -> None:
+    ids = torch.arange(60) // 3
+    with private_loop(
+        tmp_path, user_ids=ids, records_per_user=EACH, noise_multiplier=0.2, sample_rate=1.0
+    ) as private:
+        run_epoch(private)
+    found = audit_private_folder(tmp_path, canaries=40, seed=1, progress=False)
+    assert found.scores()["all updates"].auc > 0.99
+    assert found.steps == private.step
+    assert found.guarantees[0].epsilon == pytest.approx(private.epsilon, rel=1e-6)
+    assert "users (at most 2 records each a step)" in found.game
+    assert read_audit(tmp_path / "one-run.json") == found
+    refused = CliRunner().invoke(app, ["audit", str(tmp_path), "--trials", "40"])
+    assert "not of a private loop" in str(refused.exception)
+
+
+@pytest.mark.slow
+def test_the_command_audits_the_folder_of_a_private_loop(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private:
+        run_epoch(private)
+    shown = CliRunner().invoke(app, ["audit", str(tmp_path), "--canaries", "240", "--seed", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "opusim.audit_private_loop" in " ".join(shown.output.split())
+    assert "null control" in (tmp_path / "report.html").read_text()
+
+
+SETTINGS = ["protection.unit=user", "protection.records_per_user=2"]
+
+
+@pytest.mark.parametrize("kind", ["bp", pytest.param("private-loop", marks=pytest.mark.slow)])
+def test_the_self_test_takes_users(kind: str) -> None:
+    found = opusim.audit_mechanism(kind, settings=SETTINGS, steps=40, seed=1, level=1e-6)
+    assert found.holds, report_text(found)
+    assert found.single_records
+    assert "users (at most 2 records each a step)" in found.accounted
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["bp", pytest.param("private-loop", marks=pytest.mark.slow)])
+def test_the_self_test_finds_planted_faults_of_users(fault: str, kind: str) -> None:
+    with FAULTS[fault]():
+        found = opusim.audit_mechanism(
+            kind, settings=SETTINGS, steps=40, seed=1, level=1e-6, single_records=False
+        )
+    assert not found.holds
+
+
+def test_the_self_test_of_users_needs_a_module_for_feedback() -> None:
+    with pytest.raises(ConfigError, match="'convolution' or 'attention'"):
+        opusim.audit_mechanism("pdfa", settings=SETTINGS, steps=40, seed=1)

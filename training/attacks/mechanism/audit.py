@@ -49,7 +49,7 @@ from opusim.training.attacks.mechanism.subjects import (
 )
 from opusim.training.config.kinds import PROTECTIONS, ProtectionSection
 from opusim.training.config.run import RunConfig, load_config
-from opusim.training.data import Dataset
+from opusim.training.data import Dataset, Split
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train
@@ -312,6 +312,9 @@ def audit_mechanism(
     which show each record's coins, its own clip, and the noise of batches that hold one record or none. Amplified
     labels have two more runs with such batches of identical records.
 
+    With "protection.unit=user" and "protection.records_per_user=k" each record stands for a user with 2 k copies of it
+    (bp, private-loop, and the feedbacks on modules).
+
     Args:
         kind: pdfa, dfa, tdfa, bp, ulr, zo or convex; or private-loop, for a loop that `make_private` made private.
         model: What is trained: "mlp" (of ulr, zo and convex a small model of their own), or for pdfa, dfa, tdfa and bp
@@ -408,7 +411,7 @@ def _trained(
         watcher = _Steps(on_step, model if config.protection.last_iterate else None)
         train(
             config.replaced(seed=own),
-            data=dataset,
+            data=_with_users(dataset, config),
             model=model,
             folder=folder.path,
             watcher=watcher,
@@ -430,7 +433,8 @@ def _private_loop(
     """Make one run as a private loop; return its parameters before the first step and after each step."""
     if model is None:
         raise TypeError("protection: a private loop protects whole records only")
-    train_split, states = dataset.train, []
+    dataset, states = _with_users(dataset, config), []
+    train_split = dataset.train
     named = FullyConnected(model).tensors  # by the names that a trainer gives them
 
     def keep() -> None:
@@ -449,6 +453,8 @@ def _private_loop(
         noise_multiplier=config.protection.noise_multiplier,
         mode=config.mode,
         seed=seed if config.mode == "experiment" else None,
+        user_ids=dataset.owners or None,
+        records_per_user=config.group if config.of_users else None,
     )
     with private:
         module, optimizer, criterion, loader = private
@@ -518,6 +524,15 @@ def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: 
     clip = _clip(config, subject)
     dataset = subject.dataset(None if single else count, clip=clip, perturbation=perturbation)
     return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
+
+
+def _with_users(dataset: Dataset, config: RunConfig) -> Dataset:
+    """Return the data set with 2 k copies of each record as those of a user, if users are protected; else itself."""
+    if not config.of_users:
+        return dataset
+    numbers = torch.arange(len(dataset.train)).repeat_interleave(2 * config.group)
+    owners = tuple(f"user {number}" for number in numbers.tolist())
+    return replace(dataset, train=Split(*dataset.train.batch(numbers)), owners=owners)
 
 
 def _total_steps(config: RunConfig, records: int) -> int:
@@ -595,6 +610,9 @@ def _configured(
     values = merged(merged(_common(trainer, mode, protection, subject), defaults), options)
     config = load_config(values)
     require_known_laws(config)
+    if config.of_users and subject is SUBJECTS["pdfa"] and kind != "bp":
+        reason = f"'user' is tested with {kind!r} on model = 'convolution' or 'attention'; name one (--model)"
+        raise ConfigError("--set", "protection.unit", reason)
     if protection.labels_read_once:
         return subject, config, None
     descent = _descent(config, subject, steps, config.protection.tested_records)

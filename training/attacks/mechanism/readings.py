@@ -55,7 +55,7 @@ class FinishedRun:
         folder: Its folder.
         config: Its resolved configuration.
         subject: The records and model that it was trained with.
-        dataset: Its records.
+        dataset: Its records; of users one record each.
         states: The parameters before the first step and after each step; empty if labels are read once, unused for zo.
     """
 
@@ -111,11 +111,17 @@ def record_gradients(run: FinishedRun, at: Sequence[tuple[Weights, int]], *, sin
     plan = plain_descent(RunPlan.checked(unprotected, run.dataset, model=model)).with_silent_device()
     with plan.opened_device() as device:
         noiseless = NoiselessStep(plan.network, plan.algorithm.trainer(device))
-        found = [
-            noiseless.gradients(state, Records(x=x[row : row + 1], y=y[row : row + 1]), step=0)
-            for state, row in at
-        ]
-    return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
+        # the names of the run by those of this network, which may be another view of the module
+        names = {name: name for name in plan.network.tensors}
+        if set(names) != set(at[0][0]):
+            names = dict(zip(names, dict(model.named_parameters()), strict=True))
+        found = []
+        for state, row in at:
+            known = {own: state[name] for own, name in names.items()}
+            record = Records(x=x[row : row + 1], y=y[row : row + 1])
+            gradients = noiseless.gradients(known, record, step=0)
+            found.append({name: gradients[own].numpy() for own, name in names.items()})
+    return found
 
 
 def convex_contribution(config: RunConfig, dataset: Dataset, clip: float, *, row: int = 0) -> Gradient:

@@ -259,7 +259,7 @@ _FEEDBACK = Subject(
 PRIVATE_LOOP = "private-loop"
 _OF_LOOPS = (
     *("protection.noise_multiplier", "protection.clip_norm", "protection.delta"),
-    "sampler.batch_size",
+    *("protection.unit", "protection.records_per_user", "sampler.batch_size"),
 )
 """Keys that a self-test of a private loop takes."""
 MODULES: dict[str, Subject] = {
@@ -351,9 +351,7 @@ def require_free(kind: str, asked: Mapping[str, Any]) -> None:
     for key, value in flat(asked).items():
         kept = value == "record" if key == "protection.kind" else key in _OF_LOOPS
         if kind == PRIVATE_LOOP and not kept:
-            raise ConfigError(
-                "--set", key, "does not apply to a private loop, which protects records; leave it out"
-            )
+            raise ConfigError("--set", key, "does not apply to a private loop; leave it out")
         own = [name for name in _OWN if key == name or (name.endswith(".") and key.startswith(name))]
         if key == "trainer.sigma" and kind != "ulr":
             own = [key]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from typing_extensions import override
 
 from opusim import checks
@@ -47,13 +47,15 @@ from opusim.training.attacks.replay import AuditedRun
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
-from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.plan import RunPlan, users_of
 from opusim.training.engine.session import train_planned
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.network import FullyConnected, LayeredNetwork
+from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.private_loop.start import make_private
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder
 
@@ -398,25 +400,32 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
         raise NoGuarantee(
             f"trainer.kind = {algorithm.options.kind!r} cannot carry crafted gradients: {_WRITERS}"
         )
+    each = 2 * config.group if config.of_users else 1  # a step must take k of a canary's 2 k records
     canaries = Canaries.drawn(
         plan.network,
         count,
         n_records=len(plan.dataset.train),
         replaces=config.relation is Adjacency.REPLACE_ONE,
         seed=seed,
+        records=each,
     )
     clip = algorithm.own_clip
-    shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
+    shape = (each * len(canaries.planted), *plan.dataset.train.x.shape[1:])
     blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
     labels = torch.zeros(len(blank), *plan.dataset.train.y.shape[1:], dtype=plan.dataset.train.y.dtype)
-    joined = with_records(plan, blank, labels)
+    joined = with_records(plan, blank, labels, owners=canary_ids(each, len(blank)))
     observer = EntryObserver(
         plan.network, canaries, config.optimizer, scale=config.divisor / clip, sampler=joined.sampler
     )
 
     def wrap(writer: PrivateGradients) -> PrivateGradients:
         observer.writer = CraftedGradients(
-            writer, joined.network, canaries, clip_norm=clip, by_layer=algorithm.clips_by_layer
+            writer,
+            joined.network,
+            canaries,
+            clip_norm=clip,
+            by_layer=algorithm.clips_by_layer,
+            rows=_rows_of(joined) if config.of_users else None,
         )
         return observer.writer
 
@@ -484,12 +493,34 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
     return FirstLayerObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
 
 
-def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
-    """Return the plan with more training records, at the same sampling probability and batch size."""
+def with_records(plan: RunPlan, x: Tensor, y: Tensor, owners: Sequence[str] = ()) -> RunPlan:
+    """Return the plan with more training records, at the same sampling probability and batch size.
+
+    Args:
+        plan: The run.
+        x: Their features.
+        y: Their labels.
+        owners: The IDs of their users, if the run has users.
+    """
     train = plan.dataset.train
-    joined = Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)]))
-    sampler = replace(plan.sampler, n_records=len(joined))
-    return replace(plan, dataset=replace(plan.dataset, train=joined), sampler=sampler)
+    joined = replace(
+        plan.dataset,
+        train=Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)])),
+        owners=(*plan.dataset.owners, *owners) if plan.config.of_users else (),
+    )
+    drawn = users_of(plan.config, joined) or joined.train
+    return replace(plan, dataset=joined, sampler=replace(plan.sampler, n_records=len(drawn)))
+
+
+def _rows_of(plan: RunPlan) -> Callable[[int], int]:
+    """Return how many rows run for some that a step draws of users."""
+    group, physical = plan.config.group, plan.protection.physical_batches
+    return lambda drawn: drawn if physical.count is None else physical.rows(drawn // group) * group
+
+
+def canary_ids(each: int, records: int) -> list[str]:
+    """Return the IDs of canaries with some records each, one for each record."""
+    return [f"canary {number // each}" for number in range(records)]
 
 
 def audit_private_loop(
@@ -545,7 +576,7 @@ def audit_private_loop(
         if user_ids is None:
             return ConcatDataset([records, blank])
         own = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
-        return _Noted([records, blank]), [*own, *(f"canary {n // each}" for n in range(len(blank)))]
+        return _Noted([records, blank]), [*own, *canary_ids(each, len(blank))]
 
     private = build(plant)
     checks.instance(PrivateTraining, build=private)
@@ -613,6 +644,89 @@ def audit_private_loop(
         cpu_s=spent,
     )
     found.keep(Path(private.folder))
+    return found
+
+
+_STAND_IN = (
+    "Module, records and loop are stand-ins of the auditor; sampling, clip, noise, unit and number of steps are those "
+    "of the folder. Your own module, criterion and loop are audited by opusim.audit_private_loop."
+)
+
+
+def audit_private_folder(
+    path: str | Path,
+    *,
+    canaries: int = DEFAULT_CANARIES,
+    seed: int | None = None,
+    delta: float | None = None,
+    progress: Show = True,
+) -> Audit:
+    """Audit a private loop of the auditor's own with the constants of a folder that `make_private` wrote.
+
+    The canaries are records, or users if the folder's loop protects users; see `audit_private_loop`. The result is kept
+    in the folder as `one-run.json`.
+
+    Args:
+        path: The folder.
+        canaries: m, at least 20.
+        seed: See `audit_private_loop`.
+        delta: Of the bounds; None takes the folder's.
+        progress: See `audit_private_loop`.
+
+    Raises:
+        RunFolderError: The folder holds no private loop, or its settings were changed.
+        NoGuarantee: No step was paid for yet.
+        ValueError: A number out of range.
+    """
+    checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
+    folder, settings = Path(path), PrivacySettings.stored(Path(path))
+    steps = sum(payment.steps for payment in read_ledger(folder / LEDGER_FILE).payments)
+    if not steps:
+        raise NoGuarantee(f"folder {folder}: no step was paid for yet; train first")
+    side, each = math.ceil(math.sqrt(canaries)), settings.records_per_user
+    count = max(round(settings.batch_size / settings.sample_rate), 2) * (each or 1)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, side, generator=generator), torch.zeros(count, dtype=torch.int64)
+    same = (
+        "max_grad_norm",
+        "target_delta",
+        "noise_multiplier",
+        "relation",
+        "sample_rate",
+        "records_per_user",
+    )
+
+    def build(plant: Callable[..., Any]) -> PrivateTraining:
+        given, ids = TensorDataset(x, y), None
+        if each is None:
+            planted = plant(given)
+        else:
+            planted, ids = plant(given, np.arange(count) // each, each)
+        module = nn.Linear(side, side)
+        return make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(planted, batch_size=settings.batch_size),
+            folder=Path(scratch) / "loop",
+            epochs=-(-steps // settings.steps_per_epoch),
+            user_ids=ids,
+            **{name: getattr(settings, name) for name in same},
+        )
+
+    def loop(private: PrivateTraining) -> None:
+        while private.step < steps:
+            for features, labels in private.data_loader:
+                private.optimizer.zero_grad()
+                private.criterion(private.module(features), labels).backward()
+                private.optimizer.step()
+                if private.step == steps:
+                    break
+
+    with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
+        found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
+    found = replace(found, note=_STAND_IN)
+    found.keep(folder)
     return found
 
 

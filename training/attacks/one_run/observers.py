@@ -166,6 +166,7 @@ class CraftedGradients(WrappedGradients):
         canaries: The canaries.
         clip_norm: C.
         by_layer: Whether each layer's contribution is clipped to C / sqrt(layers).
+        rows: Returns how many rows run for some that are drawn; None if they are as many.
     """
 
     def __init__(
@@ -176,9 +177,10 @@ class CraftedGradients(WrappedGradients):
         *,
         clip_norm: float,
         by_layer: bool,
+        rows: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(writer)
-        self._network, self._canaries = network, canaries
+        self._network, self._canaries, self._rows_of = network, canaries, rows or (lambda drawn: drawn)
         self._clip_norm, self._by_layer = clip_norm, by_layer
         self._planted = canaries.planted
         self.others = np.zeros(len(canaries.inside))
@@ -209,7 +211,7 @@ class CraftedGradients(WrappedGradients):
         self.drawn = np.zeros(len(self.others))
         self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(rows):
-            group = max(1, len(records) // found.records)
+            group = max(1, self._rows_of(len(records)) // found.records)
             found = self._planting(found, rows, numbers, group)
             rows = rows.div(group, rounding_mode="floor")
         self.others = self._others(found, rows)

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.analog import aihwkit_side_by_side, held_out, in_situ, lifetimes, light, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
-from benchmarks.attacks import anytime, claims, final_model, guarantees, one_run, self_test
+from benchmarks.attacks import anytime, claims, final_model, guarantees, one_run, self_test, silent
 from benchmarks.attacks import speed as audit_speed
 from benchmarks.convex import (
     accountants,
@@ -248,6 +248,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             self_test.page_section,
             one_run.page_section,
             anytime.page_section,
+            silent.page_section,
             audit_speed.page_section,
         ),
     ),

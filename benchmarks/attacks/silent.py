@@ -750,13 +750,13 @@ def page_section() -> str:
     return section(
         "Failures without a word, side by side",
         f"Each fault was planted into a small program in {listed} ({kept['date']}, {command(MODULE, 'measure')}). "
-        "*Refuses*: an error ends the faulty program. *Tells*: a warning or a line that only the faulty program brings. "
-        "**Silent**: neither, and the harm that is shown. *No harm*: the fault changes nothing that counts. The programs "
-        "follow each library's documentation, without optional checks. What is silent is often a design: Opacus and "
-        "fastDP leave the loss, the loop and torch's generator to the user (Opacus has `secure_mode` for noise from the "
-        "system), and jax_privacy is functions without loop or state, whose caller carries keys and counts steps. Opacus "
-        "1.6.0 has mended `ignore_index` under ghost clipping, where it was reported, and its ghost clipping agrees with "
-        "its hooks here.",
+        "*Refuses*: an error ends the faulty program. *Tells*: a warning or a line that only the faulty program "
+        "brings. **Silent**: neither, and the harm that is shown. *No harm*: the fault changes nothing that "
+        "counts. The programs follow each library's documentation, without optional checks. What is silent is "
+        "often a design: Opacus and fastDP leave the loss, the loop and torch's generator to the user (Opacus has "
+        "`secure_mode` for noise from the system), and jax_privacy is functions without loop or state, whose "
+        "caller carries keys and counts steps. Opacus 1.6.0 has mended `ignore_index` under ghost clipping, where "
+        "it was reported, and its ghost clipping agrees with its hooks here.",
         markdown(("fault", *(f"{name} {found}" for name, found in ran.items())), rows),
         *(_told(plant, kept["plants"][plant.title]) for plant in PLANTS if plant.title in kept["plants"]),
     )

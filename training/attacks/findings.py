@@ -688,8 +688,8 @@ def _statements(audit: Audit) -> list[str]:
             "this game does not keep secret; it is not contradicted."
         )
         texts.append(
-            "The theorem for one step, against an attacker who knows which step the record may take part in, gives "
-            f"epsilon {number(claim.epsilon)}. {says}"
+            "The theorem for one step, against an attacker who knows which step the "
+            f"{claim.unit.value} may take part in, gives epsilon {number(claim.epsilon)}. {says}"
         )
     return texts + [_statement(result, one) for one in audit.guarantees if not one.is_proven]
 

@@ -234,19 +234,24 @@ def keep(found: Audit, place: Path, run: AuditedRun) -> None:
     found.keep(place)
 
 
-def audit_place(folder: RunFolder, out: str | Path | None) -> Path:
-    """Return the folder that keeps the audit of a run.
+def audit_place(folder: RunFolder, out: str | Path | None, mode: str | None = None) -> Path:
+    """Return the folder that keeps the audit of a run, or of a private loop.
+
+    Args:
+        folder: Its folder.
+        out: The folder that was asked for, or None.
+        mode: That of a private loop; None reads that of a run.
 
     Raises:
-        RunFolderError: A release run, and no folder outside it; or the folder holds other work.
+        RunFolderError: A release, and no folder outside it; or the folder holds other work.
         ConfigError: The folder cannot be written to.
     """
     out = None if out is None else Path(out)
-    if folder.read_config().mode == "release":
+    if (mode or folder.read_config().mode) == "release":
         outside = out is not None and not out.resolve().is_relative_to(folder.path.resolve())
         if not outside:
             raise RunFolderError(
-                f"run folder {folder.path} is for release, and its audit is not; name a folder outside it "
+                f"folder {folder.path} is for release, and its audit is not; name a folder outside it "
                 f"with out (--out {quoted(folder.path.name)}-audit)"
             )
     if out is None or out.resolve() == folder.path.resolve():

@@ -60,6 +60,7 @@ def evaluate(
     trust_code: TrustCode = False,
 ) -> None:
     """Measure loss and accuracy of a run's model on test records."""
+    from opusim.training.runs.drawing import beside_guessing
     from opusim.training.runs.folder import RunFolder
     from opusim.training.runs.run import evaluate_run
 
@@ -88,9 +89,12 @@ def evaluate(
     else:
         where = "" if device is None else f" on {device}, {after} after programming"
         shown = {**figures, "accuracy": 100 * figures["accuracy"]} if "accuracy" in figures else figures
+        told = {name: text.format(shown[name]) for name, text in _FIGURES.items() if name in shown}
+        known = RunFolder(run).read_facts()["data"]
+        if "accuracy" in told and known.get("target", "class") == "class":
+            told["accuracy"] += beside_guessing(shown["accuracy"], 100 / known["n_classes"])
         typer.echo(
-            f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: "
-            f"{', '.join(text.format(shown[name]) for name, text in _FIGURES.items() if name in shown)}"
+            f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: {', '.join(told.values())}"
         )
         if digital := figures.get("digital"):
             typer.echo(f"No device takes {', '.join(digital)}: digital in this figure.")
@@ -526,9 +530,9 @@ def audit(
     from opusim.training.runs.storage import kind_of
 
     if kind_of(run) == "private loop":
-        others = {"--trials": trials, "--arrays": arrays, "--out": out, **of_final_models}
+        others = {"--trials": trials, "--arrays": arrays, **of_final_models}
         _require_absent(others, "is for the audit of a run, not of a private loop")
-        _audit_loop(run, {"canaries": canaries, "seed": seed, "delta": delta}, as_json=as_json)
+        _audit_loop(run, out, {"canaries": canaries, "seed": seed, "delta": delta}, as_json=as_json)
         return
     if final_model:
         _require_absent(of_one_run, "is another audit")
@@ -549,19 +553,23 @@ def audit(
     _show(run, found, out, as_json=as_json)
 
 
-def _audit_loop(folder: Path, asked: Mapping[str, Any], *, as_json: bool) -> None:
-    """Audit a private loop with the constants of a folder, and show what was found beside its report.
+def _audit_loop(folder: Path, out: Path | None, asked: Mapping[str, Any], *, as_json: bool) -> None:
+    """Audit a private loop with the constants of a folder, and show what was found.
 
     Raises:
         typer.Exit: See `_print`.
     """
     from opusim.training.attacks.one_run.audit import audit_private_folder
-    from opusim.training.reports.audit_page import write_loop_report
+    from opusim.training.reports.audit_page import Audited, write_audit_page, write_loop_report
 
     given = {name: value for name, value in asked.items() if value is not None}
-    found = audit_private_folder(folder, **given, progress="lines")
-    shown = f"kept in {folder / found.played.file}, shown in {write_loop_report(folder)}"
-    _print(found, [shown], as_json=as_json)
+    found = audit_private_folder(folder, out=out, **given, progress="lines")
+    if out is None:
+        shown = write_loop_report(folder)
+    else:
+        name = folder.resolve().name
+        shown, _ = write_audit_page(Audited(f"private loop {name}", name, "experiment", {}), found, out)
+    _print(found, [f"kept in {(out or folder) / found.played.file}, shown in {shown}"], as_json=as_json)
 
 
 def _require_absent(options: Mapping[str, object], rule: str) -> None:

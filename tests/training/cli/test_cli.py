@@ -97,9 +97,10 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
 
 
 def test_evaluate_takes_a_persons_file(run: Path) -> None:
-    np.savez(run.parent / "mine.npz", x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
+    np.savez(run.parent / "mine.npz", x=np.zeros((10, 64)), y=np.arange(10))
     result = opusim("evaluate", str(run), "--data", "npz:mine.npz", cwd=run.parent)
-    assert "3 records of mine.npz" in result.stdout
+    assert "10 records of mine.npz" in result.stdout
+    assert "accuracy 10.00 % (no better than guessing: 10 %)" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -656,6 +656,7 @@ _STAND_IN = (
 def audit_private_folder(
     path: str | Path,
     *,
+    out: str | Path | None = None,
     canaries: int = DEFAULT_CANARIES,
     seed: int | None = None,
     delta: float | None = None,
@@ -663,23 +664,25 @@ def audit_private_folder(
 ) -> Audit:
     """Audit a private loop of the auditor's own with the constants of a folder that `make_private` wrote.
 
-    The canaries are records, or users if the folder's loop protects users; see `audit_private_loop`. The result is kept
-    in the folder as `one-run.json`.
+    The canaries are records, or users if the folder's loop protects users; see `audit_private_loop`.
 
     Args:
         path: The folder.
+        out: The folder for `one-run.json`, or None for that of the loop. A release needs one outside its folder.
         canaries: m, at least 20.
         seed: See `audit_private_loop`.
         delta: Of the bounds; None takes the folder's.
         progress: See `audit_private_loop`.
 
     Raises:
-        RunFolderError: The folder holds no private loop, or its settings were changed.
+        RunFolderError: The folder holds no private loop, or its settings were changed; or `out` is missing, or holds
+            something else.
         NoGuarantee: No step was paid for yet.
         ValueError: A number out of range.
     """
     checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
     folder, settings = Path(path), PrivacySettings.stored(Path(path))
+    place = audit_place(RunFolder(folder), out, settings.mode)
     steps = sum(payment.steps for payment in read_ledger(folder / LEDGER_FILE).payments)
     if not steps:
         raise NoGuarantee(f"folder {folder}: no step was paid for yet; train first")
@@ -726,7 +729,7 @@ def audit_private_folder(
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
     found = replace(found, note=_STAND_IN)
-    found.keep(folder)
+    found.keep(place)
     return found
 
 

@@ -762,6 +762,9 @@ def page_section() -> str:
     )
 
 
+_HEARD = ("refuses", "tells")
+
+
 def _cell(found: Mapping[str, str]) -> str:
     verdict, when = found["verdict"], found["when"]
     if verdict == "silent":
@@ -772,8 +775,10 @@ def _cell(found: Mapping[str, str]) -> str:
 def _told(plant: Plant, found: Mapping[str, Mapping[str, str]]) -> str:
     """Return what a plant is, where it was reported, and what the libraries say."""
     links = ", ".join(f"[{link.split('/')[-3]} {link.split('/')[-1]}]({link})" for link in plant.reports)
-    said = "; ".join(f"{name}: “{_short(row['words'])}”" for name, row in found.items() if row["words"])
-    return f"*{plant.title[0].upper()}{plant.title[1:]}* ({links}): {plant.what}. {said}".strip()
+    said = [f"{name}: “{_short(row['words'])}”" for name, row in found.items() if row["verdict"] in _HEARD]
+    why = [f"not {name}: {row['words']}" for name, row in found.items() if row["verdict"] == "not applicable"]
+    words = "".join(f" {each[0].upper()}{each[1:]}." for each in ["; ".join(said), "; ".join(why)] if each)
+    return f"*{plant.title[0].upper()}{plant.title[1:]}* ({links}): {plant.what}.{words}"
 
 
 def _short(text: str) -> str:

@@ -670,7 +670,7 @@ def audit_private_folder(
         path: The folder.
         out: The folder for `one-run.json`, or None for that of the loop. A release needs one outside its folder.
         canaries: m, at least 20.
-        seed: See `audit_private_loop`.
+        seed: Repeats the audit, in [0, 2^63); None draws one, which the result keeps.
         delta: Of the bounds; None takes the folder's.
         progress: See `audit_private_loop`.
 
@@ -686,18 +686,12 @@ def audit_private_folder(
     steps = sum(payment.steps for payment in read_ledger(folder / LEDGER_FILE).payments)
     if not steps:
         raise NoGuarantee(f"folder {folder}: no step was paid for yet; train first")
-    side, each = math.ceil(math.sqrt(canaries)), settings.records_per_user
+    seed, each = drawn_seed(seed), settings.records_per_user
+    own_seed, side = derive_seed(seed, "stand-in"), math.ceil(math.sqrt(canaries))
     count = max(round(settings.batch_size / settings.sample_rate), 2) * (each or 1)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(count, side, generator=generator), torch.zeros(count, dtype=torch.int64)
-    same = (
-        "max_grad_norm",
-        "target_delta",
-        "noise_multiplier",
-        "relation",
-        "sample_rate",
-        "records_per_user",
-    )
+    same = ("max_grad_norm", "target_delta", "noise_multiplier", "relation", "sample_rate")
 
     def build(plant: Callable[..., Any]) -> PrivateTraining:
         given, ids = TensorDataset(x, y), None
@@ -706,6 +700,8 @@ def audit_private_folder(
         else:
             planted, ids = plant(given, np.arange(count) // each, each)
         module = nn.Linear(side, side)
+        nn.init.zeros_(module.weight)
+        nn.init.zeros_(module.bias)
         return make_private(
             module=module,
             optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
@@ -714,6 +710,8 @@ def audit_private_folder(
             folder=Path(scratch) / "loop",
             epochs=-(-steps // settings.steps_per_epoch),
             user_ids=ids,
+            records_per_user=each,
+            seed=own_seed,
             **{name: getattr(settings, name) for name in same},
         )
 

@@ -775,9 +775,13 @@ def _cell(found: Mapping[str, str]) -> str:
 def _told(plant: Plant, found: Mapping[str, Mapping[str, str]]) -> str:
     """Return what a plant is, where it was reported, and what the libraries say."""
     links = ", ".join(f"[{link.split('/')[-3]} {link.split('/')[-1]}]({link})" for link in plant.reports)
-    said = [f"{name}: “{_short(row['words'])}”" for name, row in found.items() if row["verdict"] in _HEARD]
-    why = [f"not {name}: {row['words']}" for name, row in found.items() if row["verdict"] == "not applicable"]
-    words = "".join(f" {each[0].upper()}{each[1:]}." for each in ["; ".join(said), "; ".join(why)] if each)
+    said = "; ".join(
+        f"{name} “{_short(row['words'])}”" for name, row in found.items() if row["verdict"] in _HEARD
+    )
+    why = "; ".join(
+        f"not {name}: {row['words']}" for name, row in found.items() if row["verdict"] == "not applicable"
+    )
+    words = (f" Heard: {said}." if said else "") + (f" {why[0].upper()}{why[1:]}." if why else "")
     return f"*{plant.title[0].upper()}{plant.title[1:]}* ({links}): {plant.what}.{words}"
 
 

@@ -47,7 +47,7 @@ from opusim.training.attacks.replay import AuditedRun
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
-from opusim.training.engine.plan import RunPlan, users_of
+from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train_planned
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.clipping import ActivationClipping
@@ -506,15 +506,16 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor, owners: Sequence[str] = ()
     joined = replace(
         plan.dataset,
         train=Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)])),
-        owners=(*plan.dataset.owners, *owners) if plan.config.of_users else (),
+        owners=() if plan.users is None else (*plan.dataset.owners, *owners),
     )
-    drawn = users_of(plan.config, joined) or joined.train
-    return replace(plan, dataset=joined, sampler=replace(plan.sampler, n_records=len(drawn)))
+    whole = replace(plan, dataset=joined)
+    drawn = joined.train if whole.users is None else whole.users
+    return replace(whole, sampler=replace(plan.sampler, n_records=len(drawn)))
 
 
 def _rows_of(plan: RunPlan) -> Callable[[int], int]:
     """Return how many rows run for some that a step draws of users."""
-    group, physical = plan.config.group, plan.protection.physical_batches
+    group, physical = plan.algorithm.config.group, plan.protection.physical_batches
     return lambda drawn: drawn if physical.count is None else physical.rows(drawn // group) * group
 
 

@@ -57,6 +57,7 @@ from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.private_loop.start import make_private
 from opusim.training.protections.base import PrivateGradients
+from opusim.training.protections.record import RecordProtection
 from opusim.training.runs.folder import RunFolder
 
 DEFAULT_CANARIES = 1000
@@ -425,7 +426,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
             canaries,
             clip_norm=clip,
             by_layer=algorithm.clips_by_layer,
-            rows=_rows_of(joined) if config.of_users else None,
+            rows=_rows_of(joined),
         )
         return observer.writer
 
@@ -513,9 +514,12 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor, owners: Sequence[str] = ()
     return replace(whole, sampler=replace(plan.sampler, n_records=len(drawn)))
 
 
-def _rows_of(plan: RunPlan) -> Callable[[int], int]:
-    """Return how many rows run for some that a step draws of users."""
-    group, physical = plan.algorithm.config.group, plan.protection.physical_batches
+def _rows_of(plan: RunPlan) -> Callable[[int], int] | None:
+    """Return how many rows run for some that a step draws of users; None of records."""
+    protection, group = plan.protection, plan.algorithm.config.group
+    if plan.users is None or not isinstance(protection, RecordProtection):
+        return None
+    physical = protection.physical_batches
     return lambda drawn: drawn if physical.count is None else physical.rows(drawn // group) * group
 
 

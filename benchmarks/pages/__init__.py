@@ -41,7 +41,7 @@ from benchmarks.devices import (
     real_opu,
     served_faults,
 )
-from benchmarks.known_models import images, nanogpt, readout_rules
+from benchmarks.known_models import images, nanogpt, private as private_gpt, readout_rules
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.papers.page import papers_page
@@ -229,7 +229,10 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             product.page_section,
         ),
     ),
-    "known_models": ("Known models", (nanogpt.page_section, images.page_section, readout_rules.page_section)),
+    "known_models": (
+        "Known models",
+        (nanogpt.page_section, images.page_section, private_gpt.page_section, readout_rules.page_section),
+    ),
     "devices": (
         "Devices",
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.known_models import gpt, images, nanogpt, training
+from benchmarks.known_models import gpt, images, nanogpt, private, training
 
 TINY = dataclasses.replace(gpt.SMALL, layers=2, heads=2, width=16, context=8, batch=3, steps=16)
 ROWS = {
@@ -109,3 +109,22 @@ def test_batches_of_images_are_moved_and_mirrored(monkeypatch: pytest.MonkeyPatc
     assert abs(mirrored - 0.5) < 5 * 0.5 / n**0.5
     rows = (found[:, 0, 15, 15] - 1) // side - 15  # how far each image was moved up
     assert set(rows.tolist()) == set(range(-4, 5))
+
+
+@pytest.mark.slow
+def test_a_private_gpt_states_its_epsilon(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = results.parent / "tinyshakespeare"
+    folder.mkdir()
+    (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 200)
+    for name, value in {
+        "FOLDER": results,
+        "EPOCHS": 1,
+        "BATCH": 32,
+        "EPSILONS": (None, 3.0),
+        "SETTING": TINY,
+    }.items():
+        monkeypatch.setattr(private, name, value)
+    private.main(seeds="0")
+    text = private.page_section()
+    assert text.count("| 3.00 | proven | 1 |") == 2
+    assert text.count("| - | - | 1 |") == 2

@@ -41,7 +41,9 @@ from benchmarks.devices import (
     real_opu,
     served_faults,
 )
-from benchmarks.known_models import images, nanogpt, private as private_gpt, readout_rules
+from benchmarks.known_models import images as known_images
+from benchmarks.known_models import nanogpt, readout_rules
+from benchmarks.known_models import private as private_gpt
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.papers.page import papers_page
@@ -231,7 +233,12 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     ),
     "known_models": (
         "Known models",
-        (nanogpt.page_section, images.page_section, private_gpt.page_section, readout_rules.page_section),
+        (
+            nanogpt.page_section,
+            known_images.page_section,
+            private_gpt.page_section,
+            readout_rules.page_section,
+        ),
     ),
     "devices": (
         "Devices",

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.analog import aihwkit_side_by_side, held_out, in_situ, lifetimes, light, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
-from benchmarks.attacks import anytime, claims, final_model, guarantees, one_run, self_test
+from benchmarks.attacks import anytime, final_model, guarantees, one_run, self_test
 from benchmarks.attacks import speed as audit_speed
 from benchmarks.convex import (
     accountants,
@@ -168,7 +168,6 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             readings.page_section,
             private.page_section,
             counts.page_section,
-            partial(claims.page_section, claims.PDFA),
         ),
     ),
     "private_accuracy": (
@@ -192,10 +191,9 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             resnet.page_section,
             variance.page_section,
             figure2.page_section,
-            partial(claims.page_section, claims.ULR),
         ),
     ),
-    "convex": ("Convex training", (convex_section, partial(claims.page_section, claims.CONVEX))),
+    "convex": ("Convex training", (convex_section,)),
     "zeroth_order": (
         "Zeroth-order training",
         (
@@ -214,7 +212,6 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
                     ablations,
                 )
             ),
-            partial(claims.page_section, claims.ZEROTH_ORDER),
         ),
     ),
     "analog": (
@@ -293,7 +290,8 @@ def index_page() -> str:
     head = (
         f"# Benchmarks\n\n{WRITTEN} Each benchmark is a program that opens with its question; its result is one JSON "
         "file in [results](results), with date, machine, versions and commit. Timings are ratios within one run. "
-        "[results/nightly.md](results/nightly.md) sums up the nightly tests."
+        "[results/nightly.md](results/nightly.md) sums up the nightly tests. [Papers](papers/README.md) goes through "
+        "the tables and figures of the four papers."
     )
     parts = [
         section(title, f"Results: [{folder}/README.md]({folder}/README.md).", _questions(folder))
@@ -382,7 +380,7 @@ def pages() -> dict[Path, str]:
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
-    opacus, camera = ROOT / "docs" / "coming-from-opacus.md", ROOT / "docs" / "camera.md"
+    loops, camera = ROOT / "docs" / "private-loops.md", ROOT / "docs" / "camera.md"
     serving = ROOT / "docs" / "serving.md"
     with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     with_served_faults = with_block(serving.read_text(), "served_faults", served_faults.docs_table())
@@ -412,8 +410,8 @@ def pages() -> dict[Path, str]:
         devices: devices_text,
         camera: camera_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
-        opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
-        ROOT / "docs" / "papers.md": papers_page(),
+        loops: with_block(loops.read_text(), "opacus", protected_modules.docs_table()),
+        BENCHMARKS / "papers" / "README.md": papers_page(),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},
     }

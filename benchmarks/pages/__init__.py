@@ -380,23 +380,22 @@ def pages() -> dict[Path, str]:
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
-    loops, camera = ROOT / "docs" / "private-loops.md", ROOT / "docs" / "camera.md"
+    loops, calibrate = ROOT / "docs" / "private-loops.md", ROOT / "docs" / "calibrate.md"
     serving = ROOT / "docs" / "serving.md"
-    with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     with_served_faults = with_block(serving.read_text(), "served_faults", served_faults.docs_table())
-    camera_text = camera.read_text()
+    calibrate_text = calibrate.read_text()
     for name, table in (
         ("account", camera_account.docs_table()),
-        ("count_attack", count_attack.docs_table()),
         ("chain", chain.docs_table()),
         ("chain_kept", chain.kept_table()),
-        ("effects", effects.docs_table()),
         ("calibration_time", effects.time_table()),
         ("broken_noises", calibration_faults.broken_table()),
     ):
-        camera_text = with_block(camera_text, name, table)
-    devices_text = with_faults
+        calibrate_text = with_block(calibrate_text, name, table)
+    devices_text = devices.read_text()
     for name, table in (
+        ("effects", effects.docs_table()),
+        ("faults", faults.docs_table()),
         ("monitor", monitor.docs_table()),
         ("named_faults", monitor.named_table()),
         ("fault_names", monitor.confusion_table()),
@@ -408,7 +407,7 @@ def pages() -> dict[Path, str]:
             with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
         ),
         devices: devices_text,
-        camera: camera_text,
+        calibrate: calibrate_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
         loops: with_block(loops.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "papers" / "README.md": papers_page(),

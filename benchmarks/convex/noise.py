@@ -13,7 +13,7 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from benchmarks.markdown import command, markdown
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
@@ -41,7 +41,7 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
     return row
 
 
-def page_table() -> str:
+def page_section() -> str:
     """Return the noise of a last iterate, with and without one larger noise at the end; empty without results."""
     rows = [
         (
@@ -55,8 +55,7 @@ def page_table() -> str:
         for row in load_results(NAME).get("noise", [])
     ]
     header = ("epsilon", "batches", "epochs", "multiplier", "with noise at the end", "total noise, ratio")
-    text = f"Least noise multiplier of the last iterate ({command(MODULE)})."
-    return f"{text}\n\n" + markdown(header, rows) if rows else ""
+    return section("Least noise of the last iterate", command(MODULE), markdown(header, rows)) if rows else ""
 
 
 def main() -> None:

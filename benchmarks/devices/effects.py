@@ -1,4 +1,4 @@
-"""Do certificates hold under the faults of a real instrument, and how long do calibrations take?
+"""Do certificates hold under the faults of a real instrument?
 
 Each fault is laid over the description of a camera at one plausible size. `coverage` calibrates 400 simulated
 instruments for each (128 outputs, 64 frames of a level, 200 readings, beta = 0.05; another medium, sensor and noise
@@ -6,24 +6,18 @@ each), and counts refusals, and certificates whose limits do not contain the des
 most, spread of the power, dark charge of the mean and of groups. Beside the certificate it counts single limits at 5 %
 each (gain, dark current, start of the line of means), of which 20 +- 4.4 in 400 miss if a limit is exact; Bonferroni's
 shares leave a certificate fewer. It resumes where it stopped; an argument selects the effects whose name contains it.
-`time` measures how long calibrations take, at the size of these, at the command's default, and at that of
-docs/camera.md's sequence.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
@@ -37,9 +31,6 @@ from opusim.errors import DeviceFault, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 
 DEVICE, OUTPUTS, BETA, INSTRUMENTS = "camera_low_light", 128, 0.05, 400
-SIZES = ((64, 200), (64, 500), (256, 500))
-"""Frames of a level and readings of an input: of `coverage`, by default, and of the sequence of docs/camera.md."""
-TIMED = ("camera_low_light", "camera_fluctuating", "camera", "gaussian")
 _AT_ONCE, _GROUP, READINGS = 20, 12, 200
 CHECKS = 10
 """Of the monitor, after an effect came."""
@@ -272,57 +263,6 @@ def coverage(part: str, instruments: int) -> None:
         print(effect.name, found[effect.name], flush=True)
 
 
-def seconds_of(name: str, plan: Plan, readings: int, **overrides: Any) -> tuple[float, int]:
-    """Return the median time of five calibrations of one device, opening not included, and the frames of one."""
-    taken, frames = [], 0
-    for seed in range(1, 6):
-        with open_device(name, n_inputs=10, n_outputs=OUTPUTS, seed=seed, **overrides) as device:
-            start = time.perf_counter()
-            found = calibrate(device, plan=plan, readings=readings, beta=BETA)
-            taken.append(time.perf_counter() - start)
-            frames = found.certificate.frames
-    return statistics.median(taken), frames
-
-
-def times() -> None:
-    """Measure how long calibrations of a window of 128 outputs take; the first of all is not counted."""
-    torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    seconds_of(DEVICE, Plan(), 30)
-    for frames, readings in SIZES:
-        plan = Plan(frames=frames)
-        for name in TIMED:
-            seconds, taken = seconds_of(name, plan, readings)
-            rows.append(
-                {"device": name, "frames": frames, "readings": readings, "taken": taken, "seconds": seconds}
-            )
-            print(rows[-1], flush=True)
-    faults: dict[str, float] = {}
-    for effect in effects():
-        try:
-            faults[effect.name], _ = seconds_of(DEVICE, Plan(frames=64), 200, **effect.changes)
-        except ValueError as error:
-            print(f"{effect.name}: {error}", flush=True)
-            continue
-        print(effect.name, faults[effect.name], flush=True)
-    save_results("calibration_time", {"outputs": OUTPUTS, "rows": rows, "effects": faults})
-
-
-def time_table() -> str:
-    """Return the table of docs/camera.md on the time of calibrations."""
-    rows = []
-    results = load_results("calibration_time")
-    name, slowest = max(results["effects"].items(), key=itemgetter(1))
-    for frames, readings in SIZES:
-        found = [row for row in results["rows"] if (row["frames"], row["readings"]) == (frames, readings)]
-        fault = f"{name}, {slowest:.2f} s" if (frames, readings) == SIZES[0] else ""
-        seconds = (f"{row['seconds']:.2f} s" for row in found)
-        rows.append((str(frames), str(readings), f"{found[0]['taken']:,}", *seconds, fault))
-    devices = (f"`{name}`" for name in TIMED)
-    header = ("frames of a level", "readings of an input", "frames in all", *devices, "slowest fault")
-    return markdown(header, rows)
-
-
 def docs_table() -> str:
     """Return the table of docs/camera.md, from what was saved."""
     held = load_results("effects_coverage").get("effects", {})
@@ -344,16 +284,11 @@ def _counted(entry: dict[str, Any] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("coverage", "time", "docs"))
+    parser.add_argument("what", choices=("coverage",))
     parser.add_argument("part", nargs="?", default="")
     parser.add_argument("--instruments", type=int, default=INSTRUMENTS)
     options = parser.parse_args()
-    if options.what == "coverage":
-        coverage(options.part, options.instruments)
-    elif options.what == "time":
-        times()
-    else:
-        print(docs_table())
+    coverage(options.part, options.instruments)
 
 
 if __name__ == "__main__":

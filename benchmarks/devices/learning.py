@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from joblib import Parallel, delayed
 
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa.table1 import BASE, CLASSES, SEEDS, WIDTH
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -123,14 +123,6 @@ def page_section() -> str:
         f"Required: within {results['bar']:g} point."
     )
     return section("Learning through every device", text, markdown(COLUMN_NAMES, rows))
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracy through each device and its distance from a Gaussian device of the same noise."""
-    rows = load_results(NAME).get("rows", [])
-    figures = "; ".join(f"`{row['device']}` {row['twin']:.2f} ({row['difference']:+.2f})" for row in rows)
-    claim = "FashionMNIST through other devices, test accuracy [%] (and points above a Gaussian device of their noise)"
-    return [(claim, figures, command(MODULE))] if rows else []
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -144,34 +144,6 @@ def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         )
         for cell in cells
     ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    minutes = sum(run["seconds"] for run in results["runs"]) / 60
-    text = (
-        f"Test accuracy, mean of three seeds and its standard error; {minutes:.0f} minutes of one core in all; "
-        f"{results['date']}, {results['machine']['processor']}, {command(MODULE)}. Required: `dfa` and `tdfa` within "
-        "one point of the paper, `pdfa` not more than one below (the paper's was real hardware); nothing of `bp`. The "
-        "reading of eqs. 8 to 10 behind the clipped columns stands at the top of [table1.py](table1.py)."
-    )
-    return section(
-        "Table 1 of the PDFA paper (FashionMNIST)", text, markdown(COLUMN_NAMES, table_rows(results["cells"]))
-    )
-
-
-def headline_rows() -> list[Row]:
-    """Return how far the cells of the paper's table are from its figures."""
-    spans = []
-    for row in ("dfa", "tdfa", "pdfa"):
-        found = [cell["difference"] for cell in load_results(NAME).get("cells", []) if cell["row"] == row]
-        if found:
-            spans.append(f"{row} {min(found):+.2f} to {max(found):+.2f} points ({len(found)} cells)")
-    claim = "FashionMNIST, Table 1 of the PDFA paper: ours minus the paper's"
-    return [(claim, "; ".join(spans), command(MODULE))] if spans else []
 
 
 def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(map(str, SEEDS))) -> None:

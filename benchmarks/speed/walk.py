@@ -25,7 +25,7 @@ import opusim
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.operators import models, private_step
-from benchmarks.speed.record_step import protected_step
+from benchmarks.speed.steps import protected_step
 from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.walk", "walk"

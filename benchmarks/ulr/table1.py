@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
+from benchmarks.markdown import command, markdown, section, verdict, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from benchmarks.speed.record_step import ghost_training
-from benchmarks.ulr.epoch import paper_model
+from benchmarks.speed.steps import ghost_training, paper_model
 from opusim.tables import print_table
 from opusim.training.data import load_dataset
 from opusim.training.data.samplers import ShuffledEpochsSampler
@@ -399,25 +398,6 @@ def proven_table_rows() -> list[tuple[str, ...]]:
     return rows
 
 
-def page_section() -> str:
-    """Return what the results page shows of Table 1; empty without results."""
-    rows = table_rows()
-    if not rows:
-        return ""
-    content = load_results("ulr_published")
-    pairs = {row["batch"]: f"{row['sigma']:g} and {row['lr']:g}" for row in content["rows"]}
-    chosen_pairs = ", ".join(f"{pair} at batch {batch}" for batch, pair in sorted(pairs.items()))
-    text = (
-        "Test accuracy after 25 epochs, mean and standard error; of DP-SGD the best of all epochs in every cell (the "
-        'paper takes it "if needed"). '
-        f"K = {content['rows'][0]['copies']}; sigma and learning rate, chosen on validation records: {chosen_pairs}; "
-        f"{content['date']}, {command(MODULE, 'search')}, `published`, `opacus`. Required: at most two points below "
-        "the paper. Accuracy and the formulas' epsilon by epoch: "
-        "[docs/ulr_figure3.png](../../docs/ulr_figure3.png)."
-    )
-    return section("Table 1 of the DP-ULR paper (MNIST)", text, markdown(COLUMN_NAMES, rows))
-
-
 def proven_section() -> str:
     """Return what the results page shows of the proven form; empty without results."""
     rows = proven_table_rows()
@@ -428,19 +408,6 @@ def proven_section() -> str:
     )
     title = "The proven form at equal proven epsilon (MNIST)"
     return section(title, text, markdown(PROVEN_NAMES, rows)) if rows else ""
-
-
-def headline_rows() -> list[Row]:
-    """Return how far Table 1 is from the paper."""
-    differences = [
-        statistics.mean(cell["test"]) - cell["paper"] for cell in cells() if cell["part"] == "published"
-    ]
-    if not differences:
-        return []
-    figure = f"{min(differences):+.2f} to {max(differences):+.2f} points ({len(differences)} cells)"
-    return [
-        ("MNIST, Table 1 of the DP-ULR paper: ours minus the paper's", figure, command(MODULE, "published"))
-    ]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import typer
 from torch import Tensor
 
 from benchmarks.bare import zo_trainer
-from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
@@ -46,8 +45,6 @@ SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
 FREE_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 DELTA, EPSILON, PURE_EPSILON, SIGMA = 1e-5, 1.0, 4.0, 15.9
 PICTURE = Path(__file__).parents[2] / "docs" / "zo_figure6.png"
-SHOWN = {"none": "no privacy"}
-"""What tables call a law."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,35 +229,6 @@ def left(study: str, *laws: str) -> int:
     found = load_results(NAME).get("cells", {})
     keys = [cell.key for cell in CELLS if cell.study == study and cell.law in laws]
     return sum(str(seed) not in found.get(key, {}) for key in keys for seed in SEEDS)
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    rows = [
-        (
-            study,
-            SHOWN.get(cell.law, cell.law),
-            str(cell.records),
-            f"{cell.clip:g}" if math.isfinite(cell.clip) else "none",
-            str(cell.batch),
-            str(cell.steps),
-            with_error(values, ".1f"),
-            str(len(values)),
-            f"{losses(cell)[-1]:.3f}",
-        )
-        for study in ("records", "clip", "batch", "steps")
-        for cell, values in accuracies(study)
-    ]
-    text = (
-        "SST-2, a head on frozen embeddings; Gaussian noise and DP-SGD at epsilon 1 (study `clip`: sigma = 15.9; no "
-        "privacy: neither noise nor clip, shuffled batches, a rate of its own), "
-        f"Laplace noise at pure epsilon 4; mean of seeds and standard error ({load_results(NAME).get('date')}, "
-        f"{command(MODULE)}; `--study` names one; it resumes). The loss is that of the training sentences at the end "
-        "([its curves](../../docs/zo_figure6.png))."
-    )
-    header = ("study", "noise", "records", "clip", "batch", "steps", "accuracy [%]", "seeds", "loss")
-    title = "Records, clip, batch and steps"
-    return section(title, text, markdown(header, rows)) if rows else ""
 
 
 if __name__ == "__main__":

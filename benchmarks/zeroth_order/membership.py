@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from benchmarks.bare import feedback_trainer, zo_trainer
-from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import (
     N_TRAIN,
@@ -227,22 +226,6 @@ def largest_area(epsilon: float) -> float:
     )
     multiplier = calibrate_noise(once, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
     return 0.5 * (1 + math.erf(1 / (2 * multiplier)))
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("cells", {}))
-    text = (
-        "Areas under the curve of canaries' membership scores, with the standard error of ranks at one half; 32 "
-        "canaries a run: 1 and 5 have a feature of their own of that size in embeddings, token is another sentence "
-        f"behind a new token ({results.get('date')}, "
-        f"{command(MODULE, 'measure')}). The paper's figures are of another model and other canaries. Required: near "
-        "one half at epsilon at most 4, clearly above it without noise."
-    )
-    return (
-        section("Membership (Table 6 of the DP-ZO paper)", text, markdown(COLUMN_NAMES, rows)) if rows else ""
-    )
 
 
 def show(results: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import argparse
 import math
 from typing import Any
 
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
@@ -145,15 +145,6 @@ def page_section() -> str:
     )
     title = "Noise against epsilon: Tables 12, 13 and 15 to 18 of the DP-ZO paper"
     return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
-
-
-def headline_rows() -> list[Row]:
-    """Return how many of the paper's epsilons agree."""
-    rows = load_results(NAME).get("rows", [])
-    agree = sum("differs" not in row["verdict"] for row in rows)
-    claim = "Tables 12, 13 and 15 to 18 of the DP-ZO paper, noise against epsilon"
-    figure = f"{agree} of {len(rows)} epsilons to the printed digits"
-    return [(claim, figure, command(MODULE))] if rows else []
 
 
 def main() -> None:

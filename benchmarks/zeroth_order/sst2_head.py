@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import feedback_trainer, zo_trainer
-from benchmarks.markdown import Row, command, markdown, section, with_error
+from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
@@ -319,17 +319,6 @@ def page_section() -> str:
         f"seconds. Without privacy, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %."
     )
     return section("SST-2: a head on frozen embeddings", text, markdown(COLUMN_NAMES, rows))
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracies at each epsilon."""
-    trained = summary_rows(load_results(NAME))
-    rows: list[Row] = []
-    for epsilon in map("{:g}".format, EPSILONS):
-        claim = f"SST-2, 1000 private sentences, head on frozen embeddings, accuracy [%] at epsilon {epsilon}"
-        figures = "; ".join(f"{row[1]} {row[3]}" for row in trained if row[0] == epsilon)
-        rows.append((claim, figures, command(MODULE, "measure")))
-    return rows
 
 
 def show(results: dict[str, Any]) -> None:

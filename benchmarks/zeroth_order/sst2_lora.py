@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import zo_trainer
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.markdown import with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
 from benchmarks.zeroth_order.sst2_head import (
@@ -243,20 +243,6 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         figures = (with_error(list(mine.values()), ".1f"), str(len(mine)), difference)
         rows.append((f"{epsilon:g}", method, *figures, f"{cell['setting']:g}", f"{seconds:.0f}"))
     return rows
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("cells", {}))
-    text = (
-        "Sentences and test sets of the table of the head; low-rank updates in the top layer of the encoder, and a "
-        f"head; ZO {PLANS['zo, gaussian']['steps']:,} steps of {PLANS['zo, gaussian']['batch']}, DP-SGD "
-        f"{PLANS[BASELINE]['steps']} of {PLANS[BASELINE]['batch']}; delta 1e-5. The rate was chosen with one other "
-        f"seed on {HELD_OUT:,} training sentences that it leaves out ({results.get('date')}, "
-        f"{command(MODULE, 'measure')})."
-    )
-    return section("SST-2: LoRA", text, markdown(COLUMN_NAMES, rows)) if rows else ""
 
 
 def main() -> None:

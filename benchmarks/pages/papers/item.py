@@ -40,7 +40,6 @@ COSTS: dict[str, float] = {
     "zeroth_order.ablations --study clip": 0.01,
     "zeroth_order.ablations --study batch": 0.01,
     "zeroth_order.ablations --study steps": 0.03,
-    "zeroth_order.joint_clip": 0.03,
     "zeroth_order.membership measure": 0.2,
     "zeroth_order.memory": 0.1,
     "zeroth_order.sigma_tables": 0.0,

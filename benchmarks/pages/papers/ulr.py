@@ -209,9 +209,8 @@ def resnet5() -> str:
             seeds = " and ".join(map(str, dict.fromkeys(len(row["tests"]) for row in mine)))
             if mine:
                 private.append((form, str(batch), seeds, *(with_error(row["tests"], ".1f") for row in mine)))
-    names = "../benchmarks/ulr/README.md#resnet-5-on-cifar-10-figure-4-of-the-dp-ulr-paper"
     return blocks(
-        f"Test accuracy [%], by chance 10, without protection ([all curves]({names})):",
+        "Test accuracy [%], by chance 10, without protection:",
         table(("trained by", "epochs", "seeds", "test [%]"), plain),
         "*Matched*: noise shaped by a record's Jacobian; *10 orthogonal*: ten copies in orthogonal directions; K = 2 "
         "and sigma = 0.3 unless named.",

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.markdown import difference, with_error
 from benchmarks.pages.papers.item import Item, blocks, table
 from benchmarks.results_file import load_results
-from benchmarks.zeroth_order import ablations, joint_clip, membership, sst2_language
+from benchmarks.zeroth_order import ablations, membership, sst2_language
 from benchmarks.zeroth_order.sst2_head import EPSILONS, PURE_EPSILONS
 
 Figures = Callable[[], str]
@@ -84,25 +84,13 @@ def by_epsilon(
 
 
 def main_results() -> str:
-    """Return the accuracies of the head, of joint clips and of LoRA, and the paper's."""
+    """Return the accuracies of the head and of LoRA, and the paper's."""
     epsilons = (0.5, 1.0, 4.0)
     lora = _accuracies({"zo, gaussian": "DP-ZO, LoRA", "dp-sgd": "DP-SGD, LoRA"}, epsilons, of="zo_sst2_lora")
     paper = [_paper("DP-ZO on SST-2", 85.41, 91.19, 92.59), _paper("DP-SGD on SST-2", 64.33, 90.25, 92.06)]
     rows = [*_accuracies({"zo, gaussian, 75000 steps": "DP-ZO", "dp-sgd": "DP-SGD"}, epsilons), *lora, *paper]
     header = ("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons))
-    joint = joint_clips(epsilons)
-    beyond = (
-        "Not in the paper, with DP-SGD's rate searched again. Joint clip: the 50 loss differences of a record are "
-        "clipped together. Public span: the 64 principal directions of 2,000 unlabelled sentences. Public start: the "
-        "head starts at the embeddings of the paper's class words:"
-    )
-    return blocks(
-        "Accuracy [%]:",
-        table(header, rows),
-        beyond if joint else "",
-        table(header, joint),
-        _against_dp_sgd(epsilons),
-    )
+    return blocks("Accuracy [%]:", table(header, rows), _against_dp_sgd(epsilons))
 
 
 def language_model() -> str:
@@ -114,31 +102,17 @@ def language_model() -> str:
 
 
 def _against_dp_sgd(epsilons: tuple[float, ...]) -> str:
-    """Say how far DP-ZO is from DP-SGD, and how far with a joint clip."""
-    found, apart, joint = load_results(joint_clip.NAME).get("cells", {}), [], []
+    """Say how far DP-ZO is from DP-SGD."""
+    apart = []
     for epsilon in epsilons:
         theirs = _runs("zo_sst2", f"dp-sgd, {epsilon:g}")
         ours = _runs("zo_sst2", f"zo, gaussian, 75000 steps, {epsilon:g}")
-        clipped = joint_clip.figures(found.get(joint_clip.key_of("zo, joint clip", epsilon), {}))
         apart.append(f"{difference(ours, theirs)} at {epsilon:g}")
-        joint.append(f"{difference(clipped, theirs)} at {epsilon:g}")
     lora = difference(_runs("zo_sst2_lora", "zo, gaussian, 4"), _runs("zo_sst2_lora", "dp-sgd, 4"))
     return (
         "*The paper finds* DP-ZO comparable with DP-SGD, and by its table far ahead at epsilon 0.5 on SST-2. *Here* "
-        f"DP-ZO less DP-SGD is {', '.join(apart)} for the head, and {lora} at 4 with LoRA. With a joint clip it is "
-        f"{', '.join(joint)}, against the same DP-SGD."
+        f"DP-ZO less DP-SGD is {', '.join(apart)} for the head, and {lora} at 4 with LoRA."
     )
-
-
-def joint_clips(epsilons: tuple[float, ...]) -> Rows:
-    """Return the accuracies of joint clips and of DP-SGD under the same conditions."""
-    cells, rows = load_results(joint_clip.NAME).get("cells", {}), []
-    for name in joint_clip.PLANS:
-        found = [cells.get(joint_clip.key_of(name, epsilon), {}) for epsilon in epsilons]
-        if all(cell.get("runs") for cell in found):
-            shown = name.replace("dp-sgd", "DP-SGD").replace("zo,", "DP-ZO,")
-            rows.append((shown, *(with_error(joint_clip.figures(cell), ".1f") for cell in found)))
-    return rows
 
 
 def study(
@@ -469,14 +443,12 @@ ITEMS = (
         name="Table 1",
         shows="OPT-13B, three tasks, 1,000 records",
         differs=(
-            "SST-2 only; LoRA in the top layer of a small encoder with C = 0.05 and 2,000 steps, the paper 75,000; "
-            "C = 1 of joint clips"
+            "SST-2 only; LoRA in the top layer of a small encoder with C = 0.05 and 2,000 steps, the paper 75,000"
         ),
         state="smaller",
         figures=main_results,
-        run=(_HEAD, "zeroth_order.sst2_lora measure", "zeroth_order.joint_clip"),
-        results=("zo_sst2", "zo_sst2_lora", joint_clip.NAME),
-        left=joint_clip.left,
+        run=(_HEAD, "zeroth_order.sst2_lora measure"),
+        results=("zo_sst2", "zo_sst2_lora"),
     ),
     Item(
         name="Table 2",

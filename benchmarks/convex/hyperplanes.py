@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def cells(epochs: int) -> dict[tuple[float, int | None], list[dict[str, Any]]]:
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or math.inf)))
 
 
-def left(*noises: float) -> int:
+def left(noises: Sequence[float]) -> int:
     """Return how many trainings of some noise levels are not in the results."""
     done = {(noise, p, curve["seed"]) for (noise, p), curves in cells(EPOCHS).items() for curve in curves}
     return len(set(itertools.product(noises, (*COUNTS, None), SEEDS)) - done)

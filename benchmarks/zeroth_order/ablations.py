@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,7 @@ def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
     ]
 
 
-def left(study: str, *laws: str) -> int:
+def left(study: str, laws: Sequence[str]) -> int:
     """Return how many trainings of a study, under some laws of noise, are not in the results."""
     found = load_results(NAME).get("cells", {})
     keys = [cell.key for cell in CELLS if cell.study == study and cell.law in laws]

@@ -46,7 +46,7 @@ def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hyperplanes.main(noise="0,5", epochs=4, seeds="0")
     assert load_results(hyperplanes.NAME) == found
     hyperplanes.main(noise="0", epochs=4, seeds="0,1")
-    assert hyperplanes.left(0.0) == 2  # of the third seed
+    assert hyperplanes.left([0.0]) == 2  # of the third seed
     assert ours("Convex", "Figure 4")[1].count("±") == 2
 
 

@@ -11,20 +11,13 @@ from collections import Counter
 
 from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER, page_table
 from benchmarks.markdown import markdown, section
-from benchmarks.pages.papers import convex, pdfa, ulr, zeroth_order
 from benchmarks.pages.papers.item import COSTS, Item, blocks
+from benchmarks.pages.papers.item import PAPERS as SAID
 
-PAPERS = {PDFA: pdfa.ITEMS, ULR: ulr.ITEMS, CONVEX: convex.ITEMS, ZEROTH_ORDER: zeroth_order.ITEMS}
-INTRODUCTIONS = {ULR: ulr.INTRODUCTION, CONVEX: convex.INTRODUCTION, ZEROTH_ORDER: zeroth_order.INTRODUCTION}
-"""Words of the items of a paper, and what they have in common."""
-
-STATES = {
-    "repeated": "the paper's own setting, or its formula",
-    "smaller": "the paper's question at a size that fits a processor, or with other settings, named under *differs*",
-    "queued": "the command exists and resumes; it was not run yet",
-    "not possible": "with the reason",
-    "no figures": "a sketch or a list without results",
-}
+KEYS = {PDFA: "pdfa", ULR: "ulr", CONVEX: "convex", ZEROTH_ORDER: "zeroth_order"}
+PAPERS = {title: tuple(Item(**each) for each in SAID["papers"][key]["items"]) for title, key in KEYS.items()}
+"""The items of each paper."""
+STATES: dict[str, str] = SAID["states"]
 
 
 def papers_page() -> str:
@@ -59,5 +52,13 @@ def papers_page() -> str:
     for title, part in found.items():
         overview = markdown(("item", "shows", "state", "date"), [now.row() for now in part])
         details = blocks(*(now.details() for now in part))
-        parts.append(section(title, INTRODUCTIONS.get(title, ""), overview, details, page_table(title)))
+        parts.append(
+            section(
+                title,
+                SAID["papers"][KEYS[title]].get("introduction", ""),
+                overview,
+                details,
+                page_table(title),
+            )
+        )
     return "\n\n".join((head, *parts)) + "\n"

@@ -9,15 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.markdown import with_error
-from benchmarks.pages.papers.item import Item, blocks, compared, table
+from benchmarks.pages.papers.item import blocks, compared, table
 from benchmarks.results_file import load_results
 from benchmarks.ulr import figure2, figure3, resnet, table1
 
-INTRODUCTION = (
-    "q is the sampling rate, N the number of records, N_B the smallest batch that is kept, and K the number of noisy "
-    "copies of a record. The published form is the paper's Algorithm 1; the proven form clips the estimates of records "
-    "and adds central Gaussian noise ([ulr](ulr.md)). The paper has five seeds; its standard deviations are left out."
-)
 PARTS = {"published": "DP-ULR", "opacus": "DP-SGD"}
 
 
@@ -278,84 +273,3 @@ def _fall(found: list[dict[str, Any]], key: str, batch: int) -> float:
         for width in ("small", "large")
     )
     return fmean(small) - fmean(large) if small and large else math.nan
-
-
-ITEMS = (
-    Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
-    Item(
-        name="Figure 2",
-        shows="what rejection adds to eq. 11, contours",
-        differs="q = 0.01 and 0.1 are ours, as the paper names none for this figure; alpha = 1.1 and sigma_0 = 4 as "
-        "there",
-        state="repeated",
-        figures=rejection,
-        run=("ulr.figure2",),
-        results=("ulr_figure2",),
-        picture=(
-            "ulr_figure2.png",
-            "Contours of the part that rejection adds, by records and smallest batch",
-        ),
-    ),
-    Item(
-        name="Table 1",
-        shows="MNIST, DP-ULR and DP-SGD by batch and sigma_0",
-        differs=(
-            "learning rates of 0.001 (batch 64) and 0.003 (200 and 500) for DP-ULR, chosen on held-out records, "
-            "where the paper has 0.01; DP-SGD keeps the paper's 0.1; K = 30 and sigma are ours, as the paper names "
-            "none, and sigma is the same for all layers and steps, where Algorithm 1 controls it; no GELU behind the "
-            "last layer; test accuracy only; three seeds"
-        ),
-        state="smaller",
-        figures=cells,
-        run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus", "ulr.table1 proven"),
-        results=("ulr_published", "ulr_opacus", "ulr_proven"),
-        left=table1.left,
-    ),
-    Item(
-        name="Figure 3",
-        shows="accuracy and epsilon by epoch",
-        differs=(
-            "training accuracy only; settings and seeds of Table 1; N_B = q N, as in Algorithm 1, since the "
-            "experiments name none; the picture has DP-SGD's epsilon by a Renyi accountant, where the paper takes a "
-            "bound of it; both formulas outside their conditions, too"
-        ),
-        state="smaller",
-        figures=epochs,
-        picture=(
-            "ulr_figure3.png",
-            "Accuracy and epsilon by epoch of DP-ULR and DP-SGD, by batch and sigma_0",
-        ),
-        run=("ulr.table1 published", "ulr.table1 opacus", "ulr.figure3"),
-        results=("ulr_published", "ulr_opacus"),
-        left=table1.left,
-    ),
-    Item(
-        name="Figure 4",
-        shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
-        differs=(
-            "a JPEG copy of CIFAR-10; average pooling behind two convolutions, Adam at 0.002 falling as a cosine, K = "
-            "2 and sigma = 0.3 (of the proven form 10 and 0.03, with a clip for each module) are ours, and so are "
-            "DP-SGD at batch 500 or noise 4 and the proven form; DP-SGD is ours, on Poisson batches; 8 epochs, as the "
-            "paper names none; accuracy after training only, without the figure's epsilon"
-        ),
-        state="smaller",
-        figures=resnet5,
-        run=("ulr.resnet plain", "ulr.resnet private", "ulr.resnet search"),
-        results=("ulr_resnet", "ulr_resnet_search"),
-        left=resnet.left,
-    ),
-    Item(
-        name="Table C1",
-        shows="MNIST, three widths, sigma_0 = 8",
-        differs=(
-            "the layers of medium and large are ours, as the paper names only 2.5 and 5 times the parameters; "
-            "DP-ULR's rate was chosen for the small one, and batches of 128 and 256 take that of 200; else as in "
-            "Table 1"
-        ),
-        state="smaller",
-        figures=widths,
-        run=("ulr.table1 widths",),
-        results=("ulr_published", "ulr_widths"),
-        left=table1.widths_left,
-    ),
-)

@@ -1,7 +1,7 @@
 """Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on.
 
-`Statement` is what a ledger's run may state, as one versioned JSON document for a reviewer (docs/statement-json.md
-lists its keys): the guarantees that `opusim account run RUN` prints, unrounded, and each of its warnings. `large_delta`
+`Statement` is what a ledger's run may state, as one versioned JSON document for a reviewer (docs/privacy.md lists its
+keys): the guarantees that `opusim account run RUN` prints, unrounded, and each of its warnings. `large_delta`
 is the one rule of every command and statement for a delta that is too large for the number of records.
 """
 

@@ -305,7 +305,7 @@ def _print(content: dict[str, Any], text: str) -> None:
 
 
 def docs_table() -> str:
-    """Return the table of docs/camera.md, from what was saved."""
+    """Return the table of a page, from what was saved."""
     content, rows = load_results(NAME), []
     for text, attacks in content["counts"].items():
         stated, brighter = attacks

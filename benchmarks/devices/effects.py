@@ -264,7 +264,7 @@ def coverage(part: str, instruments: int) -> None:
 
 
 def docs_table() -> str:
-    """Return the table of docs/camera.md, from what was saved."""
+    """Return the table of docs/devices.md, from what was saved."""
     held = load_results("effects_coverage").get("effects", {})
     rows = [
         (f"{effect.name}, {effect.size}".removesuffix(", "), _counted(held.get(effect.name)))

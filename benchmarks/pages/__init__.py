@@ -1,7 +1,7 @@
 """Write what the benchmarks measured: a README in each folder, the index, and the tables of README and docs.
 
 `make bench-report` runs this; a test compares the committed pages with what it would write. Each benchmark makes
-its own section, next to its measurement. What the papers' tables and figures show stands in docs/papers.md.
+its own section, next to its measurement. What the papers' tables and figures show stands in papers/README.md.
 """
 
 from __future__ import annotations
@@ -83,24 +83,23 @@ BLOCKS: dict[str, dict[str, str]] = {
         "literature": "private_accuracy.records:docs_table",
     },
     "docs/devices.md": {
+        "effects": "devices.effects:docs_table",
         "faults": "devices.faults:docs_table",
         "monitor": "devices.monitor:docs_table",
         "named_faults": "devices.monitor:named_table",
         "fault_names": "devices.monitor:confusion_table",
     },
-    "docs/camera.md": {
+    "docs/calibrate.md": {
         "account": "devices.camera_account:docs_table",
-        "count_attack": "devices.count_attack:docs_table",
         "chain": "devices.chain:docs_table",
         "chain_kept": "devices.chain:kept_table",
-        "effects": "devices.effects:docs_table",
         "broken_noises": "devices.calibration_faults:broken_table",
     },
     "docs/serving.md": {
         "served_faults": "devices.served_faults:docs_table",
         "served": "speed.served:docs_table",
     },
-    "docs/coming-from-opacus.md": {"opacus": "any_module.private:docs_table"},
+    "docs/private-loops.md": {"opacus": "any_module.private:docs_table"},
 }
 """Tables between markers of a page, by name, and what makes them."""
 
@@ -123,7 +122,7 @@ def index_page() -> str:
     head = (
         f"# Benchmarks\n\n{WRITTEN} Each benchmark is a program that opens with its question; its result is one JSON "
         "file in [results](results), with date, machine, versions and commit. Timings are ratios within one run. "
-        "What repeats the four papers stands in [their tables and figures](../docs/papers.md). "
+        "What repeats the four papers stands in [their tables and figures](papers/README.md). "
         "[results/nightly.md](results/nightly.md) sums up the nightly tests."
     )
     parts = [
@@ -179,7 +178,7 @@ def with_block(text: str, name: str, table: str) -> str:
 def pages() -> dict[Path, str]:
     """Return the text of every page that is written from results."""
     found = {
-        ROOT / "docs" / "papers.md": papers_page(),
+        BENCHMARKS / "papers" / "README.md": papers_page(),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},
     }

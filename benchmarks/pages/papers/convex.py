@@ -136,7 +136,7 @@ def public_features() -> str:
     text = (
         "For comparison, a linear model on public scattering features under DP-SGD has "
         f"{with_error(tests, '.1f')} % at 3, for zeroing a record, or about twice that for replacing one "
-        "([by epsilon](../benchmarks/curves/README.md))."
+        "([by epsilon](../curves/README.md))."
     )
     return text if tests else ""
 
@@ -153,9 +153,7 @@ def ends(noises: list[float]) -> str:
         if any((noise, p) in found for noise in noises)
     ]
     header = ("", *(f"sigma = {noise:g}" if noise else "test [%]" for noise in noises))
-    text = (
-        f"Test accuracy [%] at the end of [the curves](convex_hyperplanes.png), {hyperplanes.EPOCHS} epochs:"
-    )
+    text = f"Test accuracy [%] after {hyperplanes.EPOCHS} epochs:"
     note = _by_hyperplanes() if 0.0 in noises else _rise(noises)
     return blocks(text, table(header, rows), note) if rows else ""
 
@@ -212,7 +210,7 @@ def accountants(part: str) -> str:
         )
     rows = [(name, f"{values[-1]:.2f}") for name, values in found.items()]
     return blocks(
-        f"Epsilon at delta 1e-5 {end} ([all curves](convex_accountants.png)):",
+        f"Epsilon at delta 1e-5 {end}:",
         table(("bound", "epsilon"), rows),
         text,
     )
@@ -231,7 +229,7 @@ def shuffled() -> str:
         ]
         rows.append((name, f"{values[at]:.1e}", next(iter(worse), "")))
     return blocks(
-        "Delta of one epoch at sigma = 5 ([all curves](convex_accountants.png)):",
+        "Delta of one epoch at sigma = 5 ([all curves](../../docs/convex_accountants.png)):",
         table(("bound", "delta at epsilon 1", "above the Gaussian's delta from"), rows),
         "*The paper finds* shuffling worse than the Gaussian for its trainings of 50 or 60 batches an epoch, and "
         "shows 1,000 as the better case. *Here* that holds for 60 at all but the smallest epsilons. For 1,000 "

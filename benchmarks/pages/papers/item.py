@@ -40,7 +40,7 @@ class Item:
         text: Why there are no figures, or where they are.
         differs: What differs from the paper's setting.
         run: Modules and arguments of `python -m benchmarks.`, one string each.
-        results: Names of its results; the row shows the latest date.
+        results: Names of its results.
         left: What counts or lists the trainings that its commands still have to do.
         picture: A file in docs/ that shows it, and what to say of it to who cannot see it; empty without one.
     """
@@ -97,11 +97,9 @@ class Now:
     def row(self) -> tuple[str, ...]:
         """Return the row of the overview."""
         item = self.item
-        dates = [load_results(name).get("date", "") for name in item.results]
-        date = max(dates, default="") if self.state != "queued" else ""
         if not self.heading:
-            return item.name, item.shows, f"{self.state}: {self.shown}" if self.shown else self.state, date
-        return f"[{item.name}](#{_anchor(self.heading)})", item.shows, self.state, date
+            return item.name, item.shows, f"{self.state}: {self.shown}" if self.shown else self.state
+        return f"[{item.name}](#{_anchor(self.heading)})", item.shows, self.state
 
     def details(self) -> str:
         """Return what follows the overview, as Markdown; empty if the overview says all."""
@@ -112,7 +110,7 @@ class Now:
         commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
         return blocks(
             f"### {self.heading}",
-            "![{1}]({0})".format(*item.picture) if item.picture else "",
+            "![{1}](../../docs/{0})".format(*item.picture) if item.picture else "",
             self.shown,
             f"*Differs:* {item.differs}." if item.differs else "",
             f"*Run ({f'{hours:.1f} hours' if hours >= 0.1 else 'minutes'}):* {commands}",

@@ -59,7 +59,7 @@ def cells() -> str:
         "Other readings of the paper's equations, tried in "
         f"{len(readings.ROWS) * len(readings.COLUMNS)} cells with {readings.seeds()}, move one by up to "
         f"{readings.largest_move():.1f} points "
-        "([which](../benchmarks/pdfa/README.md#other-readings-of-the-papers-equations))."
+        "([which](../pdfa/README.md#other-readings-of-the-papers-equations))."
     )
     names = (figure2.NAMES[feedback] for feedback in table1.PAPER)
     shown = table(("", *names), rows)

@@ -213,7 +213,7 @@ def resnet5() -> str:
         table(("form", "batch", "seeds", *(f"noise {noise:g}" for noise in resnet.NOISES)), private),
         "*The paper finds* DP-ULR comparable with DP-SGD in accuracy and privacy cost for suitable parameters, which "
         "it does not name. *Here* no such parameters were found: the published form stays near chance "
-        f"([why](ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
+        f"([why](../../docs/ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
         f"{resnet.SEARCH_EPOCHS} epochs on a quarter of the records the accuracy on the others is {_copies()}.",
     )
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from benchmarks.markdown import markdown, section
 from benchmarks.pages.papers.page import papers_page
-from benchmarks.results_file import FOLDER as RESULTS
-from benchmarks.results_file import load_results
 
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
@@ -34,9 +32,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zeroth_order": (
         "Zeroth-order training",
         (
-            "sigma_tables:page_section",
             "memory:page_section",
-            "sst2_head:page_section",
             "sst2_language:page_section",
         ),
     ),
@@ -121,7 +117,9 @@ def index_page() -> str:
     """Return the whole of benchmarks/README.md: every benchmark with its question, by folder."""
     head = (
         f"# Benchmarks\n\n{WRITTEN} Each benchmark is a program that opens with its question; its result is one JSON "
-        "file in [results](results), with date, machine, versions and commit. Timings are ratios within one run. "
+        "file in [results](results), with date, machine, versions and commit, that of the last part if it was measured "
+        "in several. At 02c3c03 or before, norms were computed in float32; later commits clip linear layers up to 1e-4 "
+        "lower and convolutions up to 0.2 %. Timings are ratios within one run. "
         "What repeats the four papers stands in [their tables and figures](papers/README.md). "
         "[results/nightly.md](results/nightly.md) sums up the nightly tests."
     )
@@ -129,7 +127,7 @@ def index_page() -> str:
         section(title, f"Results: [{folder}/README.md]({folder}/README.md).", _questions(folder))
         for folder, (title, _) in SECTIONS.items()
     ]
-    return "\n\n".join((head, *parts, commits_section())) + "\n"
+    return "\n\n".join((head, *parts)) + "\n"
 
 
 def _questions(folder: str) -> str:
@@ -151,20 +149,6 @@ def _programs(folder: str) -> Iterator[tuple[str, ...]]:
         if 'if __name__ == "__main__"' in source:
             question = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
             yield (f"`python -m benchmarks.{folder}.{path.stem}`", question)
-
-
-def commits_section() -> str:
-    """Return which commit measured what."""
-    found: dict[str, list[str]] = {}
-    for file in sorted(RESULTS.glob("*.json")):
-        found.setdefault(load_results(file.stem).get("commit") or "unknown", []).append(file.stem)
-    text = (
-        "A benchmark that was measured in several parts names the commit of the last one. At 02c3c03 or before, norms "
-        "were computed in float32; later commits clip linear layers up to 1e-4 lower and convolutions up to 0.2 %. The "
-        "default hold-out has not changed. What was called add_or_remove_one there is now stated as zero_out."
-    )
-    rows = [(commit, ", ".join(names)) for commit, names in sorted(found.items())]
-    return section("Commits", text, markdown(("commit", "results"), rows))
 
 
 def with_block(text: str, name: str, table: str) -> str:

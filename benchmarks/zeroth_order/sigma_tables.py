@@ -12,8 +12,7 @@ import argparse
 import math
 from typing import Any
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
 from opusim.tables import print_table
@@ -132,19 +131,6 @@ def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         )
         for found in rows
     ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    rows = table_rows(load_results(NAME).get("rows", []))
-    text = (
-        "Noise in units of the clip; q = batch / records (batch 20 in Table 12, 64 in Table 18, which is DP-SGD, 16 "
-        'elsewhere). "pure" is Table 13\'s '
-        "right column: each step taken as any mechanism of its pure epsilon. Where the law is Laplace and delta is 0, "
-        f"the closed form ({command(MODULE)})."
-    )
-    title = "Noise against epsilon: Tables 12, 13 and 15 to 18 of the DP-ZO paper"
-    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
 
 
 def main() -> None:

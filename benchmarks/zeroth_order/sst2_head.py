@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import feedback_trainer, zo_trainer
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.markdown import with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
@@ -304,21 +304,6 @@ def _accuracies(results: dict[str, Any], method: str, epsilon: float) -> dict[st
 
 
 COLUMN_NAMES = ("epsilon", "method", "delta", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = summary_rows(results)
-    if not rows:
-        return ""
-    text = (
-        "1000 training sentences; mean of seeds and standard error on dev and test together, 2,693 sentences "
-        f"({results['date']}, {command(MODULE, 'measure')}). Settings (ZO: rate and clip, DP-SGD: rate) were the best "
-        "of a few with other seeds on training sentences that these leave out, which no epsilon covers; s are core "
-        f"seconds. Without privacy, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %."
-    )
-    return section("SST-2: a head on frozen embeddings", text, markdown(COLUMN_NAMES, rows))
 
 
 def show(results: dict[str, Any]) -> None:

@@ -34,14 +34,11 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from benchmarks.markdown import verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from opusim.tables import print_table
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.table1", "pdfa_table1", Path("runs/table1")
-COLUMN_NAMES = ("feedback", "sigma", "paper [%]", "ours [%]", "difference", "required")
 SEEDS = (0, 1, 2)
 SIGMAS = (0.0, 0.01, 0.03, 0.05, 0.1, 0.2)
 COLUMNS = ("non-private", *(f"{sigma:g}" for sigma in SIGMAS))
@@ -131,23 +128,8 @@ def _within(row: str, difference: float) -> bool | None:
     return difference >= -1.0 if row == "pdfa" else abs(difference) <= 1.0
 
 
-def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each cell, as text."""
-    return [
-        (
-            cell["row"],
-            cell["column"],
-            f"{cell['paper']:.2f}",
-            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
-            f"{cell['difference']:+.2f}",
-            verdict(cell["within_bar"]),
-        )
-        for cell in cells
-    ]
-
-
 def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(map(str, SEEDS))) -> None:
-    """Train what is missing and print the table."""
+    """Train what is missing, and print each accuracy."""
     wanted = listed("--rows", rows, tuple(PAPER)), COLUMNS, listed("--seeds", seeds, SEEDS)
     tasks = set(itertools.product(*wanted)) & set(missing())
     for result in Parallel(n_jobs=jobs, return_as="generator_unordered")(
@@ -159,7 +141,6 @@ def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(ma
         cells = [cell for cell in found if cell is not None]
         save_results(NAME, {"configuration": BASE, "cells": cells, "runs": results})
         print(f"{', '.join(map(str, _task(result)))}: {result['test']:.2f} %", flush=True)
-    print_table("Table 1 of the PDFA paper", COLUMN_NAMES, table_rows(load_results(NAME)["cells"]))
 
 
 def missing() -> list[Task]:

@@ -25,21 +25,16 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.bare import zo_trainer
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
-from benchmarks.zeroth_order.sst2_head import PHI, PILOTS, Head, accuracy, dp_sgd, zo_rate
-from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
+from benchmarks.zeroth_order.sst2_head import PILOTS, accuracy, dp_sgd, least_noise, spread, zo_head, zo_rate
 from opusim.randomness.streams import SeededStream, derive_seed
-from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
-from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.runs.drawing import new_figure, save_figure, style
-from opusim.training.zeroth_order.trainer import ScalarRelease
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
@@ -76,23 +71,9 @@ class Cell:
             return self.noise
         if self.law == "none":
             return 0.0
-        common: dict[str, Any] = {
-            "sampling_probability": self.batch / self.records,
-            "divisor": self.batch,
-            "steps": self.steps,
-            "clip_norm": 1.0,
-        }
-        if self.law == "laplace":
-            found = calibrate_noise(ZoLaplace(scale=10.0, **common), target_epsilon=PURE_EPSILON, delta=0.0)
-        elif self.law == "dp-sgd":
-            found = calibrate_noise(
-                RecordCentral(noise_multiplier=1.0, **common), target_epsilon=EPSILON, delta=DELTA
-            )
-        else:
-            found = calibrate_noise(
-                ZoGaussian(noise_multiplier=10.0, **common), target_epsilon=EPSILON, delta=DELTA
-            )
-        return float(found[0].noise)
+        epsilon, delta = (PURE_EPSILON, 0.0) if self.law == "laplace" else (EPSILON, DELTA)
+        sizes = {"batch": self.batch, "steps": self.steps, "records": self.records}
+        return least_noise(self.law, epsilon, delta=delta, **sizes)
 
 
 CELLS = (
@@ -118,22 +99,9 @@ def make(cell: Cell, rate: float | None, seed: int) -> tuple[Trainer, Any]:
     stream, noise = SeededStream(seed, "central-noise"), cell.multiplier()
     if cell.law == "dp-sgd":
         return dp_sgd(noise, RATE, stream, batch=cell.batch)
-    private = cell.law != "none"
     if rate is None:
-        spread = noise * (math.sqrt(2) if cell.law == "laplace" else 1.0) * cell.clip
-        rate = zo_rate(FACTOR, spread, batch=cell.batch, steps=cell.steps)
-    config = load_config(
-        {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
-    )
-    release = ScalarRelease(
-        clip=cell.clip if private else None,
-        divisor=cell.batch,
-        scale=noise * cell.clip if private else 0.0,
-        noise=stream if private else None,
-        law="laplace" if cell.law == "laplace" else "gaussian",
-    )
-    network, root = AnyModule(Head(384), n_inputs=384), derive_seed(seed, "directions")
-    return zo_trainer(network, config, release, root=root), config.optimizer
+        rate = zo_rate(FACTOR, spread(cell.law, noise, cell.clip), batch=cell.batch, steps=cell.steps)
+    return zo_head(cell.law, noise, cell.clip, rate, seed, cell.batch)
 
 
 def trained(

@@ -39,7 +39,8 @@ from benchmarks.zeroth_order.sentences import (
     load_encoder,
     read_sentences,
 )
-from opusim.accounting import RecordCentral, ZoGaussian, calibrate_noise
+from benchmarks.zeroth_order.sst2_head import least_noise
+from opusim.accounting import RecordCentral, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from opusim.training.config import load_config
@@ -64,20 +65,9 @@ PAPER = {"zo": (71.4, 58.8, 55.6, 54.5, 53.2), "dp-sgd": (100.0, 71.9, 61.5, 55.
 
 
 def noise_for(method: str, epsilon: float) -> float:
-    if math.isinf(epsilon):
-        return 0.0
     plan = PLANS[method]
-    common = {
-        "sampling_probability": plan["batch"] / N_TRAIN,
-        "divisor": plan["batch"],
-        "steps": int(plan["steps"]),
-    }
-    mechanism: Any = (
-        RecordCentral(noise_multiplier=1.0, clip_norm=1.0, **common)
-        if method == "dp-sgd"
-        else ZoGaussian(noise_multiplier=10.0, clip_norm=CLIP, **common)
-    )
-    return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=DELTA)[0].noise)
+    sizes = {"batch": int(plan["batch"]), "steps": int(plan["steps"])}
+    return 0.0 if math.isinf(epsilon) else least_noise(method, epsilon, **sizes)
 
 
 def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:

@@ -15,7 +15,6 @@ from typing import Any
 from benchmarks.results_file import save_results
 from opusim.accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.zeroth_order.sigma_tables", "zo_sigma_tables"
 DELTA, CLIP = 1e-5, 0.05
@@ -104,39 +103,11 @@ def _decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-COLUMN_NAMES = (
-    "table",
-    "law",
-    "noise",
-    "records",
-    "steps",
-    "delta",
-    "paper",
-    "ours",
-    "least noise",
-    "verdict",
-)
-
-
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows as text."""
-    return [
-        (
-            *(str(found[key]) for key in ("table", "law", "noise", "records", "steps")),
-            f"{found['delta']:g}",
-            found["paper_epsilon"],
-            f"{found['our_epsilon']:.4f}",
-            "" if found["our_least_noise"] is None else f"{found['our_least_noise']:.4f}",
-            found["verdict"],
-        )
-        for found in rows
-    ]
-
-
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [row(*values) for values in ROWS]
-    print_table("Noise against epsilon in the DP-ZO paper, and here", COLUMN_NAMES, table_rows(rows))
+    for found in rows:
+        print(found)
     save_results(NAME, {"rows": rows})
 
 

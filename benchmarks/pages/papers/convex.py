@@ -10,7 +10,6 @@ from benchmarks.convex import accuracy, curves, hyperplanes, tuned
 from benchmarks.convex.accountants import EPOCHS, SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
 from benchmarks.pages.papers.item import blocks, compared, table
-from benchmarks.private_accuracy import records
 from benchmarks.results_file import load_results
 
 NETWORK, LOGISTIC = "ReLU network, DP-SGD", "logistic regression, DP-SGD"
@@ -118,7 +117,6 @@ def by_epsilon(data: str, conclusion: str) -> str:
         curves.table(data),
         f"*The paper* {conclusion}. *Here*, counting differences of more than two standard errors:",
         table(("is", "against", "ahead at epsilon", "behind at epsilon"), rows),
-        public_features() if data == "cifar-10" else "",
     )
 
 
@@ -127,18 +125,6 @@ def _compared(ours: dict[float, list[float]], other: dict[float, list[float]]) -
     signs = {epsilon: compared(ours[epsilon], other.get(epsilon, [])) for epsilon in sorted(ours)}
     ahead, behind = (", ".join(f"{e:g}" for e in signs if signs[e] == sign) or "none" for sign in (1, -1))
     return ahead, behind
-
-
-def public_features() -> str:
-    """Return what DP-SGD reaches on public features of CIFAR-10; empty without results."""
-    row = "cifar-10, linear on mirrored components, DP-SGD"
-    tests = [run["test"] for run in load_results(records.NAME).get("runs", []) if run["row"] == row]
-    text = (
-        "For comparison, a linear model on public scattering features under DP-SGD has "
-        f"{with_error(tests, '.1f')} % at 3, for zeroing a record, or about twice that for replacing one "
-        "([by epsilon](../curves/README.md))."
-    )
-    return text if tests else ""
 
 
 def ends(noises: list[float]) -> str:

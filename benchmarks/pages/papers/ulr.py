@@ -68,7 +68,7 @@ def cells() -> str:
     )
     columns = ("batch", "sigma_0", *PARTS.values())
     shown = table(columns, rows)
-    return blocks(text, shown, conclusion, _sensitive(found), paper_rate(), proven()) if found else ""
+    return blocks(text, shown, conclusion, _sensitive(found), paper_rate()) if found else ""
 
 
 def _places(cells: set[tuple[int, float]]) -> str:
@@ -127,36 +127,6 @@ def paper_rate() -> str:
     header = ("batch", "sigma_0", "held out [%]", "the paper, test [%]")
     return blocks(
         "DP-ULR with the paper's learning rate of 0.01, sigma = 2 and one seed:", table(header, rows)
-    )
-
-
-def proven() -> str:
-    """Return what the proven form with the most copies reaches at DP-SGD's epsilon; empty without results."""
-    names = {"ulr, 128 orthogonal": "DP-ULR, the proven form", "bp": "DP-SGD"}
-    rows = [
-        (
-            name,
-            *(
-                with_error(
-                    [
-                        row["test"]
-                        for row in table1.rows_of("proven")
-                        if (row["trainer"], row["epsilon"]) == (trainer, epsilon)
-                    ]
-                )
-                for epsilon in (1.0, 3.0)
-            ),
-        )
-        for trainer, name in names.items()
-    ]
-    text = (
-        "Not in the paper: test accuracy [%] of the proven form (10 epochs, batches of 1,000, 128 copies in "
-        "orthogonal directions) and of DP-SGD at the same proven epsilon:"
-    )
-    return (
-        blocks(text, table(("trained by", "epsilon 1", "epsilon 3"), rows))
-        if table1.rows_of("proven")
-        else ""
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, lines_of, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.projections import N_INPUTS, N_OUTPUTS, ternary_batch
 from benchmarks.speed.steps import (
@@ -142,17 +142,11 @@ def measure() -> list[dict[str, Any]]:
 
 def table_rows() -> list[tuple[str, ...]]:
     """Return a line for each work, as text."""
+    ours = ("{work}", "{gpu_ms:.2f}", "{processor_ms:.1f}", "{times_faster:.1f}")
+    against = ("{rival}", "{times_as_fast:.2f}", "{required:g}")
+    rows = load_results(NAME).get("rows", [])
     return [
-        (
-            row["work"],
-            f"{row['gpu_ms']:.2f}",
-            f"{row['processor_ms']:.1f}",
-            f"{row['times_faster']:.1f}",
-            row.get("rival", ""),
-            f"{row['times_as_fast']:.2f}" if "rival" in row else "",
-            f"{row['required']:g}" if "rival" in row else "",
-        )
-        for row in load_results(NAME).get("rows", [])
+        line for row in rows for line in lines_of([row], *ours, *(against if "rival" in row else ("",) * 3))
     ]
 
 

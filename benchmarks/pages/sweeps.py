@@ -19,7 +19,6 @@ SWEEPS = {
     "features_cifar": "CIFAR-10 (JPEG) on public features",
 }
 _COSTS = {
-    "wall time [s]": ("wall_seconds", 1),
     "frames": ("device_frames", 1),
     "device [kJ]": ("device_joules", 1e3),
 }
@@ -32,8 +31,8 @@ def sweeps_section() -> str:
         "Each by `opusim curve benchmarks/curves/NAME.toml`: mean over seeds and its standard error. Epsilon is for "
         "zeroing a whole record unless the series says otherwise ('convex, last iterate': for replacing one, a larger "
         "change), delta 1e-5; inf where no finite guarantee is proven; claimed "
-        "by the paper's formula with its hypotheses taken as given. Wall time and the device's frames and energy "
-        "are those of one run, on a machine that did other work at the same time; a dash: not recorded."
+        "by the paper's formula with its hypotheses taken as given. The device's frames and energy are those "
+        "of one run; a dash: not recorded."
     )
     return "\n\n".join((text, *map(_table, SWEEPS)))
 

@@ -79,7 +79,7 @@ def explain_theorem(theorem: Theorem) -> str:
         *_listed("Hypotheses taken on trust:", theorem.trusted),
         f"Reference: {theorem.reference}." if theorem.reference else "",
         f"Computed by: {theorem.code}.",
-        f"Derived in the documentation: {theorem.page}." if theorem.page else "",
+        f"More in the documentation: {theorem.page}." if theorem.page else "",
     ]
     return "\n".join(part for part in parts if part)
 

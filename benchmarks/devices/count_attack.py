@@ -216,11 +216,11 @@ def main(
                 attack_argmax(frames, epsilon, readings, more_light) for more_light in (1.0, 1.2)
             ]
             save_results(NAME, content)
-    print(docs_table())
+    print(table())
 
 
-def docs_table() -> str:
-    """Return the table of a page, from what was saved."""
+def table() -> str:
+    """Return the epsilon that each attack proves, from what was saved."""
     content, rows = load_results(NAME), []
     for text, attacks in content["counts"].items():
         stated, brighter = attacks
@@ -270,7 +270,7 @@ def page_section() -> str:
         "five standard errors, or if the measured confusion matrix leaves the computed one. Required: not found at the "
         "stated light, found with 20 % more."
     )
-    return section("Attack on photon counts", text, docs_table())
+    return section("Attack on photon counts", text, table())
 
 
 if __name__ == "__main__":

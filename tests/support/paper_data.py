@@ -1,4 +1,4 @@
-"""Small data sets under the names that the benchmarks read, and what the page on the papers says of their results."""
+"""Small data sets under the names that the benchmarks read, and what the papers' page says of their results."""
 
 from __future__ import annotations
 

@@ -40,7 +40,15 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Analog devices",
         ("lifetimes:page_section", "in_situ:page_section", "product:page_section"),
     ),
-    "known_models": ("Known models", ("nanogpt:page_section", "readout_rules:page_section")),
+    "known_models": (
+        "Known models",
+        (
+            "nanogpt:page_section",
+            "images:page_section",
+            "private:page_section",
+            "readout_rules:page_section",
+        ),
+    ),
     "devices": (
         "Devices",
         (

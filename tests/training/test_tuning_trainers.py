@@ -52,11 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
         {**RATES, "epochs": ["1", "2"]},
     ),
     "convex, every update": (
-        {
-            "trainer": {"kind": "convex", "hyperplanes": 4},
-            "optimizer": {"momentum": 0.0},
-            "model": None,
-        },
+        {"trainer": {"kind": "convex", "hyperplanes": 4}, "optimizer": {"momentum": 0.0}, "model": None},
         {"optimizer.lr": ["0.5", "1.0"]},
     ),
     "tdfa, amplified labels": (

@@ -122,9 +122,7 @@ for attempt in range(2):
 
 
 def test_hardware_without_its_driver_is_one_clear_line() -> None:
-    with pytest.raises(
-        DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device lightonml_simulated"
-    ):
+    with pytest.raises(DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device"):
         open_device("lighton_appliance", n_inputs=12, n_outputs=40)
 
 
@@ -133,9 +131,7 @@ def test_hardware_states_no_law_that_nobody_measured() -> None:
     from opusim.devices.lighton import LightonDevice
 
     device = LightonDevice(load_description("lighton_appliance"), n_inputs=12, n_outputs=40)
-    with pytest.raises(
-        NoiseUnknown, match="measure it by `opusim device calibrate`, or assume a noise.sigma"
-    ):
+    with pytest.raises(NoiseUnknown, match="measure it by `opusim device calibrate`"):
         _ = device.noise
     with pytest.raises(CapabilityMissing, match="lacks the capability 'matrix'"):
         device.matrix()
@@ -164,11 +160,7 @@ class ProcessRunningException(BaseException):  # lightonml's name, and its base
         (ValueError("number of features (3) can't be greater than 2"), ConfigError, "open a smaller window"),
         (ValueError("non-binary"), DeviceFault, "its driver failed .ValueError: non-binary"),
         (KeyError("ones_range"), DeviceFault, "KeyError: 'ones_range'.; check .*lighton.config_file"),
-        (
-            AttributeError("no attribute 'x'"),
-            DeviceFault,
-            "AttributeError.* check that lightonopu belongs to",
-        ),
+        (AttributeError("no attribute 'x'"), DeviceFault, "AttributeError.* check that lightonopu belongs"),
     ],
 )
 def test_every_failure_becomes_one_of_ours(raised: BaseException, kind: type[Exception], words: str) -> None:
@@ -182,8 +174,7 @@ def test_ctrl_c_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")],
+    ("content", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")]
 )
 def test_a_broken_configuration_of_the_appliance_is_named(
     tmp_path: Path, content: str | None, words: str

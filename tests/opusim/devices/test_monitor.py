@@ -292,11 +292,7 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
     ("name", "camera", "words"),
     [
         ("camera_low_light", {"light": {"power": POWER}}, "all its outputs .*, as the laser's power"),
-        (
-            "camera_low_light",
-            {"vibration": {"pointing_rms_pixels": 0.1}},
-            "all its outputs .*, as if the image",
-        ),
+        ("camera_low_light", {"vibration": {"pointing_rms_pixels": 0.1}}, "all its outputs"),
         ("camera_holography", {"vibration": {"phase_rms_rad": 0.4}}, "fluctuates: the noise of all its"),
         ("camera_low_light", {"light": {"ambient_flux_per_s": 150.0}}, "ambient light or the sensor's temp"),
         ("camera_low_light", {"dark": {"temperature_c": 45.0}}, "ambient light or the sensor's temp"),
@@ -311,11 +307,7 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
         ("camera_low_light", {"pixels": {"dead_share": 0.05}}, "outputs silent or stuck"),
         ("camera_low_light", {"transfer": {"dropped": 0.5}}, "loses or repeats frames"),
         ("camera_low_light", {"transfer": {"repeated": 0.3}}, "loses or repeats frames"),
-        (
-            "camera_low_light",
-            {"pixels": {"hot_share": 0.15, "hot_factor": 30}},
-            "outputs noisier than at the",
-        ),
+        ("camera_low_light", {"pixels": {"hot_share": 0.15, "hot_factor": 30}}, "outputs noisier"),
         ("camera_holography", {"reference_beam": {"step_error": 0.1}}, "its medium decorrelated"),
     ],
 )
@@ -427,9 +419,7 @@ def test_every_frame_of_a_projection_is_looked_at() -> None:
     ],
 )
 def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"% of the outputs are full in .*; lower sensor.gain_dn_per_e"
-    ) as caught:
+    with pytest.raises(ConfigError, match="% of the outputs are full") as caught:
         open_device(name, n_inputs=10, n_outputs=400, camera=camera)
     assert "\n" not in str(caught.value)
     camera = {**camera, "anchor": {"most_saturated": 1.0}}

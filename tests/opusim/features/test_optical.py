@@ -217,9 +217,7 @@ def test_an_operator_is_the_medium_up_to_its_digits() -> None:
         assert svds(operator, k=2, return_singular_vectors=False) == pytest.approx(
             np.linalg.svd(matrix, compute_uv=False)[1::-1], rel=1e-3
         )
-        with pytest.raises(
-            TypeError, match="X has dtype complex128: must be real numbers; give its parts one"
-        ):
+        with pytest.raises(TypeError, match="X has dtype complex128: must be real numbers; give its parts"):
             operator @ np.ones(40, dtype=complex)
 
 

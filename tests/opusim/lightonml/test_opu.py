@@ -279,9 +279,7 @@ def test_verbose_levels_report_on_standard_error(caplog: pytest.LogCaptureFixtur
 
 
 def test_without_arguments_it_is_the_appliance() -> None:
-    with pytest.raises(
-        DeviceUnavailable, match=r"'lighton_appliance' needs .* or OPU\(simulated=True\)"
-    ) as error:
+    with pytest.raises(DeviceUnavailable, match="'lighton_appliance'") as error:
         OPU()
     assert "\n" not in str(error.value)
     appliance = OPU(open_at_init=False)
@@ -416,9 +414,7 @@ def test_a_wrong_vector_is_refused(x: Any, kind: type[Exception], words: str) ->
 
 def test_linear_transforms_refuse_what_is_not_ternary() -> None:
     ours = opu().fit1d(n_features=N)
-    with pytest.raises(
-        ValueError, match=r"X holds 2: a device shows -1, 0 or 1; .*SeparatedBitPlanEncoder\(\)"
-    ):
+    with pytest.raises(ValueError, match="X holds 2: a device shows -1, 0 or 1"):
         ours.linear_transform(2 * bits(3, N))
 
 
@@ -458,11 +454,7 @@ def test_a_transform_before_its_fit_is_refused() -> None:
         ({"device": "camera", "simulated": True}, ValueError, "each name a device; give one of them"),
         ({"device": "camra"}, ConfigError, "no such device"),
         ({"device": 7}, TypeError, r"device = 7: .*give a name such as 'camera', or open_device"),
-        (
-            {"mirror_shape": (2000, 2000)},
-            ValueError,
-            "has 4000000 mirrors, and device 'ideal' 1000000; give a sm",
-        ),
+        ({"mirror_shape": (2000, 2000)}, ValueError, "has 4000000 mirrors, and device 'ideal' 1000000"),
         ({"device": "camera", "mirror_shape": (0, 5)}, ValueError, "mirror_rows = 0"),
         ({"device": "gaussian", "options": {"noise": {"sigm": 1}}}, ConfigError, "sigm"),
     ],

@@ -262,7 +262,5 @@ def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.
 
 def test_pyzmq_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opusim.serving.keys.zmq", None)
-    with pytest.raises(
-        Exception, match=r"need pyzmq, which is not installed: pip install 'opusim\[served\]'"
-    ):
+    with pytest.raises(Exception, match="need pyzmq, which is not installed"):
         require_zmq()

@@ -110,9 +110,7 @@ def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        ConfigError, match="server.key: is missing; make it with: opusim device keys new server"
-    ):
+    with pytest.raises(ConfigError, match="server.key: is missing; make it with: opusim device keys new"):
         Users(tmp_path)
     make_key("server", tmp_path)
     alice = make_key("alice", tmp_path)
@@ -333,9 +331,7 @@ def test_one_user_does_not_take_all_places() -> None:
     for ticket in ("t1", "t2", "t3"):
         places.queued("alice", ticket, "full", waits=True)
     assert places.queued("alice", "t1", "full", waits=True) == 1
-    with pytest.raises(
-        DeviceBusy, match="alice has 3 clients here, the most that a user may; close one of them"
-    ):
+    with pytest.raises(DeviceBusy, match="alice has 3 clients here, the most that a user may"):
         places.queued("alice", "t4", "full", waits=True)
     assert places.queued("bob", "t1", "full", waits=True) == 4
 

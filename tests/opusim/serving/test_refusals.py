@@ -41,9 +41,7 @@ def test_keys_decide_who_is_served(
     expire(lab.keys / "old.pub")
     with serving(lab) as address:
         lab.become("eve", monkeypatch)
-        with pytest.raises(
-            DeviceUnavailable, match="the server does not know the key of 'eve'; have its .pub"
-        ):
+        with pytest.raises(DeviceUnavailable, match="the server does not know the key of 'eve'"):
             open_device(address, **WINDOW)
         assert eventually(lambda: "refused a connection: its key is not known" in caplog.messages)
         lab.become("old", monkeypatch)
@@ -374,9 +372,7 @@ def test_a_revoked_client_leaves_its_place_at_once(
 def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) -> None:
     limits = Limits(request_mib=0.01, reply_mib=0.1)
     with serving(lab, limits=limits) as address, open_device(address, **WINDOW) as device:
-        with pytest.raises(
-            ValueError, match="x has 0.02289 MiB, the server of device .* takes 0.01 at once; give fewer"
-        ):
+        with pytest.raises(ValueError, match="x has 0.02289 MiB, the server of device .* takes 0.01 at once"):
             device.project(torch.zeros(2000, 12))
         with pytest.raises(ValueError, match="would have 0.1221 MiB, the server takes 0.1 at most"):
             device.draw((800, 40))
@@ -387,10 +383,7 @@ def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) 
 def test_a_small_answer_that_is_cut_from_a_large_reading_is_refused(lab: Laboratory, is_shared: bool) -> None:
     """A window of one output behind 999 others is read with them, and noise is drawn for all outputs."""
     served = {"access": {"exclusive": is_shared}, "n_inputs": 12, "n_outputs": 1000}
-    with (
-        serving(lab, "gaussian", served, n_outputs=1000) as address,
-        raw_socket(address) as dealer,
-    ):
+    with serving(lab, "gaussian", served, n_outputs=1000) as address, raw_socket(address) as dealer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("opusim.serving.instrument.View.draw", lambda *_: pytest.fail("it was drawn"))
             session = opened_session(dealer, outputs_from=999, n_outputs=1).values["session"]

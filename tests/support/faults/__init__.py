@@ -81,11 +81,7 @@ FAULTS: tuple[Fault, ...] = (
     coins_paired.FAULT,
 )
 
-OF_ONE_RUN: tuple[Fault, ...] = (
-    noise_halved.FAULT,
-    bias_unclipped.FAULT,
-    averaged_before_noise.FAULT,
-)
+OF_ONE_RUN: tuple[Fault, ...] = (noise_halved.FAULT, bias_unclipped.FAULT, averaged_before_noise.FAULT)
 """Faults for the audit of one training (benchmarks.attacks.one_run); the self-test finds them as well."""
 
 OF_RELEASES: tuple[Fault, ...] = (leverage_of_most_records.FAULT,)

@@ -9,9 +9,6 @@ FAULT = Fault(
     trainers=("pdfa",),
     protections=("label-readout",),
     settings=("protection.noise=counts",),
-    checks=(
-        "counts: mean losses",
-        "counts: spread of losses",
-    ),
+    checks=("counts: mean losses", "counts: spread of losses"),
     plant=plant,
 )

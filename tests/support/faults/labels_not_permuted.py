@@ -38,9 +38,6 @@ FAULT = Fault(
     trainers=("pdfa",),
     protections=("label-readout",),
     settings=("protection.noise=argmax",),
-    checks=(
-        "response: classes moved to",
-        "response: share of labels kept",
-    ),
+    checks=("response: classes moved to", "response: share of labels kept"),
     plant=plant,
 )

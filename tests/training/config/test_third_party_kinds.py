@@ -61,9 +61,7 @@ def test_their_keys_are_checked_and_completed() -> None:
     assert config.model_dump()["trainer"]["temperature"] == 2.0
     with pytest.raises(ConfigError, match="trainer.temperature: must be more than 0"):
         load_config({"trainer": {"kind": "softmax", "temperature": 0.0}})
-    with pytest.raises(
-        ConfigError, match=r"trainer.temperature: 2 does nothing here: it needs trainer.kind = 'softmax'"
-    ):
+    with pytest.raises(ConfigError, match="trainer.temperature: 2 does nothing here: it needs trainer.kind"):
         load_config(settings=["trainer.temperature=2"])
     with pytest.raises(ConfigError, match="protection.kind: 'shield' is not for trainer.kind = 'zo'"):
         load_config({"trainer": {"kind": "zo"}, "protection": {"kind": "shield"}})

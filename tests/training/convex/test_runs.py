@@ -101,11 +101,7 @@ def test_full_batches_are_batches_too(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"optimizer": {"lr": 2.0}},
-        NoGuarantee,
-        r"learning_rate = 2: must be below 2 / \(beta \+ regularisation\) = 2",
-    ),
+    ({"optimizer": {"lr": 2.0}}, NoGuarantee, r"learning_rate = 2: must be below 2 / \(beta \+"),
     ({"trainer": {"regularisation": 0.5}}, NoGuarantee, "learning_rate = 1.5: must be below .* = 1.33"),
     ({"optimizer": {"momentum": 0.9}}, ConfigError, "optimizer.momentum: 0.9 is not for .*set it to 0"),
     ({"model": {"hidden": [8]}}, ConfigError, "model: .* set trainer.hyperplanes"),
@@ -117,23 +113,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sampler": {"scheme": "shuffled-epochs"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"sampler": {"scheme": "poisson"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*Use 'poisson'"),
-    (
-        {"protection": {"kind": "label-amplified", "noise_multiplier": 1.0}},
-        ConfigError,
-        "it takes none, record, last-iterate",
-    ),
+    ({"protection": {"kind": "label-amplified", "noise_multiplier": 1.0}}, ConfigError, "it takes none"),
     ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
     ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),
-    (
-        {"trainer": {"gate_readings": 3}},
-        ConfigError,
-        "gate_readings: 3 does nothing here: it needs trainer.gates = 'device'",
-    ),
-    (
-        {"protection": {"noise": "device"}, "device": {"name": "ideal"}},
-        ConfigError,
-        "'device' credits the noise",
-    ),
+    ({"trainer": {"gate_readings": 3}}, ConfigError, "gate_readings: 3 does nothing here"),
+    ({"protection": {"noise": "device"}, "device": {"name": "ideal"}}, ConfigError, "'device' credits"),
 ]
 
 

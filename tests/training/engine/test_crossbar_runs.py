@@ -231,8 +231,7 @@ def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> Non
         assert [key for key in saved.tensors if "elapsed_s" in key]
         assert not [key for key in saved.tensors if "position" in key]  # of noise that could be rebuilt
         hold_on_devices(
-            analog.model,
-            {name: saved.named(f"device.{name}.") for name in layers_on_devices(analog.model)},
+            analog.model, {name: saved.named(f"device.{name}.") for name in layers_on_devices(analog.model)}
         )
         found = [layer.device.require("matrix").matrix() for layer in analog.layers]
     assert all(torch.equal(*pair) for pair in zip(held, found, strict=True))

@@ -191,11 +191,7 @@ def test_threads_are_put_back(tmp_path: Path) -> None:
             ConfigError,
             "device.*does nothing",
         ),
-        (
-            {"sampler": {"batch_size": 256}},
-            ConfigError,
-            "sampler.batch_size.*exceeds the 54 training records",
-        ),
+        ({"sampler": {"batch_size": 256}}, ConfigError, "sampler.batch_size.*exceeds the 54 training"),
         ({"torch_device": "cuda:99" if torch.cuda.is_available() else "cuda"}, ConfigError, "torch_device"),
         ({"torch_device": "abacus"}, ConfigError, "no torch device"),
         ({"device": {"name": "gaussian", "noise": {"sigma": 1e30}}}, ConfigError, "exceeds 1e.12"),
@@ -284,7 +280,5 @@ def test_records_are_not_priced_under_another_name() -> None:
     )
     x, y = np.zeros((40, 4)), np.arange(40) % 2
     records = from_arrays(x, y, validation_fraction=0.1, split_seed=0)
-    with pytest.raises(
-        ConfigError, match="data.name: 'digits' is not the name of the given data set .*'arrays'"
-    ):
+    with pytest.raises(ConfigError, match="data.name: 'digits' is not the name of the given data set"):
         train_on(config, records, None)

@@ -249,35 +249,15 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"protection": {"kind": "record", "noise_multiplier": 1.0}},
-            ValueError,
-            "BatchNorm2d '1' mixes the records of a batch: .* such as nn.GroupNorm",
-        ),
-        (
-            {"protection": {"kind": "label-amplified", "epsilon": 3.0}},
-            NoGuarantee,
-            "'label-amplified' noises the signal of each layer in the geometry of its public inputs",
-        ),
-        (
-            {"trainer": {"tau_b": 1.0, "order": "published"}},
-            ConfigError,
-            "trainer.order: 'published' does nothing",
-        ),
-        (
-            {"trainer": {"threshold": 0.3, "encoding": "ternary"}},
-            ConfigError,
-            "other models take trainer.relative_threshold",
-        ),
+        ({"protection": {"kind": "record", "noise_multiplier": 1.0}}, ValueError, "BatchNorm2d '1' mixes"),
+        ({"protection": {"kind": "label-amplified", "epsilon": 3.0}}, NoGuarantee, "'label-amplified'"),
+        ({"trainer": {"tau_b": 1.0, "order": "published"}}, ConfigError, "trainer.order: 'published'"),
+        ({"trainer": {"threshold": 0.3, "encoding": "ternary"}}, ConfigError, "other models take"),
         ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
         ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
         ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
         ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
-        (
-            {"model": {"name": "conv-small"}},
-            ConfigError,
-            "'conv-small' names a network, and model=Sequential was",
-        ),
+        ({"model": {"name": "conv-small"}}, ConfigError, "'conv-small' names a network"),
         ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
     ],
 )
@@ -355,15 +335,9 @@ class Pair(nn.Linear):
 
 def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
     for model, message in (
-        (
-            nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
-            r"gives \(2, 4\) for two records of shape \(1, 4, 4\)",
-        ),
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), r"gives \(2, 4\) for two records of shape \(1, 4"),
         (Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return only"),
-        (
-            module().double(),
-            r"the module holds torch.float64 and records are torch.float32; give model.float\(\)",
-        ),
+        (module().double(), "the module holds torch.float64 and records are torch.float32"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -472,9 +446,7 @@ def test_code_of_the_user_executes_when_trusted_only(
 def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, network: dict) -> None:
     """An untrusted folder may name code in its configuration or recipe and leave out the list of it."""
     facts = {"config": config, "network": network}
-    with pytest.raises(
-        RunFolderError, match=r"a\.b:f, for which the folder lists no file\. Look .*--trust-code"
-    ):
+    with pytest.raises(RunFolderError, match=r"a\.b:f, for which the folder lists no file\. Look"):
         require_trusted(facts, trust_code=False)
     require_trusted(facts, trust_code=True)
     require_trusted({"config": {"loss": "cross-entropy"}, "network": {}}, trust_code=False)
@@ -536,9 +508,7 @@ def test_the_loss_follows_the_target_and_gain_0_is_for_modules(tmp_path: Path) -
         {**config, "model": {"name": "gru", "options": {"width": 4}}}, data=(x, y), folder=tmp_path / "0"
     )
     assert run.config.trainer_as(DfaConfig).gain == 0
-    with pytest.raises(
-        ConfigError, match="trainer.gain: 0 leaves a fully connected network without feedback"
-    ):
+    with pytest.raises(ConfigError, match="trainer.gain: 0 leaves a fully connected network"):
         training.train(config, data=(x.reshape(60, -1), y), folder=tmp_path / "mlp")
 
 

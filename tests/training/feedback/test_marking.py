@@ -99,9 +99,7 @@ def test_blocks_are_found(name: str) -> None:
     "model", [nn.GRU(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Tanh())]
 )
 def test_a_model_without_blocks_is_refused_with_a_remedy(model: nn.Module) -> None:
-    with pytest.raises(
-        ValueError, match=r"finds no repeated block in (GRU|Sequential).*; name the submodules whose"
-    ):
+    with pytest.raises(ValueError, match="finds no repeated block in (GRU|Sequential)"):
         FeedbackAlignment(model)
 
 

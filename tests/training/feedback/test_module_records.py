@@ -341,10 +341,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a buffer": (lambda: net(Counts()), "changes '2.mean', which a checkpoint would hold"),
     "memory": (lambda: net(Remembers()), "depends on earlier batches"),
     "a squeezed batch": (lambda: net(function(lambda x: x.squeeze())), "model: "),
-    "a backward function": (
-        lambda: net(function(MeanGradient.apply)),
-        "mean in .*MeanGradientBackward reduces over the records",
-    ),
+    "a backward function": (lambda: net(function(MeanGradient.apply)), "mean in .*MeanGradientBackward"),
     "a backward hook": (lambda: hooked("module"), "linalg_vector_norm in .* reduces over the records"),
     "a hook on a parameter": (lambda: hooked("parameter"), "parameter '0.weight' has a gradient hook"),
     "a later hook on a parameter": (lambda: hooked("accumulated"), "'0.weight' has a gradient hook"),

@@ -405,13 +405,7 @@ class WrittenOut(nn.Module):
 
 HIDDEN = {"points": ["left", "right", "mixed"]}
 REFUSED = {  # model, shape of its input, options, reason, options that follow the message
-    "no blocks": (
-        WrittenOut,
-        (3, SIDE),
-        {},
-        "finds no repeated block in WrittenOut, .*; name the submodules whose output receives feedback",
-        {"points": "hidden"},
-    ),
+    "no blocks": (WrittenOut, (3, SIDE), {}, "finds no repeated block in WrittenOut", {"points": "hidden"}),
     "time first": (
         TimeFirst,
         (5, 3, SIDE),
@@ -419,13 +413,7 @@ REFUSED = {  # model, shape of its input, options, reason, options that follow t
         "point 'gru' has 5 records of 3 positions and the error 3 of 1; give batch_dim",
         {"points": "gru", "batch_dim": 1},
     ),
-    "mapping": (
-        OwnForward,
-        (3, SIDE * SIDE),
-        HIDDEN,
-        "the model returns dict instead of one tensor; name the submodule whose output carries the error",
-        {**HIDDEN, "error_at": "head"},
-    ),
+    "mapping": (OwnForward, (3, SIDE * SIDE), HIDDEN, "the model returns", {**HIDDEN, "error_at": "head"}),
     "late point": (
         tanh_stack,
         (3, SIDE * SIDE),

@@ -463,12 +463,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[
         (WIDE,),
         dict,
     ),
-    "places that turn back": (
-        lambda m, x: m.f(x[torch.arange(len(x)) % 40]),
-        "index in Runs takes rows by their place",
-        (X,),
-        dict,
-    ),
+    "places that turn back": (lambda m, x: m.f(x[torch.arange(len(x)) % 40]), "index in Runs", (X,), dict),
     "places that overflow": (
         lambda m, x: m.f(x[torch.arange(len(x)).to(torch.int8).long()]),
         "index in Runs takes rows by their place",
@@ -482,12 +477,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[
         (X,),
         dict,
     ),
-    "table at the batch's size": (
-        lambda m, x: m.f(x * m.c[len(x) - 1]),
-        "select in Runs makes numbers that depend on the number",
-        (X,),
-        steps_table,
-    ),
+    "table at the batch's size": (lambda m, x: m.f(x * m.c[len(x) - 1]), "select in Runs", (X,), steps_table),
     "table in strides": (
         lambda m, x: m.f(x * m.c.as_strided((len(x), 1), (1, 1))),
         "as_strided in Runs makes numbers that depend on the number",
@@ -506,12 +496,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[
         (X,),
         dict,
     ),
-    "shape as a tensor": (
-        lambda m, x: m.f(x / torch._shape_as_tensor(x)[0]),
-        "makes numbers that depend on the number",
-        (X,),
-        dict,
-    ),
+    "shape as a tensor": (lambda m, x: m.f(x / torch._shape_as_tensor(x)[0]), "makes numbers", (X,), dict),
     # zeros and ones that do not stand for rows in any order
     "zeros with a pattern": (in_outer_order(pattern), "combines rows of different records", (X,), dict),
     "zeros with steps": (in_outer_order(by_threes), "combines rows of different records", (X,), dict),
@@ -537,33 +522,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[
     "split at a tensor": (splits, "tensor_split in Runs hands numbers", (X,), dict),
     "Python for each number": (applies, "apply_ in Runs hands numbers", (X,), dict),
     "Python for each pair": (maps, "map_ in Runs hands numbers", (X,), dict),
-    "own tensor class": (
-        lambda m, x: m.f(x.detach().as_subclass(Rolls) * 2),
-        "mul in Runs takes a Rolls, a class of tensors with operators of its own",
-        (X,),
-        dict,
-    ),
-    "own operator on a constant": (
-        peeks,
-        "opusim_adversary.peek in Runs is an operator of a package",
-        (X,),
-        constants,
-    ),
-    "refusal under another name": (
-        lambda m, x: m.f(renames(x)),
-        "item .* reads numbers of the batch",
-        (X,),
-        dict,
-    ),
+    "own tensor class": (lambda m, x: m.f(x.detach().as_subclass(Rolls) * 2), "mul in Runs", (X,), dict),
+    "own operator on a constant": (peeks, "opusim_adversary.peek in Runs is an operator", (X,), constants),
+    "refusal under another name": (lambda m, x: m.f(renames(x)), "item .* reads numbers", (X,), dict),
     "refusal caught": (catches, "item .* reads numbers of the batch", (X,), dict),
     "refusal of a use caught": (catches_a_use, "mean in Runs reduces over the records", (X,), dict),
     "refusal of numpy caught": (catches_numpy, "numpy in Runs hands numbers", (X,), dict),
-    "refusal caught in the backward pass": (
-        lambda m, x: Doubles.apply(m.f(x)),
-        "backward pass of DoublesBackward reads numbers",
-        (X,),
-        dict,
-    ),
+    "refusal caught in the backward pass": (lambda m, x: Doubles.apply(m.f(x)), "backward pass", (X,), dict),
     # memory and what outlasts a pass
     "parts of complex numbers": (imaginary, "mean in Runs reduces over the records", (X,), dict),
     "stash written after it was read": (stash("written"), "tensor that torch did not compute", (X,), dict),
@@ -581,12 +546,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[
     "hook of a node": (node_hook, "linalg_vector_norm in .* reduces over the records", (X,), dict),
     "gradient overwritten by a hook": (overwritten_gradient, "flip in .* moves the rows", (X,), dict),
     # weights and products
-    "every record times every other": (
-        lambda m, x: m.f((x @ x.t()) @ x),
-        "mm in Runs multiplies rows of different records",
-        (X,),
-        dict,
-    ),
+    "every record times every other": (lambda m, x: m.f((x @ x.t()) @ x), "mm in Runs", (X,), dict),
     "records as channels": (
         lambda m, x: m.f(functional.conv1d(x[None], torch.ones(len(x), 1, 1), groups=len(x))[0]),
         "convolution in Runs takes numbers of the batch for its weight",
@@ -594,12 +554,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[
         dict,
     ),
     "weight of the batch": (shared_weight, "mean in Runs reduces over the records", (X,), dict),
-    "parametrised by the batch": (
-        shows_the_weight,
-        "mean in Scaled .* reduces over the records",
-        (X,),
-        parametrised,
-    ),
+    "parametrised by the batch": (shows_the_weight, "mean in Scaled .* reduces over", (X,), parametrised),
     "complex weights": (
         spectral,
         "returns complex numbers, at which no gradient of a parameter is taken",

@@ -110,10 +110,7 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     ),
     "filled by position": (lambda: Runs(filled), (draw(4, 5, 4),)),
     "masked mean": (lambda: Runs(masked_mean), (draw(4, 5, 4), ids(4))),
-    "last token": (
-        lambda: Runs(lambda m, x, i: m.f(x)[torch.arange(len(x)), i]),
-        (draw(4, 5, 4), ids(4)),
-    ),
+    "last token": (lambda: Runs(lambda m, x, i: m.f(x)[torch.arange(len(x)), i]), (draw(4, 5, 4), ids(4))),
     "own rows by index": (
         lambda: Runs(lambda m, x, i: m.f(x).gather(1, i[..., None].expand(-1, -1, 3))),
         (draw(4, 5, 4), ids(4, 2)),
@@ -316,11 +313,7 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
     "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), (), "roll in Runs works along the records"),
     "written one row down": (shifted, (), "slice in Runs moves the rows"),
     "other views of the memory": (in_other_order, (), "memory that holds them in another order"),
-    "another order of merged rows": (
-        lambda m, x: m.f(x.reshape(4, len(x)).t()),
-        (),
-        "view in Runs moves the rows",
-    ),
+    "another order of merged rows": (lambda m, x: m.f(x.reshape(4, len(x)).t()), (), "view in Runs moves"),
     "largest of the batch": (
         lambda m, x: m.f(torch.where(x == x.max(dim=0).values, x, 0.0)),
         (),
@@ -332,49 +325,17 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
         "native_batch_norm in Runs computes statistics over the records",
     ),
     "sorted behind autograd": (lambda m, x: m.f(x.data.sort(dim=0).values), (), "sort in Runs works along"),
-    "numpy": (
-        lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))),
-        (),
-        "numpy in Runs hands numbers of the batch",
-    ),
-    "a list": (
-        lambda m, x: m.f(torch.tensor(sorted(x.tolist()))),
-        (),
-        "tolist in Runs hands numbers of the batch",
-    ),
+    "numpy": (lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))), (), "numpy in Runs"),
+    "a list": (lambda m, x: m.f(torch.tensor(sorted(x.tolist()))), (), "tolist in Runs hands numbers"),
     "a thread": (in_a_thread, (), "tensor that torch did not compute in this pass"),
-    "a condition": (
-        lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x),
-        (),
-        r"item \(or a condition of Python\) in Runs reads numbers of the batch",
-    ),
+    "a condition": (lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x), (), r"item \(or a condition"),
     "the batch's size": (lambda m, x: m.f(x / len(x)), (), "div in Runs takes the number of records"),
-    "places in the batch": (
-        lambda m, x: m.f(x * torch.arange(len(x))[:, None]),
-        (),
-        "mixes the records",
-    ),
+    "places in the batch": (lambda m, x: m.f(x * torch.arange(len(x))[:, None]), (), "mixes the records"),
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), (), "takes rows by their place"),
-    "parts of fixed size": (
-        lambda m, x: torch.cat([m.f(part) for part in x.split(50)]),
-        (),
-        "split in Runs cuts the batch at a fixed number",
-    ),
-    "what follows a fixed record": (
-        lambda m, x: m.f(x + x[50:].sum(dim=0)),
-        (),
-        "slice in Runs cuts the batch at a fixed number",
-    ),
-    "text of the numbers": (
-        lambda m, x: m.f(x if "inf" in str(x) else 2 * x),
-        (),
-        "__repr__ in Runs hands numbers of the batch",
-    ),
-    "turned at a fixed record": (
-        lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])),
-        (),
-        "slice in Runs cuts the batch at a fixed number",
-    ),
+    "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), (), "split in Runs"),
+    "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), (), "slice in Runs cuts"),
+    "text of the numbers": (lambda m, x: m.f(x if "inf" in str(x) else 2 * x), (), "__repr__ in Runs"),
+    "turned at a fixed record": (lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])), (), "slice in Runs"),
     "draws of its own": (
         lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))),
         (),
@@ -391,21 +352,13 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
         "randn in Runs draws for every place in the batch",
     ),
     "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), (), "batch of one.*x.squeeze"),
-    "backward pass": (
-        lambda m, x: Sorted.apply(m.f(x)),
-        (),
-        "the gradient at linear.*sort in .*SortedBackward works along the records",
-    ),
+    "backward pass": (lambda m, x: Sorted.apply(m.f(x)), (), "the gradient at linear.*sort"),
     "backward pass through a constant convolution": (
         lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
         (),
         "the gradient at linear.*sum in .*SharedBackward reduces over the records",
     ),
-    "numbers in the backward pass": (
-        lambda m, x: Read.apply(m.f(x)),
-        (),
-        "backward pass of ReadBackward hands numbers of the batch",
-    ),
+    "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), (), "backward pass of ReadBackward"),
     "earlier batches": (Keeps("attribute"), (), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), (), "changes buffer 'mean'"),
     "frozen parameter exchanged in the backward pass": (

@@ -128,9 +128,7 @@ def test_workers_of_another_folder_find_relative_files(
 
 def test_a_worker_without_the_folder_is_named(tmp_path: Path) -> None:
     _, (point, *_) = swept_points(tmp_path)
-    with pytest.raises(
-        SweepStopped, match="cannot enter .*nowhere .*start it in a folder that every worker sees"
-    ):
+    with pytest.raises(SweepStopped, match="cannot enter .*nowhere .*start it in a folder that every worker"):
         run_in(tmp_path / "nowhere", point.config, tmp_path / "run", tmp_path / "row.json")
 
 

@@ -47,9 +47,7 @@ def test_a_series_takes_all_combinations_of_its_axes_and_those_of_the_sweep(tmp_
 
 def test_a_table_of_more_runs_than_anyone_can_mean_is_refused_at_once(tmp_path: Path) -> None:
     axes = "".join(f"optimizer.k{number} = {list(range(100))}\n" for number in range(20))
-    with pytest.raises(
-        ConfigError, match=r"axes: make 10,000,000,.* runs, more than 10,000; divide the table"
-    ):
+    with pytest.raises(ConfigError, match="axes: make 10,000,000,.* runs, more than 10,000"):
         points(tmp_path, f'title = "t"\n[axes]\n{axes}')
 
 
@@ -93,12 +91,7 @@ PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
             PHOTONIC,
             "axes.seed: clashes with the axis seed",
         ),
-        (
-            "device.noise.sigma = [0.0, 1.0, 3.0]",
-            'device.name = ["nowhere"]',
-            PHOTONIC,
-            "device.*nowhere",
-        ),
+        ("device.noise.sigma = [0.0, 1.0, 3.0]", 'device.name = ["nowhere"]', PHOTONIC, "device.*nowhere"),
         (
             "device.noise.sigma = [0.0, 1.0, 3.0]",
             "device.noise.sigma = [1.0]\ndevice.noise = [{ sigma = 2.0 }]",
@@ -108,12 +101,7 @@ PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
         ('data.name = "digits"', 'data.name = "digit"', PHOTONIC, "data.name: 'digit' is not known"),
         ('name = "reference"', 'name = "photonic"', "", "two series are called 'photonic'"),
         ("reference = true", "level = true", "", "series.1.level: is not a key of a sweep"),
-        (
-            "[axes]",
-            '[[published]]\nname = "p"\nepsilon = [1.0]\naccuracy = []\n[axes]',
-            "",
-            "published.0: 'p' has 1 values of epsilon and 0 of accuracy",
-        ),
+        ("[axes]", '[[published]]\nname = "p"\nepsilon = [1.0]\naccuracy = []\n[axes]', "", "published.0"),
         (
             "[axes]",
             '[[published]]\nname = "p"\nepsilon = [0.0]\naccuracy = [1.0]\n[axes]',

@@ -538,9 +538,7 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
     optimizer = ZerothOrder(model, lr=0.1, rank=1)
     with pytest.raises(RuntimeError, match="nothing was measured; give losses and a batch"):
         optimizer.step()
-    with pytest.raises(
-        ValueError, match="losses: must return the loss of each record, .* take reduction='none'"
-    ):
+    with pytest.raises(ValueError, match="losses: must return the loss of each record"):
         optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
     optimizer.step(losses_of(model), x, y)
     with pytest.raises(ValueError, match="rank = 9: must be an integer in"):
@@ -548,9 +546,7 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         ZerothOrder(perceptron().requires_grad_(False), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
-    with pytest.raises(
-        TypeError, match="ZerothOrder takes no gradients, .* by opusim.train with trainer.kind"
-    ):
+    with pytest.raises(TypeError, match="ZerothOrder takes no gradients"):
         training.make_private(
             module=model,
             optimizer=optimizer,

@@ -2,17 +2,14 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from opusim.camera.exposure import OperatingPoint
-from opusim.cli import app
 from opusim.crossbar.device import Pairs, TiledProduct, moments
 from opusim.crossbar.programmable import Converter
 from opusim.description.crossbar import CrossbarSettings, ProductSettings
@@ -78,15 +75,6 @@ def test_the_packaged_law_is_that_of_a_photodiode_and_a_resistor(temperature_c: 
     density = 2 * CHARGE * amperes + 4 * BOLTZMANN * kelvin / 1e7  # A^2 / Hz
     charges = density / (2 * seconds) * seconds**2 / CHARGE**2  # electrons^2
     assert noise.value() == pytest.approx(math.sqrt(0.03**2 + law.variance_per_e * charges), rel=1e-12)
-
-
-def test_temperature_matters_on_the_packaged_read_out() -> None:
-    stds = [
-        load_description("gaussian_temperature", {"temperature_c": t}).noise.value()
-        for t in (-30.0, 25.0, 70.0)
-    ]
-    assert stds[1] == pytest.approx(0.1, rel=1e-4)
-    assert stds[2] > 2.5 * stds[0]
 
 
 @pytest.mark.parametrize("kind", ["gaussian_temperature", "camera_low_light"])
@@ -365,21 +353,3 @@ def test_a_crossbar_tells_how_temperature_sets_its_readings() -> None:
     flat = TemperatureTable(temperatures=(0.0, 1.0), stds=(1.0, 1.0), sizes=(1.0, 1.0))
     with pytest.raises(ValueError, match="cannot be reached by temperature"):
         flat.temperature_c(1.0)
-
-
-def test_the_command_knows_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # a narrow terminal cuts the heads of columns
-    runner, figure = CliRunner(), tmp_path / "figure.png"
-    call = ["temperature", "gaussian_temperature", "--std", "0.2", "--outputs", "8"]
-    found = runner.invoke(app, [*call, "--figure", str(figure)])
-    assert found.exit_code == 0, found.output
-    assert "thermal share" in found.output
-    assert "66.90 °C" in found.output
-    assert figure.stat().st_size > 1000
-    keys = [f"crossbar.temperature.{key}" for key in ("read_v=0.2", "bandwidth_hz=3.8e6")]
-    settings = [part for key in ("temperature_c=60", *keys) for part in ("--set", key)]
-    file = tmp_path / "warm.toml"
-    assert runner.invoke(app, ["copy", "pcm", "--out", str(file), *settings]).exit_code == 0
-    found = runner.invoke(app, ["temperature", str(file), "--outputs", "8", "--figure", str(figure)])
-    assert found.exit_code == 0, found.output
-    assert "entries of the matrix" in found.output

@@ -65,7 +65,6 @@ def test_a_search_prints_the_epsilon_of_the_choice(tmp_path: Path) -> None:
     (mechanism,) = read_ledger(tmp_path).mechanisms
     assert isinstance(mechanism, PrivateSelection)
     assert selection_bounds(mechanism.mu, 4.0, 1e-5).upper == pytest.approx(6.0, rel=0.005)
-    assert found.run is not None
     assert (
         found.run.guarantees[0].epsilon == found.guarantee.epsilon
     )  # not the trial's own, which forgets the choice

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.calibration.conductance_fit import (
-    ConductanceFit,
-    Measurements,
-    Shape,
-    fit,
-    fit_figure,
-    read_measurements,
-)
+from opusim.calibration.conductance_fit import ConductanceFit, Measurements, Shape, fit, read_measurements
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from tests.support.command import opusim
@@ -214,9 +207,3 @@ def test_readings_in_other_units_are_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match="cannot be read"):
         read_measurements(tmp_path / "none.csv")
-
-
-def test_the_figure_shows_products_and_relaxation() -> None:
-    data = products(60, 7)
-    found = fit(data, shape=Shape(degree=0, time="relaxation"), replicates=20)
-    assert len(fit_figure(found, data).axes) == 5

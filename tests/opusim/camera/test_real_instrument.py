@@ -397,7 +397,6 @@ def test_an_exposure_averages_the_power_of_the_laser(tau_us: float, seed: int) -
     power = {"law": "gaussian", "rms": 0.1, "correlation_us": tau_us, "averages": True}
     with open_device("camera", n_inputs=20, n_outputs=20, camera={"light": {"power": power}}) as twin:
         laser = twin._laser
-        assert laser is not None
         got = (np.stack([laser.powers(4, twin._stream) for _ in range(3000)]) - 1) / 0.1
         stated, half = laser.covariance(4) / 0.01, laser.exposed(0.5).power.rms / 0.1
     random, rho = np.random.default_rng(seed), np.exp(-4.0 / tau_us)

@@ -26,7 +26,6 @@ def test_the_ideal_device_gives_the_square_of_its_complex_medium() -> None:
     with open_device("ideal", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS) as device:
         found = device.intensities(x)
         medium = device.description.medium
-    assert medium is not None
     p, q = (Medium(N_INPUTS, N_OUTPUTS, medium.seed, plane=n).dense() for n in (REAL_PLANE, IMAGINARY_PLANE))
     field = torch.complex(x @ p, x @ q) / 2**0.5
     torch.testing.assert_close(found, field.abs().square(), rtol=1e-6, atol=1e-6)

@@ -63,62 +63,12 @@ def test_minus_one_is_not_255() -> None:
         torch.testing.assert_close(device.project(x)[0], -device.matrix()[:, 3], rtol=1e-5, atol=1e-6)
 
 
-def test_it_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with simulated() as device:
-        device.project(X)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_one_fitted_object_serves_all_readings() -> None:
     with simulated() as device:
         first = device._opu, device._opu._runner
         device.project(X)
         device.project(X[:1])
         assert (device._opu, device._opu._runner) == first
-
-
-def test_it_imports_without_pkg_resources() -> None:
-    code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "pkg_resources":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "pkg_resources" else real(name, *rest)
-from opusim import open_device
-import torch
-with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
-    print(tuple(device.project(torch.ones(2, 3)).shape))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(2, 4)\n"
-
-
-def test_a_missing_library_is_named_each_time() -> None:
-    """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
-    code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
-real = importlib.util._find_spec
-importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
-from opusim.devices.lighton import import_lightonml
-from opusim.errors import DeviceUnavailable
-for attempt in range(2):
-    try:
-        import_lightonml()
-    except DeviceUnavailable as error:
-        print("install" in str(error))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\nTrue\n"
 
 
 def test_hardware_without_its_driver_is_one_clear_line() -> None:
@@ -294,3 +244,47 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert device.project(torch.ones(3, 10)).shape == (3, 64)
         with pytest.raises(DeviceBusy):
             appliance(section)
+
+
+def test_a_missing_library_is_named_each_time() -> None:
+    """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
+    code = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+real = importlib.util._find_spec
+importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
+from opusim.devices.lighton import import_lightonml
+from opusim.errors import DeviceUnavailable
+for attempt in range(2):
+    try:
+        import_lightonml()
+    except DeviceUnavailable as error:
+        print("install" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\nTrue\n"
+
+
+def test_it_imports_without_pkg_resources() -> None:
+    code = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pkg_resources":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pkg_resources" else real(name, *rest)
+from opusim import open_device
+import torch
+with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
+    print(tuple(device.project(torch.ones(2, 3)).shape))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(2, 4)\n"

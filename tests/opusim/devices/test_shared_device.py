@@ -150,6 +150,5 @@ def test_only_the_held_device_is_monitored() -> None:
             each.seek(0)
             each.project(torch.ones(1, 8))
         assert shared.usage == device.usage
-        assert shared.held is not None
         assert shared.monitor is shared.held.monitor
         assert shared.monitor.vouched == 0

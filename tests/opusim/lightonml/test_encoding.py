@@ -258,3 +258,15 @@ def test_an_autoencoder_learns_a_code() -> None:
         assert set(code.unique().tolist()) == {0, 1}
     assert model.beta == 10
     assert OPU(n_components=30, simulated=True).fit_transform1d(code).shape == (128, 30)
+
+
+def test_a_convolutional_autoencoder_flattens_its_code() -> None:
+    images = torch.randn(8, 1, 6, 6)
+    model = models.ConvAE(1, 3, 3, 1.0, padding=1, flatten=True)
+    assert model(images).shape == images.shape
+    models.train(model, [images], torch.optim.SGD(model.parameters(), lr=0.1), epochs=1, device="cpu")
+    assert model.eval()(images).shape == (8, 3 * 36)
+    model.flatten = False
+    assert model(images).shape == (8, 3, 6, 6)
+    with pytest.raises(ValueError, match="dataloader gives no batch"):
+        models.train(model, [], torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")

@@ -12,7 +12,7 @@ import torch
 from opusim import open_device
 from opusim.devices.lighton import import_lightonml, quiet
 from opusim.errors import ConfigError, DeviceUnavailable
-from opusim.lightonml import OPU
+from opusim.lightonml import OPU, set_verbose_level
 from opusim.lightonml.context import Context, ContextArray
 from opusim.lightonml.inputs import Features, layout_of
 from opusim.lightonml.types import FeaturesFormat, InputRoiStrategy, OutputRescaling
@@ -100,7 +100,6 @@ def test_packed_bits_are_the_same_vectors() -> None:
         told.linear_transform(packed[0]), opu().fit1d(x).linear_transform(x[0]), strict=True
     )
     ours.fit1d(packed, packed=True)
-    assert ours.fitted is not None
     assert ours.fitted.features.shape == (32,)
     matrices = x.reshape(5, 13, 2)
     found = ours.fit_transform2d(packed, packed=True, n_2d_features=(13, 2))
@@ -380,3 +379,32 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
         opu().device.exposure_us = 300
     with pytest.raises(ValueError, match="exposure_us = 0"):
         opu(device="camera").device.exposure_us = 0
+
+
+def test_linear_transforms_refuse_what_is_not_ternary() -> None:
+    ours = opu().fit1d(n_features=N)
+    with pytest.raises(
+        ValueError, match=r"X holds 2: a device shows -1, 0 or 1; .*SeparatedBitPlanEncoder\(\)"
+    ):
+        ours.linear_transform(2 * bits(3, N))
+
+
+def test_wide_frames_are_made_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = bits(11, N)
+    whole = opu().fit_transform1d(x)
+    monkeypatch.setattr("opusim.lightonml.opu._MIRRORS_AT_ONCE", 3 * N)
+    np.testing.assert_allclose(opu().fit_transform1d(x), whole, rtol=1e-6)
+    with pytest.raises(ValueError, match="X holds 2"):
+        opu().fit_transform1d(np.concatenate([x, x + 1]))
+
+
+def test_a_pickle_of_a_closed_opu_stays_closed() -> None:
+    ours = opu().fit1d(bits(4, N))
+    ours.close()
+    with pytest.raises(DeviceUnavailable, match="closed"):
+        pickle.loads(pickle.dumps(ours)).transform(bits(4, N))
+
+
+def test_a_verbose_level_has_a_range() -> None:
+    with pytest.raises(ValueError, match="verbose_level = 7"):
+        set_verbose_level(7)

@@ -117,7 +117,6 @@ def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "bad.pub").write_text("nothing")
     users = Users(tmp_path)
     found = users.find(alice.public)
-    assert found is not None
     assert (found.name, found.secret) == ("alice", None)
     assert users.find(users.own.public) is None
     assert users.find("?" * 40) is None
@@ -136,7 +135,6 @@ def test_a_user_cannot_pass_for_another(tmp_path: Path, caplog: pytest.LogCaptur
     users = Users(tmp_path)
     assert users.find(eve.public) is None
     found = users.find(alice.public)
-    assert found is not None
     assert found.name == "alice"
     assert any("eve.pub: name: is 'alice'; rename the file to alice.pub" in line for line in caplog.messages)
     assert any("bob.pub: public: is the key of 'alice' too" in line for line in caplog.messages)
@@ -257,7 +255,6 @@ def test_laws_cross_without_loss() -> None:
     for law in laws:
         assert unpacked_law(*packed_law(law)) == law
         half = law_of_outputs(law, slice(1, 3))
-        assert half is not None
         assert half.n_outputs == 2
         assert (type(half), half.beta) == (type(law), law.beta)
         for bound in (0, 1):

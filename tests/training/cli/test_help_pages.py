@@ -103,6 +103,7 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
         ("train pdfa --through-clip --no-through-clip", "contradict each other"),
         ("train pdfa --device nope", "opusim: --device 'nope': no such device"),
         ("train pdfa --device=--data", "opusim: --device '--data': no such device"),
+        ("train convex --method random", "--method random: must be one of cyclic, full, poisson"),
         ("train options stages", "opusim: TOPIC: 'stages' is no topic"),
         ("account photon-counts", "missing option '--rate-low'"),
         ("account photon-counts --rate-low -3 --rate-high 1", "opusim: --rate-low -3: must"),
@@ -132,3 +133,8 @@ def test_options_are_listed_by_topic_and_word() -> None:
     ):
         refused = CliRunner().invoke(app, ["train", "options", *arguments])
         assert reason in str(refused.exception)
+
+
+@pytest.mark.parametrize(("line", "code"), [("", 2), ("--version", 0), ("train --help", 0)])
+def test_help_and_version_keep_their_exit_codes(line: str, code: int, tmp_path: Path) -> None:
+    assert opusim(*line.split(), cwd=tmp_path).returncode == code

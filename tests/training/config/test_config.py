@@ -6,7 +6,6 @@ import pytest
 
 from opusim.description.section import merged, parse_setting
 from opusim.errors import ConfigError
-from opusim.training.cli.options import key_rows
 from opusim.training.config import RunConfig, load_config
 
 
@@ -176,12 +175,6 @@ def test_settings_are_read_as_toml_or_words() -> None:
 
 def test_merging_goes_key_by_key() -> None:
     assert merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}) == {"a": {"b": 3, "c": 2}, "d": 4}
-
-
-def test_every_option_has_a_meaning() -> None:
-    rows = key_rows()
-    assert {"epochs", "trainer.tau_b", "optimizer.lr", "device.name"} <= {key for key, _, _ in rows}
-    assert all(meaning for _, _, meaning in rows)
 
 
 def test_the_name_of_a_trainer_is_no_file() -> None:

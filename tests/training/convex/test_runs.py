@@ -275,23 +275,6 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main()
 
 
-@pytest.mark.parametrize("method", ["cyclic", "full", "poisson"])
-def test_the_command(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # so that no cell is folded
-    with pytest.raises(SystemExit) as stop:
-        run_command(
-            f"train convex --data digits --epsilon 5 --method {method} --epochs 2 --set threads=1 "
-            f"--out {tmp_path / 'run'}".split(),
-            monkeypatch,
-        )
-    assert not stop.value.code
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "replace_one" in printed
-    assert ("every update" if method == "poisson" else "last iterate") in printed
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "scheme"),
     [
@@ -315,13 +298,3 @@ def test_a_file_says_how_it_descends_unless_a_method_is_given(
     assert not stop.value.code
     config = training.load_run(out).config
     assert (config.protection.kind, config.protection.epsilon, config.sampler.scheme) == (kind, 5.0, scheme)
-
-
-@pytest.mark.parametrize("others", [[], ["--config", "run.toml"]])
-def test_an_unknown_method_is_one_line(
-    others: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run_command(["train", "convex", "--method", "random", *others], monkeypatch)
-    assert stop.value.code == 2
-    assert "--method random: must be one of cyclic, full, poisson" in capsys.readouterr().err

@@ -63,12 +63,6 @@ def test_a_private_loop_names_what_has_no_rate(tmp_path: Path) -> None:
             run_epoch(private)
 
 
-def test_many_tensors_take_one_line() -> None:
-    movement = Movement(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
-    with pytest.warns(UserWarning, match="6 of 6 .*: 0.weight, 0.bias, 1.weight, 1.bias and 2 more; "):
-        movement.tell(16)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_one_bit_of_one_entry_is_movement(dtype: torch.dtype) -> None:
     module = nn.Linear(300, 300, bias=False, dtype=dtype)

@@ -30,7 +30,7 @@ from opusim.training.networks.record_gradients.separation import require_separat
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
-from tests.support.record_models import Custom
+from tests.support.record_models import Custom, backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -286,16 +286,7 @@ class Counts(nn.Module):
         return x
 
 
-class MeanGradient(torch.autograd.Function):
-    """Subtracts the batch's mean gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(dim=0)
+MeanGradient = backward("MeanGradient", lambda gradient: gradient - gradient.mean(dim=0))
 
 
 class Zeroed(nn.Module):

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import opusim
 from opusim.training.networks.record_gradients.followed import rules, tracking
 from opusim.training.networks.record_gradients.followed.arguments import active_tracker
 from opusim.training.networks.record_gradients.followed.tracking import RULES, RowTracker
 from opusim.training.networks.record_gradients.tape import RecordTape
+from tests.support.private_loops import private_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECORDS = 43  # more than the largest batch of the probe
@@ -708,17 +708,13 @@ def test_what_a_module_keeps_for_a_new_shape_comes_from_invented_records() -> No
 def test_a_batch_as_large_as_one_of_the_probe_may_have_a_new_shape(records: int, tmp_path: Path) -> None:
     module = Runs(lambda m, x: m.f(x).mean(dim=1))
     x, y = draw(records, 5, 4), torch.zeros(records, dtype=torch.int64)
-    with opusim.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=records),
-        noise_multiplier=1e-6,
-        max_grad_norm=CLIP,
-        target_delta=1e-5,
-        folder=tmp_path / "run",
-        seed=1,
-    ) as loop:
+    given = (
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        DataLoader(TensorDataset(x, y), batch_size=records),
+    )
+    with private_loop(tmp_path / "run", given, noise_multiplier=1e-6, max_grad_norm=CLIP) as loop:
         inputs, labels = next(iter(loop.data_loader))
         assert len(inputs) == records
         loop.criterion(module(inputs[:, :3]), labels).backward()

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import opusim
 from opusim.training.networks.record_gradients.followed import tracking
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
 from opusim.training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
+from tests.support.private_loops import private_loop
+from tests.support.record_models import backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -236,40 +237,9 @@ def hidden_order(x: Tensor) -> Tensor:
     return torch.arange(len(x)) + (x[:, 0] > 1e9).long()
 
 
-class Sorted(torch.autograd.Function):
-    """The identity, whose backward pass gives gradients to other records."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.sort(dim=0).values
-
-
-class Read(torch.autograd.Function):
-    """The identity, whose backward pass reads all gradients into Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9))
-
-
-class Shared(torch.autograd.Function):
-    """The identity, whose backward pass gives every record the sum of all gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.sum(dim=0, keepdim=True).expand_as(gradient)
+Sorted = backward("Sorted", lambda gradient: gradient.sort(dim=0).values)
+Read = backward("Read", lambda gradient: gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9)))
+Shared = backward("Shared", lambda gradient: gradient.sum(dim=0, keepdim=True).expand_as(gradient))
 
 
 def seeded(model: Any, x: Tensor) -> Tensor:
@@ -426,18 +396,9 @@ def test_records_of_another_shape_are_followed_before_they_are_trained_on() -> N
 
 
 def private(model: nn.Module, data: TensorDataset, folder: Path, **options: Any) -> Any:
-    return opusim.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=lambda output, *_: output.sum(),
-        data_loader=DataLoader(data, batch_size=len(data)),
-        noise_multiplier=1e-6,
-        max_grad_norm=1.0,
-        target_delta=1e-5,
-        folder=folder,
-        seed=1,
-        **options,
-    )
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=len(data))
+    given = (model, optimizer, lambda output, *_: output.sum(), loader)
+    return private_loop(folder, given, noise_multiplier=1e-6, **options)
 
 
 def test_a_private_loop_refuses_rows_of_unknown_owners_before_it_looks_at_records(tmp_path: Path) -> None:
@@ -524,7 +485,6 @@ def state_of(function: Callable[[Tensor], Tensor], dim: int) -> tuple[Any, Tenso
         with tracker:
             result = function(x)
         survey = tracker.survey
-    assert tracker is not None
     return tracker.states(result)[0], x
 
 

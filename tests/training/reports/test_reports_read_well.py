@@ -132,7 +132,6 @@ def test_epsilon_has_numbers_infinity_and_chance_marks(
     ):
         monkeypatch.setattr(curves, name, lambda _, found=found: found)
     figure = sweep_report.accuracy_epsilon(SimpleNamespace(series=["a"], references=[]))  # type: ignore[arg-type]
-    assert figure is not None
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ticks
     assert axes.get_ylabel() == label

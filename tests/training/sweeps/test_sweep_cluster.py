@@ -7,8 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,13 +59,6 @@ def swept_points(tmp_path: Path) -> tuple[Path, list[Point]]:
     file = tmp_path / "spec.toml"
     file.write_text(SPEC)
     return file, points_of(*read_spec(file))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def answers(port: int) -> bool:

@@ -26,6 +26,7 @@ from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, factors
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease
+from tests.support.private_loops import private_loop
 from tests.support.zeroth_order import require_mean_move
 
 SEEDS = (5, 6, 7)
@@ -547,16 +548,7 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
         ZerothOrder(perceptron().requires_grad_(False), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
     with pytest.raises(TypeError, match="ZerothOrder takes no gradients"):
-        training.make_private(
-            module=model,
-            optimizer=optimizer,
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=loader,
-            max_grad_norm=1.0,
-            target_delta=1e-5,
-            noise_multiplier=1.0,
-            folder=tmp_path / "private",
-        )
+        private_loop(tmp_path / "private", (model, optimizer, nn.CrossEntropyLoss(), loader))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def _of_the_mean(factors: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _wider(clip: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda values, bound: clip(values, 2**0.5 * bound)
+    return lambda *values: clip(*values[:-1], 2**0.5 * values[-1])
 
 
 def _wider_residuals(opens: Callable[..., None]) -> Callable[..., None]:
@@ -58,13 +58,12 @@ def _without_a_clip(totals: Callable[..., list[Tensor]]) -> Callable[..., list[T
 
 
 def _with_earlier_sums(finish: Callable[..., None]) -> Callable[..., None]:
-    def finished(self: Any, total: Tensor, *, error: float) -> None:
+    def finished(self: Any, total: Tensor, **options: Any) -> None:
         window = self.__dict__.setdefault("window", [])
         window.append(total.clone())
         del window[:-WINDOW]
-        for earlier in window[:-1]:
-            total += earlier
-        finish(self, total, error=error)
+        total += sum(window[:-1])
+        finish(self, total, **options)
 
     return finished
 

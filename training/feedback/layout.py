@@ -248,11 +248,11 @@ class LearntReadout:
     """
 
     def __init__(self, slices: Sequence[Slice], n_outputs: int, device: torch.device) -> None:
-        one, double = torch.eye(n_outputs, device=device), {"dtype": torch.float64, "device": device}
+        one = torch.eye(n_outputs, device=device)
         self._plain = [one[part.offset : part.end] for part in slices]
         self._matrices = [matrix.clone() for matrix in self._plain]
-        self._squares = [torch.zeros(n_outputs, n_outputs, **double) for _ in slices]
-        self._products = [torch.zeros(len(matrix), n_outputs, **double) for matrix in self._matrices]
+        self._squares = [torch.zeros_like(one, dtype=torch.float64) for _ in slices]
+        self._products = [torch.zeros_like(matrix, dtype=torch.float64) for matrix in self._matrices]
         self._updates = torch.zeros((), dtype=torch.int64)
 
     @property

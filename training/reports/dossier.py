@@ -482,6 +482,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         f"computing power. The attacker does not see the noise, its seed, or which {noun}s a step drew.",
         "epsilon": " ".join(epsilons + seeded),
         "epsilon_state": "answered" if first.is_proven else "not covered",
+        "proof_state": "in part" if first.is_proven else "not covered",
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
         f"Source: {first.source}.",
         "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "

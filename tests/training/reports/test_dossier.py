@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -142,3 +144,19 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
         code, text = call(*arguments)
         assert code, text
         assert message in " ".join(text.split())
+
+
+def test_sacro_ml_is_given_probabilities_and_the_statement(run: Run, tmp_path: Path) -> None:
+    """Its `Target.load` reads YAML, of which JSON is a part, and files of numbers with commas."""
+    script = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "sacro_ml.py"))
+    script["write_target"](run.folder.path, tmp_path / "target")
+    target = json.loads((tmp_path / "target" / "target.yaml").read_text())
+    (check,) = target["safemodel"]
+    assert (
+        Statement.from_json(json.loads(check["statement.json"])).to_json() == stated(run.folder.path).to_json()
+    )
+    data = run.facts["data"]
+    for name in ("train", "test"):
+        found = np.loadtxt(tmp_path / "target" / target[f"proba_{name}_path"], delimiter=",")
+        assert found.shape == (data[f"n_{name}"], 10)
+        assert np.allclose(found.sum(axis=1), 1, atol=1e-5)

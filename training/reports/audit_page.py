@@ -293,12 +293,9 @@ class Page:
     def table(self, rows: Table, shares: Sequence[float]) -> None:
         """Write a table whose columns take these shares of the width."""
         edges = [_LEFT + (_RIGHT - _LEFT) * sum(shares[:column]) for column in range(len(shares) + 1)]
-        head: list[dict[str, Any]] = [{"fontweight": "bold", "color": "#4a525b"}] * len(shares)
-        for looks, cells in [
-            (head, list(rows[0])),
-            *(([{}] * len(shares), list(row.values())) for row in rows),
-        ]:
-            self._row(cells, edges, self.size - 0.5, looks)
+        for number_, cells in enumerate([list(rows[0]), *(list(row.values()) for row in rows)]):
+            look = {"fontweight": "bold", "color": "#4a525b"} if number_ == 0 else {}
+            self._row(cells, edges, self.size - 0.5, [look] * len(shares))
             self.y -= 0.002
 
     def _row(

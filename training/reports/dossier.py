@@ -51,6 +51,7 @@ from opusim.training.reports.run_report import (
 from opusim.training.runs.drawing import main_figure
 from opusim.training.runs.folder import RunFolder, StoredRun, read_run, stated, versions
 from opusim.training.runs.storage import json_content, kind_of, list_checkpoints
+from opusim.training.sweeps.tuning import SearchState
 
 State = Literal["answered", "in part", "not covered"]
 Source = str | Path | StoredRun | PrivateTraining
@@ -280,6 +281,11 @@ class _Facts:
     from_folder: bool
 
     @property
+    def first(self) -> Guarantee:
+        """Return the guarantee that the answers are about: a proven one, if there is one."""
+        return next((one for one in self.statement.guarantees if one.is_proven), self.statement.guarantees[0])
+
+    @property
     def per_user(self) -> int | None:
         """Return k, or None if no users are protected."""
         found = [getattr(one, "records_per_user", None) for one in self.statement.mechanisms]
@@ -289,25 +295,24 @@ class _Facts:
 def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     """Read a folder, or what a program holds of it."""
     if isinstance(source, PrivateTraining):
-        path, kind, statement = source.folder, "private loop", source.statement()
+        path = source.folder
     else:
         path = source.folder.path if isinstance(source, StoredRun) else Path(source)
-        kind, statement = kind_of(path), None
+    kind = kind_of(path)
     if kind == "search":
         path = path / "best"
         if not path.exists():
             raise RunFolderError(f"search folder {path.parent} has no best run; finish the search first")
+    if kind in ("sweep", "audit"):
+        what = "an audit" if kind == "audit" else "a sweep"
+        raise RunFolderError(f"{path} holds {what}; give the folder of a run")
     run = settings = None
     if kind == "private loop":
         settings, name = PrivacySettings.stored(path), f"private loop {path.resolve().name}"
-    elif kind in ("sweep", "audit"):
-        raise RunFolderError(
-            f"{path} holds {'an' if kind == 'audit' else 'a'} {kind}; give the folder of a run"
-        )
     else:
         run = read_run(path)
-        name, kind = run_name(run), kind or "run"
-    statement = statement or stated(path)
+        name = run_name(run)
+    statement = source.statement() if isinstance(source, PrivateTraining) else stated(path)
     audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
     for folder in elsewhere:
         kept = kept_audits(RunFolder(folder), "experiment")
@@ -318,7 +323,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         audits |= {str(folder / file): audit for file, audit in kept.items()}
     return _Facts(
         path=path,
-        kind=kind,
+        kind="private loop" if settings is not None else "search" if kind == "search" else "run",
         name=name,
         statement=statement,
         audits=audits,
@@ -389,7 +394,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
         for each in statement.guarantees
         if not each.is_proven
     ]
-    leads += [WARNINGS[code] for code in statement.warnings]
+    leads += [f"{WARNINGS[code][0].upper()}{WARNINGS[code][1:]}" for code in statement.warnings]
     leads += [] if audits else [common["audits"]]
     if statement.mode == "release" and any(audit.holds_private_records for _, audit in audits):
         leads.append(NOT_FOR_RELEASE)
@@ -435,19 +440,21 @@ def _kept(file: str, audit: Audit) -> KeptAudit:
 
 def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts that answers are made from, by name: the variants that fit, with what they name."""
-    statement, first, k = facts.statement, facts.statement.guarantees[0], facts.per_user
+    statement, first, k = facts.statement, facts.first, facts.per_user
     noun = "user" if first.unit is Unit.USER else "record"
     code = [] if facts.run is None else described_code(facts.run.facts)
     device = None if facts.run is None else facts.run.facts["device"]
     searches = [each.describe() for each in statement.mechanisms if each.kind == "private_selection"]
-    counted = any(each.credits_device for each in statement.mechanisms)
-    counted_device = "certified" if statement.certificates else "assumed"
+    loop = facts.kind == "private loop"
+    kind_of_device = "loop" if loop else "absent" if device is None else "unearned"
+    if any(each.credits_device for each in statement.mechanisms):
+        kind_of_device = "certified" if statement.certificates else "assumed"
     variants: dict[str, str] = {
         "unit": common["unit"][first.unit.value],
         "relation": common["relation"][first.adjacency.value],
         **common["mode"][statement.mode],
-        **common["code"]["loop" if facts.kind == "private loop" else "own" if code else "opusim"],
-        **common["device"][counted_device if counted else "absent" if device is None else "unearned"],
+        **common["code"]["loop" if loop else "own" if code else "opusim"],
+        **common["device"][kind_of_device],
         **common["tuning"]["search" if searches else "absent"],
     }
     named = {
@@ -474,13 +481,19 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         f"{_meaning(each)}"
         for each in statement.guarantees
     ]
-    seeded = ["This holds for the same run in release mode only."] if statement.mode == "experiment" else []
+    seeded = statement.mode == "experiment" and first.is_proven
     texts |= {
         "noun": noun,
         "released": released,
         "adversary": f"The attacker sees {released}, knows {others}, all settings and the code, and has unlimited "
         f"computing power. The attacker does not see the noise, its seed, or which {noun}s a step drew.",
-        "epsilon": " ".join(epsilons + seeded),
+        "epsilon": " ".join(
+            [
+                *epsilons,
+                *(["This holds for the same run in release mode only."] if seeded else []),
+                *_about_delta(facts),
+            ]
+        ),
         "epsilon_state": "answered" if first.is_proven else "not covered",
         "proof_state": "in part" if first.is_proven else "not covered",
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
@@ -499,7 +512,22 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         **_about_rounding(statement, common["absent"]),
         **_about_utility(facts, common["absent"]),
     }
-    return texts
+    return texts | _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
+
+
+def _about_delta(facts: _Facts) -> list[str]:
+    """Return what delta means for the number of records or users, if that is public."""
+    first, count = facts.first, _public_number(facts)
+    if count is None or not first.is_proven:
+        return []
+    noun = "users" if first.unit is Unit.USER else "records"
+    return [f"Delta times the {count:,.0f} {noun} is {first.delta * count:.2g}; it must be far below 1."]
+
+
+def _public_number(facts: _Facts) -> float | None:
+    """Return the number of records, of users if these are protected, or None if it is private or not known."""
+    hidden = facts.first.adjacency is Adjacency.ADD_OR_REMOVE_ONE
+    return None if hidden else facts.statement.mechanisms[0].public_records
 
 
 def _about_rounding(statement: Statement, absent: Mapping[str, str]) -> dict[str, str]:
@@ -528,7 +556,7 @@ def _about_utility(facts: _Facts, absent: Mapping[str, str]) -> dict[str, str]:
 def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     """Return the data set and the unit, by name; numbers of records only if they are public."""
     found = {"unit": unit} if unit else {}
-    hidden = facts.statement.guarantees[0].adjacency is Adjacency.ADD_OR_REMOVE_ONE
+    hidden = facts.first.adjacency is Adjacency.ADD_OR_REMOVE_ONE
     if facts.run is not None:
         data, constants = facts.run.facts["data"], facts.run.facts["data"]["standardisation"]
         parts = {"n_train": "training", "n_validation": "validation", "n_test": "test"}
@@ -539,14 +567,18 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         found["standardised with"] = f"{kind} constants ({constants['source']})"
         if constants["mean"] == 0 and constants["std"] == 1:
             found["standardised with"] = "nothing: features are used as they are given"
+    else:
+        found["data set"] = "that of the program, which the folder does not name"
     mechanism = facts.statement.mechanisms[0]
     if facts.per_user is not None:
-        users = None if hidden else mechanism.public_records
+        users = _public_number(facts)
         found["users"] = "their number is private" if users is None else f"{users:,.0f}"
         found["records of a user in a step (k)"] = f"at most {facts.per_user}"
     if (probability := getattr(mechanism, "sampling_probability", None)) is not None:
         found["drawn in a step with probability"] = f"{probability:g}"
-    return found | {"steps paid for": f"{facts.statement.ledger.steps_paid:,}"}
+    if steps := facts.statement.ledger.steps_paid:
+        found["steps paid for"] = f"{steps:,}"
+    return found
 
 
 def _files(facts: _Facts) -> Iterator[StoredFile]:
@@ -566,9 +598,12 @@ def _files(facts: _Facts) -> Iterator[StoredFile]:
 
 def _command(facts: _Facts) -> str:
     if facts.run is not None:
-        if facts.kind == "search":
-            return f"opusim tune ...  # the options of the search, whose winner is {quoted(facts.path)}"
-        return command_of(facts.run)
+        search = SearchState.read(facts.path.parent) if facts.kind == "search" else None
+        if search is None:
+            return command_of(facts.run)
+        chosen = [f"--choose {key}={','.join(values)}" for key, values in search.asked["choices"].items()]
+        kind = facts.run.config.trainer.kind
+        return f"opusim tune {kind} {' '.join(chosen)} --trials {search.asked['mean']:g} ...  # other options as before"
     # what only the program holds stands without a value
     own = ["module, optimizer, criterion, data_loader", *(["user_ids"] if facts.per_user is not None else [])]
     given = {} if facts.settings is None else to_json(facts.settings)
@@ -595,8 +630,8 @@ def _sections(dossier: Dossier, several: str) -> Iterator[Section]:
     """Yield the sections on each run, behind a note if there are several."""
     if several:
         yield Section(title="Read this first", blocks=[("note", several)])
-    for number_, work in enumerate(dossier.works, 1):
-        start = f"{number_}. {work.name}: " if several else ""
+    for place, work in enumerate(dossier.works, 1):
+        start = f"{place}. {work.name}: " if several else ""
         for section in _of_work(work):
             yield Section(title=f"{start}{section.title}", blocks=section.blocks)
     versions_ = ", ".join(f"{name} {version}" for name, version in dossier.written_by.items())
@@ -670,6 +705,7 @@ def _rows(records: Iterable[Any]) -> list[dict[str, str]]:
     return [{key: str(value) for key, value in to_json(each).items()} for each in records]
 
 
+_LOOKS: dict[str, dict[str, Any]] = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
 _SHARES = {2: (0.72, 0.28), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
 """Shares of the page's width that the columns of a table take, by their number; others take equal ones."""
 
@@ -687,16 +723,14 @@ def _pdf(title: str, sections: Sequence[Section]) -> bytes:
                 columns = len(content[0])
                 page.table(content, _SHARES.get(columns, (1 / columns,) * columns))
             else:
-                looks = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
-                for number, text in enumerate(content if kind == "list" else [content]):
-                    bold = {"fontweight": "bold"} if kind == "list" and not number else {}
-                    page.text(text, **looks.get(kind, bold))
+                for line, text in enumerate(content if kind == "list" else [content]):
+                    look: dict[str, Any] = {"fontweight": "bold"} if kind == "list" and not line else {}
+                    page.text(text, **_LOOKS.get(kind, look))
                     page.y -= 0.003
     buffer = io.BytesIO()
     with PdfPages(buffer, metadata={"Title": title, "CreationDate": None}) as document:
-        for number_, figure in enumerate(page.figures, 1):
-            figure.text(
-                0.93, 0.012, f"{number_} of {len(page.figures)}", fontsize=7, ha="right", color="#4a525b"
-            )
+        for place, figure in enumerate(page.figures, 1):
+            said = f"{place} of {len(page.figures)}"
+            figure.text(0.93, 0.012, said, fontsize=7, ha="right", color="#4a525b")
             document.savefig(figure)
     return buffer.getvalue()

@@ -81,6 +81,19 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
 
 
 @pytest.mark.usefixtures("without_pdf")
+def test_a_run_that_protects_nothing_claims_nothing(tmp_path: Path) -> None:
+    page, content = written(training.train(SMALL, folder=tmp_path / "run"))
+    (work,) = content["works"]
+    assert work["leads"][0].startswith("Status 'none': no finite number")
+    answers = {one["question"]: one["answer"] for one in work["answers"]}
+    assert answers["What is protected?"].startswith("Nothing")
+    assert answers["What may be released?"] == "No proof covers any release."
+    assert "holds for the same run in release mode only" not in page
+    states = [one["state"] for one in work["side_channels"]]
+    assert "covered" not in states
+
+
+@pytest.mark.usefixtures("without_pdf")
 def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the broken control keeps its noise, so that no attack can find it."""
     monkeypatch.setattr(run_audit, "without_noise", lambda plan: plan)
@@ -153,7 +166,8 @@ def test_sacro_ml_is_given_probabilities_and_the_statement(run: Run, tmp_path: P
     target = json.loads((tmp_path / "target" / "target.yaml").read_text())
     (check,) = target["safemodel"]
     assert (
-        Statement.from_json(json.loads(check["statement.json"])).to_json() == stated(run.folder.path).to_json()
+        Statement.from_json(json.loads(check["statement.json"])).to_json()
+        == stated(run.folder.path).to_json()
     )
     data = run.facts["data"]
     for name in ("train", "test"):

@@ -380,14 +380,17 @@ def _filled(texts: Mapping[str, str], values: Mapping[str, str]) -> dict[str, An
     return {key: text.format(**values) for key, text in texts.items()}
 
 
+_AUDITED = "Audit of"
+
+
 def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     """Return what stands above all else: failed audits, then what limits the statement."""
     statement, audits = facts.statement, facts.audits.items()
     leads = [
-        f"Audit of {audit.played} ({file}): {said}" for file, audit in audits if (said := headline(audit))
+        f"{_AUDITED} {audit.played} ({file}): {said}" for file, audit in audits if (said := headline(audit))
     ]
     leads += [
-        f"Audit of {audit.played} ({file}): {verdict(audit)}" for file, audit in audits if audit.refuted
+        f"{_AUDITED} {audit.played} ({file}): {verdict(audit)}" for file, audit in audits if audit.refuted
     ]
     leads += [
         f"Status {each.status.value!r}: {_meaning(each)}"
@@ -473,7 +476,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
     )
     audited = [
-        f"Audit of {each.played} ({file}): {headline(each) or verdict(each)}"
+        f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}"
         for file, each in facts.audits.items()
     ]
     epsilons = [
@@ -627,11 +630,18 @@ class Section:
 
 
 def _sections(dossier: Dossier, several: str) -> Iterator[Section]:
-    """Yield the sections on each run, behind a note if there are several."""
-    if several:
-        yield Section(title="Read this first", blocks=[("note", several)])
-    for place, work in enumerate(dossier.works, 1):
-        start = f"{place}. {work.name}: " if several else ""
+    """Yield the sections on each run; what must not be overlooked of any of them stands above all."""
+    starts = [f"{place}. {work.name}: " if several else "" for place, work in enumerate(dossier.works, 1)]
+    leads = [
+        (each.startswith(_AUDITED), f"{start}{each}")
+        for start, work in zip(starts, dossier.works, strict=True)
+        for each in work.leads
+    ]
+    leads = [*((False, text) for text in [several] if text), *leads]
+    if leads:
+        blocks: list[Block] = [("note", text) for _, text in sorted(leads, key=lambda lead: not lead[0])]
+        yield Section(title="Read this first", blocks=blocks)
+    for start, work in zip(starts, dossier.works, strict=True):
         for section in _of_work(work):
             yield Section(title=f"{start}{section.title}", blocks=section.blocks)
     versions_ = ", ".join(f"{name} {version}" for name, version in dossier.written_by.items())
@@ -644,8 +654,6 @@ def _sections(dossier: Dossier, several: str) -> Iterator[Section]:
 def _of_work(work: Work) -> Iterator[Section]:
     """Yield the sections on one run."""
     states = {True: "checked by the code that ran", None: "taken on trust", False: "does not hold"}
-    if work.leads:
-        yield Section(title="Read this first", blocks=[("note", text) for text in work.leads])
     yield Section(
         title="Questions and answers",
         blocks=[("pairs", [(each.question, each.answer) for each in work.answers])],

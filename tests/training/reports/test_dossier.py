@@ -145,7 +145,10 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
     content = json.loads((tmp_path / "both.json").read_bytes())
     jsonschema.validate(content, dossier_schema())
     assert [work["statement"]["mode"] for work in content["works"]] == ["experiment", "release"]
-    assert "add up" in (tmp_path / "both.html").read_text()
+    first = (tmp_path / "both.html").read_text().partition("Questions and answers")[0]
+    assert "add up" in first
+    assert "1. bp on digits: Experiment mode" in first
+    assert "2. bp on digits: No audit was found" in first
     assert json.loads(call("--schema")[1]) == dossier_schema()
     for arguments, message in (
         ([], "RUN is missing"),

@@ -3,7 +3,7 @@
 python examples/sacro_ml.py RUN TARGET
 
 The folder TARGET then holds what SACRO-ML 2.0 reads of a model that it need not run: the model's probabilities for
-training and test records, and the run's statement (docs/statement-json.md) among the results of disclosure checks. If
+training and test records, and the run's statement (docs/privacy.md) among the results of disclosure checks. If
 SACRO-ML is installed, its worst-case attack plays membership inference and prints the area under its curve: 0.5 is
 guessing, and an epsilon bounds it from above. TARGET holds figures of private records, so it must not leave with the
 model.

@@ -86,7 +86,7 @@ class KeptAudit:
         verdict: Its result in a sentence or two, after the line on failed controls.
         bounds: A row for each bound and each control.
         paragraphs: The game, the result and the controls in words.
-        document: The whole of the file (docs/audit.md).
+        document: The whole of the file (docs/audits.md).
     """
 
     file: str
@@ -155,7 +155,7 @@ class Work:
         kind: What made it.
         leads: What a reader must know before all else; failed audits come first.
         answers: Questions of a reviewer.
-        statement: The document of docs/statement-json.md.
+        statement: The document of docs/privacy.md.
         hypotheses: What they rest on.
         mechanisms: What ran, with every parameter.
         proofs: The theorems that they cite, and those that these cite: statement, proof, hypotheses, reference.

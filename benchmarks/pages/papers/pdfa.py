@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.pages.papers.item import Item, blocks, table
+from benchmarks.pages.papers.item import blocks, table
 from benchmarks.pdfa import figure2, readings, table1
 from benchmarks.results_file import load_results
 
@@ -59,7 +59,7 @@ def cells() -> str:
         "Other readings of the paper's equations, tried in "
         f"{len(readings.ROWS) * len(readings.COLUMNS)} cells with {readings.seeds()}, move one by up to "
         f"{readings.largest_move():.1f} points "
-        "([which](../benchmarks/pdfa/README.md#other-readings-of-the-papers-equations))."
+        "([which](../pdfa/README.md#other-readings-of-the-papers-equations))."
     )
     names = (figure2.NAMES[feedback] for feedback in table1.PAPER)
     shown = table(("", *names), rows)
@@ -94,46 +94,3 @@ def _losses(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
         f"costs it {falls('non-private', '0', ('bp',))} points, and sigma = 0.2 another "
         f"{falls('0', '0.2', ('bp',))}, where the others lose {falls('0', '0.2')} by sigma = 0.2."
     )
-
-
-ITEMS = (
-    Item(name="Figure 1", shows="sketch of backpropagation and DFA", state="no figures", figures="a sketch"),
-    Item(
-        name="Figure 2",
-        shows="training curves by feedback and noise; alignment by noise",
-        differs=(
-            "accuracy on the tenth of the training records that is left out, as the caption names no records; a panel "
-            "for each feedback; the panel and alignment of ternarized DFA, and the alignment of DFA and the first "
-            "layer, are ours; else as in Table 1"
-        ),
-        state="smaller",
-        figures=curves,
-        run=("pdfa.table1", "pdfa.figure2"),
-        results=("pdfa_table1",),
-        left=lambda: len(table1.missing()),
-        picture=(
-            "pdfa_figure2.png",
-            "Accuracy by epoch for four feedbacks, lower at more noise; cosine with backpropagation falling with noise",
-        ),
-    ),
-    Item(
-        name="Table 1",
-        shows="FashionMNIST, four feedbacks, without protection and at six noise levels",
-        differs=(
-            "eqs. 8 to 10 are not taken to the letter: hidden neurons are clipped in the forward pass and at "
-            "inference, a clipped one has slope 0, the input is not clipped, there is no offset (tau_h_min = 0), B e "
-            "is normalised, updates of hidden layers are a sum over the batch divided by sqrt(512), and pixels are "
-            "standardised by MNIST's constants. The reading comes from public code whose link to the authors is not "
-            "established, and the pixel constants were chosen with the paper's figures in sight; the equations to the "
-            "letter are among the readings. An entry of the noise has 0.44 sigma, as section 4 says. Backpropagation "
-            "normalises the error at the top, with 3.2 sigma an entry, and sums over the batch. The device is "
-            "simulated, without any error but sigma, so photonic DFA without noise is ternarized DFA; the paper used a "
-            "real one and simulated sigma, too. Three seeds; the paper names no number"
-        ),
-        state="smaller",
-        figures=cells,
-        run=("pdfa.table1", "pdfa.readings"),
-        results=("pdfa_table1", "pdfa_readings"),
-        left=lambda: len(readings.missing()),
-    ),
-)

@@ -9,15 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.markdown import with_error
-from benchmarks.pages.papers.item import Item, blocks, compared, table
+from benchmarks.pages.papers.item import blocks, compared, table
 from benchmarks.results_file import load_results
 from benchmarks.ulr import figure2, figure3, resnet, table1
 
-INTRODUCTION = (
-    "q is the sampling rate, N the number of records, N_B the smallest batch that is kept, and K the number of noisy "
-    "copies of a record. The published form is the paper's Algorithm 1; the proven form clips the estimates of records "
-    "and adds central Gaussian noise ([ulr](ulr.md)). The paper has five seeds; its standard deviations are left out."
-)
 PARTS = {"published": "DP-ULR", "opacus": "DP-SGD"}
 
 
@@ -73,7 +68,7 @@ def cells() -> str:
     )
     columns = ("batch", "sigma_0", *PARTS.values())
     shown = table(columns, rows)
-    return blocks(text, shown, conclusion, _sensitive(found), paper_rate(), proven()) if found else ""
+    return blocks(text, shown, conclusion, _sensitive(found), paper_rate()) if found else ""
 
 
 def _places(cells: set[tuple[int, float]]) -> str:
@@ -135,36 +130,6 @@ def paper_rate() -> str:
     )
 
 
-def proven() -> str:
-    """Return what the proven form with the most copies reaches at DP-SGD's epsilon; empty without results."""
-    names = {"ulr, 128 orthogonal": "DP-ULR, the proven form", "bp": "DP-SGD"}
-    rows = [
-        (
-            name,
-            *(
-                with_error(
-                    [
-                        row["test"]
-                        for row in table1.rows_of("proven")
-                        if (row["trainer"], row["epsilon"]) == (trainer, epsilon)
-                    ]
-                )
-                for epsilon in (1.0, 3.0)
-            ),
-        )
-        for trainer, name in names.items()
-    ]
-    text = (
-        "Not in the paper: test accuracy [%] of the proven form (10 epochs, batches of 1,000, 128 copies in "
-        "orthogonal directions) and of DP-SGD at the same proven epsilon:"
-    )
-    return (
-        blocks(text, table(("trained by", "epsilon 1", "epsilon 3"), rows))
-        if table1.rows_of("proven")
-        else ""
-    )
-
-
 def epochs() -> str:
     """Return how far the formula's epsilon is from DP-SGD's at the end, and which accuracies fall before it."""
     cells = list(itertools.product(figure3.BATCHES, figure3.TARGETS))
@@ -209,9 +174,8 @@ def resnet5() -> str:
             seeds = " and ".join(map(str, dict.fromkeys(len(row["tests"]) for row in mine)))
             if mine:
                 private.append((form, str(batch), seeds, *(with_error(row["tests"], ".1f") for row in mine)))
-    names = "../benchmarks/ulr/README.md#resnet-5-on-cifar-10-figure-4-of-the-dp-ulr-paper"
     return blocks(
-        f"Test accuracy [%], by chance 10, without protection ([all curves]({names})):",
+        "Test accuracy [%], by chance 10, without protection:",
         table(("trained by", "epochs", "seeds", "test [%]"), plain),
         "*Matched*: noise shaped by a record's Jacobian; *10 orthogonal*: ten copies in orthogonal directions; K = 2 "
         "and sigma = 0.3 unless named.",
@@ -219,7 +183,7 @@ def resnet5() -> str:
         table(("form", "batch", "seeds", *(f"noise {noise:g}" for noise in resnet.NOISES)), private),
         "*The paper finds* DP-ULR comparable with DP-SGD in accuracy and privacy cost for suitable parameters, which "
         "it does not name. *Here* no such parameters were found: the published form stays near chance "
-        f"([why](ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
+        f"([why](../../docs/ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
         f"{resnet.SEARCH_EPOCHS} epochs on a quarter of the records the accuracy on the others is {_copies()}.",
     )
 
@@ -279,84 +243,3 @@ def _fall(found: list[dict[str, Any]], key: str, batch: int) -> float:
         for width in ("small", "large")
     )
     return fmean(small) - fmean(large) if small and large else math.nan
-
-
-ITEMS = (
-    Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
-    Item(
-        name="Figure 2",
-        shows="what rejection adds to eq. 11, contours",
-        differs="q = 0.01 and 0.1 are ours, as the paper names none for this figure; alpha = 1.1 and sigma_0 = 4 as "
-        "there",
-        state="repeated",
-        figures=rejection,
-        run=("ulr.figure2",),
-        results=("ulr_figure2",),
-        picture=(
-            "ulr_figure2.png",
-            "Contours of the part that rejection adds, by records and smallest batch",
-        ),
-    ),
-    Item(
-        name="Table 1",
-        shows="MNIST, DP-ULR and DP-SGD by batch and sigma_0",
-        differs=(
-            "learning rates of 0.001 (batch 64) and 0.003 (200 and 500) for DP-ULR, chosen on held-out records, "
-            "where the paper has 0.01; DP-SGD keeps the paper's 0.1; K = 30 and sigma are ours, as the paper names "
-            "none, and sigma is the same for all layers and steps, where Algorithm 1 controls it; no GELU behind the "
-            "last layer; test accuracy only; three seeds"
-        ),
-        state="smaller",
-        figures=cells,
-        run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus", "ulr.table1 proven"),
-        results=("ulr_published", "ulr_opacus", "ulr_proven"),
-        left=table1.left,
-    ),
-    Item(
-        name="Figure 3",
-        shows="accuracy and epsilon by epoch",
-        differs=(
-            "training accuracy only; settings and seeds of Table 1; N_B = q N, as in Algorithm 1, since the "
-            "experiments name none; the picture has DP-SGD's epsilon by a Renyi accountant, where the paper takes a "
-            "bound of it; both formulas outside their conditions, too"
-        ),
-        state="smaller",
-        figures=epochs,
-        picture=(
-            "ulr_figure3.png",
-            "Accuracy and epsilon by epoch of DP-ULR and DP-SGD, by batch and sigma_0",
-        ),
-        run=("ulr.table1 published", "ulr.table1 opacus", "ulr.figure3"),
-        results=("ulr_published", "ulr_opacus"),
-        left=table1.left,
-    ),
-    Item(
-        name="Figure 4",
-        shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
-        differs=(
-            "a JPEG copy of CIFAR-10; average pooling behind two convolutions, Adam at 0.002 falling as a cosine, K = "
-            "2 and sigma = 0.3 (of the proven form 10 and 0.03, with a clip for each module) are ours, and so are "
-            "DP-SGD at batch 500 or noise 4 and the proven form; DP-SGD is ours, on Poisson batches; 8 epochs, as the "
-            "paper names none; accuracy after training only, without the figure's epsilon"
-        ),
-        state="smaller",
-        figures=resnet5,
-        run=("ulr.resnet plain", "ulr.resnet private", "ulr.resnet search"),
-        results=("ulr_resnet", "ulr_resnet_search"),
-        left=resnet.left,
-    ),
-    Item(
-        name="Table C1",
-        shows="MNIST, three widths, sigma_0 = 8",
-        differs=(
-            "the layers of medium and large are ours, as the paper names only 2.5 and 5 times the parameters; "
-            "DP-ULR's rate was chosen for the small one, and batches of 128 and 256 take that of 200; else as in "
-            "Table 1"
-        ),
-        state="smaller",
-        figures=widths,
-        run=("ulr.table1 widths",),
-        results=("ulr_published", "ulr_widths"),
-        left=table1.widths_left,
-    ),
-)

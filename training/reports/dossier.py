@@ -468,9 +468,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "search": "; ".join(searches),
     }
     texts = {key: text.format(**named) for key, text in variants.items()}
-    released = "; ".join(
-        dict.fromkeys(common["released"][each.release.value] for each in statement.guarantees)
-    )
+    released = common["released"][first.release.value]
     others = "all features and all other labels" if first.unit is Unit.LABEL else f"all other {noun}s"
     checked, on_trust, failed = (
         [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
@@ -479,31 +477,23 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}"
         for file, each in facts.audits.items()
     ]
-    epsilons = [
-        f"{each.status.value.capitalize()}: epsilon {number(each.epsilon)} at delta {each.delta:g}. In words: "
-        f"{_meaning(each)}"
-        for each in statement.guarantees
-    ]
-    seeded = statement.mode == "experiment" and first.is_proven
     texts |= {
         "noun": noun,
         "released": released,
         "adversary": f"The attacker sees {released}, knows {others}, all settings and the code, and has unlimited "
         f"computing power. The attacker does not see the noise, its seed, or which {noun}s a step drew.",
-        "epsilon": " ".join(
-            [
-                *epsilons,
-                *(["This holds for the same run in release mode only."] if seeded else []),
-                *_about_delta(facts),
-            ]
-        ),
+        "epsilon": " ".join(_about_epsilon(facts)),
         "epsilon_state": "answered" if first.is_proven else "not covered",
         "proof_state": "in part" if first.is_proven else "not covered",
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
         f"Source: {first.source}.",
         "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
         f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
-        "on_trust": f"On trust: {'; '.join(on_trust)}." if on_trust else "",
+        "on_trust": " ".join(
+            f"{state}: {'; '.join(each)}."
+            for state, each in (("Fails", failed), ("On trust", on_trust))
+            if each
+        ),
         "code_trusted": "in part" if checked else "yes",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
         "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
@@ -512,19 +502,23 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         if any(each.controls_hold for each in facts.audits.values())
         else "not covered",
         "data": "; ".join(f"{name}: {value}" for name, value in _data(facts).items()),
-        **_about_rounding(statement, common["absent"]),
+        **_about_rounding(first, common["absent"]),
         **_about_utility(facts, common["absent"]),
     }
     return texts | _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
 
 
-def _about_delta(facts: _Facts) -> list[str]:
-    """Return what delta means for the number of records or users, if that is public."""
+def _about_epsilon(facts: _Facts) -> Iterator[str]:
+    """Yield what each guarantee says, what experiment mode takes away, and what delta means for so many records."""
     first, count = facts.first, _public_number(facts)
-    if count is None or not first.is_proven:
-        return []
-    noun = "users" if first.unit is Unit.USER else "records"
-    return [f"Delta times the {count:,.0f} {noun} is {first.delta * count:.2g}; it must be far below 1."]
+    for each in facts.statement.guarantees:
+        status = each.status.value.capitalize()
+        yield f"{status}: epsilon {number(each.epsilon)} at delta {each.delta:g}. In words: {_meaning(each)}"
+    if first.is_proven and facts.statement.mode == "experiment":
+        yield "This holds for the same run in release mode only."
+    if first.is_proven and count is not None:
+        noun = "users" if first.unit is Unit.USER else "records"
+        yield f"Delta times the {count:,.0f} {noun} is {first.delta * count:.2g}; it must be far below 1."
 
 
 def _public_number(facts: _Facts) -> float | None:
@@ -533,9 +527,9 @@ def _public_number(facts: _Facts) -> float | None:
     return None if hidden else facts.statement.mechanisms[0].public_records
 
 
-def _about_rounding(statement: Statement, absent: Mapping[str, str]) -> dict[str, str]:
+def _about_rounding(first: Guarantee, absent: Mapping[str, str]) -> dict[str, str]:
     """Return what hypotheses say about rounding, in their own words."""
-    about = [each for one in statement.guarantees for each in one.assumptions if "round" in each.text]
+    about = [each for each in first.assumptions if "round" in each.text]
     if not any("exactly rounded" in each.text for each in about):
         return {"rounding_state": "not covered", "rounding": absent["rounding"]}
     said = dict.fromkeys(f"{'Checked' if each.holds else 'On trust'}: {each.text}." for each in about)

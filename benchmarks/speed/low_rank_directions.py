@@ -9,6 +9,7 @@ memory, which is the peak of resident memory (VmHWM) in a process of its own abo
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -117,4 +118,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--memory"]:
         print_memory(sys.argv[2])
     else:
+        argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
         main()

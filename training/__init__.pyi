@@ -24,6 +24,7 @@ from .protections.base import PoissonProtection as PoissonProtection
 from .protections.base import PrivateGradients as PrivateGradients
 from .protections.base import Protection as Protection
 from .protections.record import RecordGradients as RecordGradients
+from .reports.dossier import write_dossier as write_dossier
 from .reports.run_report import write_comparison as write_comparison
 from .reports.run_report import write_report as write_report
 from .reports.sweep import Sweep as Sweep

@@ -69,6 +69,12 @@ class OpusimGroup(LazyGroup):
                 "opusim.training.cli.runs:report",
             ),
             (
+                "dossier",
+                "Write what a privacy reviewer asks of a run.",
+                _RUNS,
+                "opusim.training.cli.runs:dossier",
+            ),
+            (
                 "audit",
                 "Attack a run, or test a trainer's mechanism.",
                 _RUNS,

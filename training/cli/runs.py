@@ -1,4 +1,4 @@
-"""The commands on runs: evaluate, report, audit, zo replay, runs list, runs rm, account run, account device."""
+"""The commands on runs: evaluate, report, dossier, audit, zo replay, runs list and rm, account run and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import typer
 from opusim.training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from opusim.accounting.explanation import Statement
     from opusim.training.attacks.findings import Audit
 
 zo_app = typer.Typer(no_args_is_help=True)
@@ -116,11 +115,7 @@ def report(
     from opusim.training.runs.folder import read_run
     from opusim.training.runs.storage import kind_of
 
-    twice = [
-        path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
-    ]
-    if twice:
-        raise ValueError(f"RUN {twice[0]}: is given twice; name each run once")
+    _require_once(runs)
     if out is not None:
         require_writable(out, "--out", (".html",))
     if len(runs) == 1 and out is None and kind_of(runs[0]) == "private loop":
@@ -132,6 +127,57 @@ def report(
         return
     names = [f"{path.name}: {run_name(run)}" for path, run in zip(runs, loaded, strict=True)]
     typer.echo(write_comparison(loaded, out or Path("report.html"), title="Runs compared", names=names))
+
+
+def _require_once(runs: Sequence[Path]) -> None:
+    """Refuse a folder that is given twice."""
+    twice = [
+        path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
+    ]
+    if twice:
+        raise ValueError(f"RUN {twice[0]}: is given twice; name each run once")
+
+
+def dossier(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN", help="Folders of runs, of searches or of private loops, on one page."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The HTML file, with PDF and JSON next to it; by default dossier.html in the run folder, for several "
+            "runs in this one."
+        ),
+    ] = None,
+    audits: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A folder of audits that is not the run's own, as `opusim audit --out` wrote it; repeatable.",
+        ),
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the document.")] = False,
+) -> None:
+    """Write all that a privacy reviewer asks of a run: HTML, PDF and JSON."""
+    from opusim.files import require_writable
+    from opusim.tables import wrapped
+    from opusim.training.reports.dossier import dossier_schema, write_dossier
+
+    if schema:
+        typer.echo(json.dumps(dossier_schema(), indent=2))
+        return
+    if not runs:
+        raise ValueError("RUN is missing: give the folder of a run, of a search or of a private loop")
+    _require_once(runs)
+    if out is not None:
+        require_writable(out, "--out", (".html",))
+    page, document, data = write_dossier(runs, out=out, audits=audits or ())
+    for lead in dict.fromkeys(
+        lead for work in json.loads(data.read_bytes())["works"] for lead in work["leads"]
+    ):
+        typer.echo(wrapped(lead), err=True)
+    typer.echo(f"{page}\n{document}\n{data}")
 
 
 @zo_app.command("replay")
@@ -253,10 +299,10 @@ def account_run(
     from opusim.accounting.explanation import WARNINGS
     from opusim.tables import wrapped
     from opusim.training.errors import RunFolderError
-    from opusim.training.runs.folder import RunFolder, StoredRun
+    from opusim.training.runs.folder import RunFolder, StoredRun, stated
     from opusim.training.runs.storage import kind_of
 
-    statement = _stated(path, delta)
+    statement = stated(path, delta=delta)
     if as_json:
         typer.echo(json.dumps(statement.to_json(), indent=2, allow_nan=False))
         return
@@ -273,40 +319,6 @@ def account_run(
             "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
             "what the loop checked as checked."
         )
-
-
-def _stated(path: Path, delta: float | None) -> Statement:
-    """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
-    from opusim.accounting.explanation import LedgerFacts, RunFacts, Statement
-    from opusim.accounting.ledger import read_ledger
-    from opusim.errors import ConfigError
-    from opusim.training.errors import RunFolderError
-    from opusim.training.runs.folder import RunFolder, versions
-
-    folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
-    if folder.started and path in (folder.path, folder.ledger_file):
-        header, started_with, records = folder.newest_header(), {}, None
-        with suppress(RunFolderError, AttributeError):  # a bad configuration, which no guarantee needs
-            started_with = {str(key): str(value) for key, value in folder.read_facts()["versions"].items()}
-        with suppress(RunFolderError, ConfigError, KeyError, TypeError, ValueError):
-            if folder.read_config().counts_are_public:
-                records = int(folder.read_facts()["data"]["n_train"])
-        step = None if header is None else header.step
-        run = RunFacts(finished=folder.finished, step=step, versions=started_with, records=records)
-        checked_against = [witness.name for witness in folder.witnesses()]
-        content = folder.read_ledger()
-    else:
-        content = read_ledger(path)
-    return Statement(
-        mode=content.mode,
-        guarantees=tuple(content.guarantees(delta=delta)),
-        mechanisms=tuple(content.mechanisms),
-        certificates=content.certificates,
-        alarms=content.alarms,
-        ledger=LedgerFacts.of(content, checked_against),
-        run=run,
-        versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
-    )
 
 
 DeviceArgument = Annotated[

@@ -46,6 +46,8 @@ from opusim.training.runs.folder import RunFolder, StoredRun
 
 _A4 = (8.27, 11.69)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.07, 0.93, 0.965, 0.025
+_LINE = 1.28 / 72 / _A4[1]
+"""Height of a line, of the page's, for each point of its type."""
 _FEWEST_FALSE = 1e-5
 _BOUNDS = {
     **{"attack": ("attack", 0.11), "read as": ("read as", 0.10), "epsilon": ("epsilon", 0.12)},
@@ -54,6 +56,11 @@ _BOUNDS = {
     **{LOW: (LOW, 0.17), "trials": ("trials", 0.10), "finding": ("finding", 0.12)},
 }
 """The columns of the bounds by the key of `audit_rows`: heading, and share of the page's width."""
+AUDIT_COLUMNS = {
+    **{"subject": "subject", "attack": "attack", "read as": "read as", "epsilon": "epsilon"},
+    **{"ceiling": "most these trials can show", "finding": "finding"},
+}
+"""The columns of a dossier by the key of `audit_rows`."""
 _CONTROLS = {
     **{"subject": ("control", 0.15), "attack": ("attack", 0.20), "epsilon": ("epsilon", 0.14)},
     **{"ceiling": ("most these trials can show", 0.16), "AUC": ("AUC", 0.08), "finding": ("finding", 0.27)},
@@ -231,56 +238,89 @@ def draw_curves(axes: Axes, sheet: Sheet) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-class _Page:
-    """Writes lines of text from the top of a page downwards."""
+class Page:
+    """Writes lines of text from the top of an A4 page downwards.
 
-    def __init__(self, size: float) -> None:
-        self.figure = Figure(figsize=_A4)
-        self.size, self.y = size, _TOP
+    Args:
+        size: Type size in points.
+        flowing: Whether a new page follows a full one, between lines of a text and rows of a table.
+    """
+
+    def __init__(self, size: float, *, flowing: bool = False) -> None:
+        self.size, self._flowing = size, flowing
+        self.figures: list[Figure] = []
+        self._turn()
+
+    def _turn(self) -> None:
+        self.figures.append(Figure(figsize=_A4))
+        self.y = _TOP
+
+    def _make_room(self, lines: int, size: float) -> None:
+        """Turn the page if so many lines do not fit below, and more do on a new one."""
+        if self._flowing and self.y < _TOP and self.y - lines * size * _LINE < _BOTTOM:
+            self._turn()
 
     def text(
         self, text: str, *, x: float = _LEFT, right: float = _RIGHT, size: float | None = None, **look: Any
     ) -> None:
         """Write a paragraph between two edges."""
         own = self.size if size is None else size
-        wide = 0.64 if look.get("fontweight") == "bold" else 0.55  # of the type size, a letter of DejaVu Sans
-        letters = int((right - x) * _A4[0] * 72 / (own * wide))
-        for line in textwrap.wrap(text, max(letters, 12)) or [""]:
-            self.figure.text(x, self.y, line, fontsize=own, va="top", **look)
-            self.y -= own * 1.28 / 72 / _A4[1]
+        for line in self._wrapped(text, right - x, own, look):
+            self._make_room(1, own)
+            self.figures[-1].text(x, self.y, line, fontsize=own, va="top", **look)
+            self.y -= own * _LINE
+
+    def _wrapped(self, text: str, width: float, size: float, look: Mapping[str, Any]) -> list[str]:
+        """Return the lines of a paragraph in a share of the page's width."""
+        # of the type size, a letter of DejaVu Sans, bold or in typewriter type
+        wide = 0.64 if look.get("fontweight") == "bold" else 0.61 if look.get("family") else 0.55
+        return textwrap.wrap(text, max(int(width * _A4[0] * 72 / (size * wide)), 12)) or [""]
 
     def heading(self, text: str) -> None:
         """Write a heading with a line below."""
+        self._make_room(6, self.size)
         self.y -= 0.006
         self.text(text, size=self.size + 1.5, fontweight="bold", color="#0b3d5c")
         self.y -= 0.002
 
-    def pairs(self, rows: Sequence[tuple[str, str]], *, right: float = _RIGHT) -> None:
-        """Write names and values."""
-        for name, value in rows:
-            top = self.y
-            self.text(name, right=_LEFT + 0.1, color="#4a525b")
-            self.y = top
-            self.text(value, x=_LEFT + 0.1, right=right)
+    def pairs(self, rows: Sequence[tuple[str, str]], *, right: float = _RIGHT, names: float = 0.1) -> None:
+        """Write names and values; the names take a share of the page's width."""
+        edges = [_LEFT, _LEFT + names, right]
+        for row in rows:
+            self._row(row, edges, self.size, [{"color": "#4a525b"}, {}])
+            self.y -= 0.002 if self._flowing else 0.0
 
     def table(self, rows: Table, shares: Sequence[float]) -> None:
         """Write a table whose columns take these shares of the width."""
-        starts = [_LEFT + (_RIGHT - _LEFT) * sum(shares[:column]) for column in range(len(shares) + 1)]
+        edges = [_LEFT + (_RIGHT - _LEFT) * sum(shares[:column]) for column in range(len(shares) + 1)]
         for number_, cells in enumerate([list(rows[0]), *(list(row.values()) for row in rows)]):
-            top = lowest = self.y
-            for column, cell in enumerate(cells):
-                self.y = top
-                look = {"fontweight": "bold", "color": "#4a525b"} if number_ == 0 else {}
-                self.text(
-                    cell, x=starts[column], right=starts[column + 1] - 0.008, size=self.size - 0.5, **look
-                )
-                lowest = min(lowest, self.y)
-            self.y = lowest - 0.002
+            look = {"fontweight": "bold", "color": "#4a525b"} if number_ == 0 else {}
+            self._row(cells, edges, self.size - 0.5, [look] * len(shares))
+            self.y -= 0.002
+
+    def _row(
+        self, cells: Sequence[str], edges: Sequence[float], size: float, looks: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write cells next to each other, on one page if they fit."""
+        gap = 0.008
+        places = list(zip(cells, edges, edges[1:], looks, strict=False))
+        self._make_room(
+            max(
+                len(self._wrapped(cell, right - left - gap, size, look)) for cell, left, right, look in places
+            ),
+            size,
+        )
+        top = lowest = self.y
+        for cell, left, right, look in places:
+            self.y = top
+            self.text(cell, x=left, right=right - gap, size=size, **look)
+            lowest = min(lowest, self.y)
+        self.y = lowest
 
 
 def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
     """Return the A4 page with type of one size, smaller until all of it fits; long texts are wrapped."""
-    page = _Page(size)
+    page = Page(size)
     page.text(sheet.title, size=size + 6, fontweight="bold")
     page.text(
         sheet.verdict,
@@ -295,7 +335,7 @@ def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
     page.pairs([*sheet.statement, *sheet.adversaries], right=0.53)
     bottom = page.y
     height = 0.235
-    axes = page.figure.add_axes((0.60, top - height, _RIGHT - 0.60, height - 0.005))
+    axes = page.figures[0].add_axes((0.60, top - height, _RIGHT - 0.60, height - 0.005))
     draw_curves(axes, sheet)
     axes.tick_params(labelsize=size - 1)
     axes.xaxis.label.set_fontsize(size)
@@ -314,7 +354,7 @@ def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
         page.y -= 0.003
     page.heading("To repeat it")
     page.pairs(sheet.facts)
-    return page.figure if page.y >= _BOTTOM or size <= 5.0 else draw_sheet(sheet, size - 0.5)
+    return page.figures[0] if page.y >= _BOTTOM or size <= 5.0 else draw_sheet(sheet, size - 0.5)
 
 
 def write_loop_report(path: Path) -> Path:

@@ -189,7 +189,7 @@ def _page(
         ],
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, shown_values(run.facts["config"])) for name, run in named],
-        commands=[_command(run) for run in runs],
+        commands=[command_of(run) for run in runs],
         versions=distinct([(name, run.facts["versions"]) for name, run in named]),
     )
 
@@ -224,7 +224,7 @@ def _pictures(folder: Path, drawn: Sequence[tuple[str, str, LineChart | None]]) 
     return pictures
 
 
-def _command(run: StoredRun) -> str:
+def command_of(run: StoredRun) -> str:
     """Return the command that repeats a run from its resolved configuration."""
     trainer = run.config.trainer
     texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None

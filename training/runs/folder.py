@@ -6,12 +6,13 @@ import json
 import math
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from opusim import checks, plugins
+from opusim.accounting.explanation import LedgerFacts, RunFacts, Statement
 from opusim.accounting.guarantee import Guarantee, LedgerCorrupt
 from opusim.accounting.journal import Position, Witness
 from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
@@ -631,3 +632,40 @@ def newest_checkpoint(folder: RunFolder) -> Path:
             else f"run folder {folder.path} has no checkpoint yet; resume it with: {folder.resume_command}"
         )
     return checkpoints[-1]
+
+
+def stated(path: Path, *, delta: float | None = None) -> Statement:
+    """Return what a ledger may state; in a run folder it is checked against the newest checkpoint and the summary.
+
+    Args:
+        path: The folder of a run or of a private loop, or a ledger.
+        delta: At which the guarantees are stated; None takes the run's.
+
+    Raises:
+        LedgerCorrupt: The ledger was changed, cut or reordered, is older than its witnesses, or is missing.
+        RunFolderError: A checkpoint or the summary is damaged.
+    """
+    folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
+    if folder.started and path in (folder.path, folder.ledger_file):
+        header, started_with, records = folder.newest_header(), {}, None
+        with suppress(RunFolderError, AttributeError):  # a bad configuration, which no guarantee needs
+            started_with = {str(key): str(value) for key, value in folder.read_facts()["versions"].items()}
+        with suppress(RunFolderError, ConfigError, KeyError, TypeError, ValueError):
+            if folder.read_config().counts_are_public:
+                records = int(folder.read_facts()["data"]["n_train"])
+        step = None if header is None else header.step
+        run = RunFacts(finished=folder.finished, step=step, versions=started_with, records=records)
+        checked_against = [witness.name for witness in folder.witnesses()]
+        content = folder.read_ledger()
+    else:
+        content = read_ledger(path)
+    return Statement(
+        mode=content.mode,
+        guarantees=tuple(content.guarantees(delta=delta)),
+        mechanisms=tuple(content.mechanisms),
+        certificates=content.certificates,
+        alarms=content.alarms,
+        ledger=LedgerFacts.of(content, checked_against),
+        run=run,
+        versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
+    )

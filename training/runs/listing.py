@@ -43,7 +43,12 @@ WRITTEN = frozenset(
             "ledger.head.partial",
         ),
         *("labels.safetensors", "baseline.safetensors", "components.safetensors", "summary.json"),
-        *("audit.json", "one-run.json", "report.html", "steps.zo", "steps.mark.json", "base.safetensors"),
+        *("report.html", "steps.zo", "steps.mark.json", "base.safetensors", "final-model-scores.json"),
+        *(
+            f"{name}.{ending}"
+            for name in ("audit", "one-run", "final-model", "dossier")
+            for ending in ("json", "html", "pdf")
+        ),
         LOCK_FILE,
     )
 )

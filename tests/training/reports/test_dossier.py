@@ -1,0 +1,179 @@
+"""The dossier for a privacy reviewer: what it leads with, what it claims, and that its parts agree."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from opusim import training
+from opusim.accounting.explanation import Statement
+from opusim.training.attacks import run_audit
+from opusim.training.cli.app import app
+from opusim.training.reports import dossier
+from opusim.training.reports.dossier import dossier_schema, write_dossier
+from opusim.training.runs.folder import stated
+from opusim.training.runs.run import Run
+from tests.support.private_loops import parts, private_loop, run_epoch
+
+SMALL: dict[str, Any] = {
+    **{"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1, "seed": 1},
+    **{"trainer": {"kind": "bp"}, "optimizer": {"name": "sgd"}, "sampler": {"scheme": "poisson"}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    config = {**SMALL, "protection": {"kind": "record", "noise_multiplier": 2.0}}
+    return training.train(config, folder=tmp_path_factory.mktemp("record") / "run")
+
+
+@pytest.fixture
+def without_pdf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds; one test does it."""
+    monkeypatch.setattr(dossier, "_pdf", lambda title, sections: b"")
+
+
+def written(works: Any, **options: Any) -> tuple[str, dict[str, Any]]:
+    """The page as text, and the document, which its schema accepts."""
+    page, _, data = write_dossier(works, **options)
+    content = json.loads(data.read_bytes())
+    jsonschema.validate(content, dossier_schema())
+    return page.read_text(), content
+
+
+def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_covers(run: Run) -> None:
+    page, content = written(run)
+    assert (run.folder.path / "dossier.pdf").read_bytes().startswith(b"%PDF")
+    (work,) = content["works"]
+    statement = stated(run.folder.path)
+    assert Statement.from_json(work["statement"]).to_json() == statement.to_json()
+    (guarantee,) = statement.guarantees
+    assert {one["text"]: one["holds"] for one in work["hypotheses"]} == {
+        one.text: one.holds for one in guarantee.assumptions
+    }
+    answers = {one["question"]: one["answer"] for one in work["answers"]}
+    assert f"epsilon {guarantee.epsilon:.3f} at delta 1e-05" in answers["Which epsilon is proven?"]
+    assert answers["Does it hold for the run in this folder?"].startswith("No.")
+    # no other epsilon stands anywhere in the text, so none can claim more
+    told = json.dumps({key: value for key, value in work.items() if key not in ("statement", "proofs")})
+    assert set(re.findall(r"epsilon (\d+\.\d+)", told)) == {f"{guarantee.epsilon:.3f}"}
+    assert [text.split(":")[0] for text in work["proofs"]] == ["clipped-records", "sampled-gaussian"]
+    assert "connect the dots" in page
+    common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
+    for standard, text in zip(work["standards"], common["standards"], strict=True):
+        assert [one["heading"] for one in standard["headings"]] == [
+            one["heading"] for one in text["headings"]
+        ]
+        assert all(one["answer"] for one in standard["headings"])
+        assert "not read" in standard["source"]
+    names = {one["name"] for one in work["files"]}
+    assert {"config.json", "ledger.jsonl", "summary.json", "step-0000000005.safetensors"} <= names
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_run_that_protects_nothing_claims_nothing(tmp_path: Path) -> None:
+    page, content = written(training.train(SMALL, folder=tmp_path / "run"))
+    (work,) = content["works"]
+    assert work["leads"][0].startswith("Status 'none': no finite number")
+    answers = {one["question"]: one["answer"] for one in work["answers"]}
+    assert answers["What is protected?"].startswith("Nothing")
+    assert answers["What may be released?"] == "No proof covers any release."
+    assert "holds for the same run in release mode only" not in page
+    states = [one["state"] for one in work["side_channels"]]
+    assert "covered" not in states
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the broken control keeps its noise, so that no attack can find it."""
+    monkeypatch.setattr(run_audit, "without_noise", lambda plan: plan)
+    training.audit_run(run.folder.path, trials=40, seed=1, out=tmp_path / "audit")
+    page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit"])
+    (work,) = content["works"]
+    assert "DO NOT RELY ON THIS AUDIT" in work["leads"][0]
+    assert page.index("DO NOT RELY") < page.index("Questions and answers")
+    (kept,) = work["audits"]
+    assert not kept["controls_hold"]
+    testing = [one for one in work["standards"][1]["headings"] if "membership" in one["heading"]]
+    assert [one["state"] for one in testing] == ["not covered"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_does_not(
+    tmp_path: Path,
+) -> None:
+    given = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
+    with private_loop(tmp_path / "loop", parts(batch_size=5), **given) as private:
+        run_epoch(private, steps=1)
+        _, inside = written(private)
+    page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
+    checked = [
+        sum(one["holds"] is True for one in content["works"][0]["hypotheses"])
+        for content in (inside, outside)
+    ]
+    assert checked[0] > checked[1]
+    assert any("from the folder only" in lead for lead in outside["works"][0]["leads"])
+    assert "at most 2 records of a user" in page
+    assert outside["works"][0]["data"]["users"] == "20"
+    assert "records_per_user=2" in outside["works"][0]["command"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
+    run: Run, tmp_path: Path
+) -> None:
+    released = {**SMALL, "mode": "release", "protection": {"kind": "record", "noise_multiplier": 1.0}}
+    del released["seed"]
+    other = training.train(released, folder=tmp_path / "released").folder.path
+
+    def call(*arguments: str | Path) -> tuple[int, str]:
+        found = CliRunner().invoke(app, ["dossier", *map(str, arguments)], env={"COLUMNS": "80"})
+        return found.exit_code, found.output + str(found.exception or "")
+
+    code, text = call(run.folder.path, other, "--out", tmp_path / "both.html")
+    assert code == 0, text
+    content = json.loads((tmp_path / "both.json").read_bytes())
+    jsonschema.validate(content, dossier_schema())
+    assert [work["statement"]["mode"] for work in content["works"]] == ["experiment", "release"]
+    first = (tmp_path / "both.html").read_text().partition("Questions and answers")[0]
+    assert "add up" in first
+    assert "1. bp on digits: Experiment mode" in first
+    assert "2. bp on digits: No audit was found" in first
+    assert json.loads(call("--schema")[1]) == dossier_schema()
+    for arguments, message in (
+        ([], "RUN is missing"),
+        ([other, other], "is given twice"),
+        ([tmp_path], "holds no run"),
+        ([other, "--audits", tmp_path], "holds no audit"),
+        ([other, run.folder.path, "--audits", tmp_path], "one run at a time"),
+    ):
+        code, text = call(*arguments)
+        assert code, text
+        assert message in " ".join(text.split())
+
+
+def test_sacro_ml_is_given_probabilities_and_the_statement(run: Run, tmp_path: Path) -> None:
+    """Its `Target.load` reads YAML, of which JSON is a part, and files of numbers with commas."""
+    script = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "sacro_ml.py"))
+    script["write_target"](run.folder.path, tmp_path / "target")
+    target = json.loads((tmp_path / "target" / "target.yaml").read_text())
+    (check,) = target["safemodel"]
+    assert (
+        Statement.from_json(json.loads(check["statement.json"])).to_json()
+        == stated(run.folder.path).to_json()
+    )
+    data = run.facts["data"]
+    for name in ("train", "test"):
+        found = np.loadtxt(tmp_path / "target" / target[f"proba_{name}_path"], delimiter=",")
+        assert found.shape == (data[f"n_{name}"], 10)
+        assert np.allclose(found.sum(axis=1), 1, atol=1e-5)

@@ -1,0 +1,738 @@
+"""The dossier of a run for a privacy reviewer: one HTML page, the same as PDF, and as JSON with a schema.
+
+It claims nothing beyond the run's statement (`opusim.accounting.explanation`): proofs are the texts of the theorems
+that the statement cites, audits are those in the folder, and what neither covers is named. Failed audits come first.
+`opusim/templates/dossier.toml` holds texts and their variants, among them the headings of two public documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from matplotlib.backends.backend_pdf import PdfPages
+
+from opusim.accounting.explanation import (
+    WARNINGS,
+    Statement,
+    explain,
+    explain_theorem,
+    guarantee_rows,
+    number,
+)
+from opusim.accounting.guarantee import Adjacency, Guarantee, Unit, to_json
+from opusim.accounting.ledger import LEDGER_FILE
+from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.theorems import Theorem, known_theorems
+from opusim.files import quoted, write_file
+from opusim.tables import html_page
+from opusim.training.attacks.findings import Audit, audit_rows, headline, paragraphs, verdict
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.user_code import described_code
+from opusim.training.private_loop.folder import SETTINGS_FILE, PrivacySettings
+from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.reports.audit_page import AUDIT_COLUMNS, Page
+from opusim.training.reports.run_report import (
+    NOT_FOR_RELEASE,
+    command_of,
+    kept_audits,
+    run_name,
+    shown_values,
+)
+from opusim.training.runs.drawing import main_figure
+from opusim.training.runs.folder import RunFolder, StoredRun, read_run, stated, versions
+from opusim.training.runs.storage import json_content, kind_of, list_checkpoints
+from opusim.training.sweeps.tuning import SearchState
+
+State = Literal["answered", "in part", "not covered"]
+Source = str | Path | StoredRun | PrivateTraining
+"""A folder of `opusim train`, of `opusim tune` or of `make_private`, or what they return."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question of a reviewer, and the answer."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """A hypothesis of a guarantee; `holds` is True if code checked it, False if it fails, None if it is on trust."""
+
+    text: str
+    holds: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptAudit:
+    """An audit that was found.
+
+    Attributes:
+        file: Name of its file.
+        played: What it attacked.
+        controls_hold: Whether every control behaved as required; if not, the audit shows nothing.
+        refuted: Whether it contradicts a statement.
+        verdict: Its result in a sentence or two, after the line on failed controls.
+        bounds: A row for each bound and each control.
+        paragraphs: The game, the result and the controls in words.
+        document: The whole of the file (docs/audits.md).
+    """
+
+    file: str
+    played: str
+    controls_hold: bool
+    refuted: bool
+    verdict: str
+    bounds: list[dict[str, str]]
+    paragraphs: list[str]
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Party:
+    """A party or part of the system, whether the guarantee trusts it, and why."""
+
+    party: str
+    trusted: Literal["yes", "in part", "no", "not used"]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """A side channel, and whether the guarantee covers it."""
+
+    channel: str
+    state: Literal["covered", "on trust", "not covered"]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """A heading of a public text, where it stands, and what this dossier says to it."""
+
+    heading: str
+    section: str
+    state: State
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standard:
+    """A public text that asks questions of a privacy claim."""
+
+    title: str
+    source: str
+    headings: list[Heading]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A file of the folder, its bytes, and the SHA-256 of its content."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A run or a private loop.
+
+    Attributes:
+        name: What it is.
+        folder: Its folder, as it was given.
+        kind: What made it.
+        leads: What a reader must know before all else; failed audits come first.
+        answers: Questions of a reviewer.
+        statement: The document of docs/privacy.md.
+        hypotheses: What they rest on.
+        mechanisms: What ran, with every parameter.
+        proofs: The theorems that they cite, and those that these cite: statement, proof, hypotheses, reference.
+        audits: Those in the folder, and those that were given.
+        data: The data set and the unit, name and value.
+        tuning: What the choice of settings cost.
+        trust: Who is trusted.
+        side_channels: What an attacker may look at besides the release.
+        standards: The headings of public texts.
+        versions: The packages that it was started with.
+        files: The files of the folder that the statement rests on.
+        command: How to repeat it.
+    """
+
+    name: str
+    folder: str
+    kind: Literal["run", "search", "private loop"]
+    leads: list[str]
+    answers: list[Answer]
+    statement: dict[str, Any]
+    hypotheses: list[Hypothesis]
+    mechanisms: list[dict[str, str]]
+    proofs: list[str]
+    audits: list[KeptAudit]
+    data: dict[str, str]
+    tuning: str
+    trust: list[Party]
+    side_channels: list[Channel]
+    standards: list[Standard]
+    versions: dict[str, str]
+    files: list[StoredFile]
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dossier:
+    """What the page, the PDF and the JSON document say.
+
+    Attributes:
+        schema: Name of the document.
+        schema_version: It changes if a key is removed or changes its meaning.
+        title: Heading.
+        date: Day on which it was written.
+        written_by: Versions of Python and of the opusim that wrote it.
+        works: The runs and private loops, in the order given.
+    """
+
+    schema: Literal["opusim-dossier"] = "opusim-dossier"
+    schema_version: Literal[1] = 1
+    title: str
+    date: str
+    written_by: dict[str, str]
+    works: list[Work]
+
+
+def dossier_schema() -> dict[str, Any]:
+    """Return the JSON schema of the document."""
+    return pydantic.TypeAdapter(Dossier).json_schema(mode="serialization")
+
+
+def write_dossier(
+    runs: Source | Sequence[Source],
+    *,
+    out: str | Path | None = None,
+    audits: Sequence[str | Path] = (),
+) -> tuple[Path, Path, Path]:
+    """Write the dossier of a run, or of several on one page.
+
+    Args:
+        runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. A private loop in the
+            program that trains says what it checked; its folder alone takes that on trust.
+        out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one. PDF and JSON stand
+            next to it.
+        audits: Folders of audits that are not in the run's own, as those of a release run; for one run only.
+
+    Returns:
+        The paths of HTML, PDF and JSON.
+
+    Raises:
+        RunFolderError: A folder holds no such work, or was changed.
+        LedgerCorrupt: A ledger was changed, cut or reordered.
+        ValueError: `audits` is given for several runs, or one of them holds no audit.
+        OSError: A file cannot be written.
+    """
+    sources = [runs] if isinstance(runs, Source) else list(runs)
+    if not sources:
+        raise ValueError("runs is empty; give at least one run folder")
+    if audits and len(sources) > 1:
+        raise ValueError(f"audits: {len(sources)} runs are given; give the audits of one run at a time")
+    facts = [_facts(source, [Path(path) for path in audits]) for source in sources]
+    common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
+    works = [_work(each, common) for each in facts]
+    names = works[0].name if len(works) == 1 else f"{len(works)} runs"
+    here = {name: version for name, version in versions().items() if name in ("python", "opusim")}
+    found = Dossier(
+        title=f"Privacy dossier: {names}", date=time.strftime("%Y-%m-%d"), written_by=here, works=works
+    )
+    default = facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
+    page = default if out is None else Path(out)
+    document, data = page.with_suffix(".pdf"), page.with_suffix(".json")
+    several = common["several"].format(count=len(works)) if len(works) > 1 else ""
+    sections = list(_sections(found, several))
+    write_file(page, html_page("dossier.html", title=found.title, sections=sections).encode())
+    write_file(document, _pdf(found.title, sections))
+    write_file(data, json_content(to_json(found)))
+    return page, document, data
+
+
+# What is known of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What the texts are made from."""
+
+    path: Path
+    kind: Literal["run", "search", "private loop"]
+    name: str
+    statement: Statement
+    audits: Mapping[str, Audit]
+    run: StoredRun | None
+    settings: PrivacySettings | None
+    from_folder: bool
+
+    @property
+    def first(self) -> Guarantee:
+        """Return the guarantee that the answers are about: a proven one, if there is one."""
+        return next((one for one in self.statement.guarantees if one.is_proven), self.statement.guarantees[0])
+
+    @property
+    def per_user(self) -> int | None:
+        """Return k, or None if no users are protected."""
+        found = [getattr(one, "records_per_user", None) for one in self.statement.mechanisms]
+        return next((k for k in found if k is not None), None)
+
+
+def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
+    """Read a folder, or what a program holds of it."""
+    if isinstance(source, PrivateTraining):
+        path = source.folder
+    else:
+        path = source.folder.path if isinstance(source, StoredRun) else Path(source)
+    kind = kind_of(path)
+    if kind == "search":
+        path = path / "best"
+        if not path.exists():
+            raise RunFolderError(f"search folder {path.parent} has no best run; finish the search first")
+    if kind in ("sweep", "audit"):
+        what = "an audit" if kind == "audit" else "a sweep"
+        raise RunFolderError(f"{path} holds {what}; give the folder of a run")
+    run = settings = None
+    if kind == "private loop":
+        settings, name = PrivacySettings.stored(path), f"private loop {path.resolve().name}"
+    else:
+        run = read_run(path)
+        name = run_name(run)
+    statement = source.statement() if isinstance(source, PrivateTraining) else stated(path)
+    audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
+    for folder in elsewhere:
+        kept = kept_audits(RunFolder(folder), "experiment")
+        if not kept:
+            raise ValueError(
+                f"audits: {folder} holds no audit; give a folder that `opusim audit --out` wrote"
+            )
+        audits |= {str(folder / file): audit for file, audit in kept.items()}
+    return _Facts(
+        path=path,
+        kind="private loop" if settings is not None else "search" if kind == "search" else "run",
+        name=name,
+        statement=statement,
+        audits=audits,
+        run=run,
+        settings=settings,
+        from_folder=not isinstance(source, PrivateTraining),
+    )
+
+
+def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
+    """Return the parts of a dossier that are about one run."""
+    statement, texts = facts.statement, _texts(facts, common)
+    assumed = dict.fromkeys(
+        (one.text, one.holds) for each in statement.guarantees for one in each.assumptions
+    )
+    return Work(
+        name=facts.name,
+        folder=str(facts.path),
+        kind=facts.kind,
+        leads=_leads(facts, common["absent"]),
+        answers=[Answer(**_filled(each, texts)) for each in common["questions"]],
+        statement=statement.to_json(),
+        hypotheses=[Hypothesis(text=text, holds=holds) for text, holds in assumed],
+        mechanisms=[{"what ran": each.describe(), **_parameters(each)} for each in statement.mechanisms],
+        proofs=[explain_theorem(each) for each in _cited(statement)],
+        audits=[_kept(file, audit) for file, audit in facts.audits.items()],
+        data=_data(facts, texts["unit"]),
+        tuning=texts["tuning"],
+        trust=[Party(**_filled(each, texts)) for each in common["trust"]],
+        side_channels=[Channel(**_filled(each, texts)) for each in common["channels"]],
+        standards=[
+            Standard(
+                title=each["title"],
+                source=each["source"],
+                headings=[Heading(**_filled(heading, texts)) for heading in each["headings"]],
+            )
+            for each in common["standards"]
+        ],
+        versions={} if facts.run is None else dict(facts.run.facts["versions"]),
+        files=list(_files(facts)),
+        command=_command(facts),
+    )
+
+
+def _parameters(mechanism: Mechanism) -> dict[str, str]:
+    """Return what the ledger holds of a mechanism, without what is empty."""
+    return {
+        key: value for key, value in shown_values(mechanism.to_json()) if value and key != "schema_version"
+    }
+
+
+def _filled(texts: Mapping[str, str], values: Mapping[str, str]) -> dict[str, Any]:
+    """Fill in the names in braces."""
+    return {key: text.format(**values) for key, text in texts.items()}
+
+
+_AUDITED = "Audit of"
+
+
+def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
+    """Return what stands above all else: failed audits, then what limits the statement."""
+    statement, audits = facts.statement, facts.audits.items()
+    leads = [
+        f"{_AUDITED} {audit.played} ({file}): {said}" for file, audit in audits if (said := headline(audit))
+    ]
+    leads += [
+        f"{_AUDITED} {audit.played} ({file}): {verdict(audit)}" for file, audit in audits if audit.refuted
+    ]
+    leads += [
+        f"Status {each.status.value!r}: {_meaning(each)}"
+        for each in statement.guarantees
+        if not each.is_proven
+    ]
+    leads += [f"{WARNINGS[code][0].upper()}{WARNINGS[code][1:]}" for code in statement.warnings]
+    leads += [] if audits else [common["audits"]]
+    if statement.mode == "release" and any(audit.holds_private_records for _, audit in audits):
+        leads.append(NOT_FOR_RELEASE)
+    if facts.kind == "private loop" and facts.from_folder:
+        leads.append(common["checks"])
+    return leads
+
+
+def _meaning(guarantee: Guarantee) -> str:
+    """Return what a guarantee says in words, without its status."""
+    return explain(guarantee).splitlines()[0].partition(": ")[2]
+
+
+def _cited(statement: Statement) -> Iterator[Theorem]:
+    """Yield the theorems that guarantees cite, then those that these name, each once."""
+    known = {each.name: each for each in known_theorems()}
+    waiting = [each.theorem for each in statement.guarantees if each.theorem is not None]
+    waiting += [getattr(each, "rests_on", "") for each in statement.mechanisms]
+    done = set[str]()
+    while waiting:
+        name = waiting.pop(0)
+        if name in known and name not in done:
+            done.add(name)
+            yield known[name]
+            waiting += re.findall(r"theorem ([a-z][a-z-]*)", f"{known[name].statement} {known[name].proof}")
+
+
+def _kept(file: str, audit: Audit) -> KeptAudit:
+    return KeptAudit(
+        file=file,
+        played=audit.played.value,
+        controls_hold=audit.controls_hold,
+        refuted=audit.refuted,
+        verdict=" ".join(filter(None, [headline(audit), verdict(audit)])),
+        bounds=audit_rows(audit),
+        paragraphs=paragraphs(audit),
+        document=audit.to_json(),
+    )
+
+
+# The texts
+
+
+def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts that answers are made from, by name: the variants that fit, with what they name."""
+    statement, first, k = facts.statement, facts.first, facts.per_user
+    noun = "user" if first.unit is Unit.USER else "record"
+    code = [] if facts.run is None else described_code(facts.run.facts)
+    device = None if facts.run is None else facts.run.facts["device"]
+    searches = [each.describe() for each in statement.mechanisms if each.kind == "private_selection"]
+    loop = facts.kind == "private loop"
+    kind_of_device = "loop" if loop else "absent" if device is None else "unearned"
+    if any(each.credits_device for each in statement.mechanisms):
+        kind_of_device = "certified" if statement.certificates else "assumed"
+    variants: dict[str, str] = {
+        "unit": common["unit"][first.unit.value],
+        "relation": common["relation"][first.adjacency.value],
+        **common["mode"][statement.mode],
+        **common["code"]["loop" if loop else "own" if code else "opusim"],
+        **common["device"][kind_of_device],
+        **common["tuning"]["search" if searches else "absent"],
+    }
+    named = {
+        "noun": noun,
+        "k": k,
+        "own": "; ".join(code),
+        "device_name": "the device" if device is None else device["name"],
+        "search": "; ".join(searches),
+    }
+    texts = {key: text.format(**named) for key, text in variants.items()}
+    released = common["released"][first.release.value]
+    others = "all features and all other labels" if first.unit is Unit.LABEL else f"all other {noun}s"
+    checked, on_trust, failed = (
+        [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
+    )
+    audited = [
+        f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}"
+        for file, each in facts.audits.items()
+    ]
+    texts |= {
+        "noun": noun,
+        "released": released,
+        "adversary": f"The attacker sees {released}, knows {others}, all settings and the code, and has unlimited "
+        f"computing power. The attacker does not see the noise, its seed, or which {noun}s a step drew.",
+        "epsilon": " ".join(_about_epsilon(facts)),
+        "epsilon_state": "answered" if first.is_proven else "not covered",
+        "proof_state": "in part" if first.is_proven else "not covered",
+        "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
+        f"Source: {first.source}.",
+        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
+        f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
+        "on_trust": " ".join(
+            f"{state}: {'; '.join(each)}."
+            for state, each in (("Fails", failed), ("On trust", on_trust))
+            if each
+        ),
+        "code_trusted": "in part" if checked else "yes",
+        "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
+        "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
+        "audited": " ".join(audited) or common["absent"]["audits"],
+        "audit_state": "in part"
+        if any(each.controls_hold for each in facts.audits.values())
+        else "not covered",
+        "data": "; ".join(f"{name}: {value}" for name, value in _data(facts).items()),
+        **_about_rounding(first, common["absent"]),
+        **_about_utility(facts, common["absent"]),
+    }
+    return texts | _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
+
+
+def _about_epsilon(facts: _Facts) -> Iterator[str]:
+    """Yield what each guarantee says, what experiment mode takes away, and what delta means for so many records."""
+    first, count = facts.first, _public_number(facts)
+    for each in facts.statement.guarantees:
+        status = each.status.value.capitalize()
+        yield f"{status}: epsilon {number(each.epsilon)} at delta {each.delta:g}. In words: {_meaning(each)}"
+    if first.is_proven and facts.statement.mode == "experiment":
+        yield "This holds for the same run in release mode only."
+    if first.is_proven and count is not None:
+        noun = "users" if first.unit is Unit.USER else "records"
+        yield f"Delta times the {count:,.0f} {noun} is {first.delta * count:.2g}; it must be far below 1."
+
+
+def _public_number(facts: _Facts) -> float | None:
+    """Return the number of records, of users if these are protected, or None if it is private or not known."""
+    hidden = facts.first.adjacency is Adjacency.ADD_OR_REMOVE_ONE
+    return None if hidden else facts.statement.mechanisms[0].public_records
+
+
+def _about_rounding(first: Guarantee, absent: Mapping[str, str]) -> dict[str, str]:
+    """Return what hypotheses say about rounding, in their own words."""
+    about = [each for each in first.assumptions if "round" in each.text]
+    if not any("exactly rounded" in each.text for each in about):
+        return {"rounding_state": "not covered", "rounding": absent["rounding"]}
+    said = dict.fromkeys(f"{'Checked' if each.holds else 'On trust'}: {each.text}." for each in about)
+    state = "covered" if all(each.holds for each in about) else "on trust"
+    return {"rounding_state": state, "rounding": " ".join(said)}
+
+
+def _about_utility(facts: _Facts, absent: Mapping[str, str]) -> dict[str, str]:
+    """Return the figure on test records, which an experiment keeps."""
+    if facts.statement.mode == "release":
+        return {"utility_state": "not covered", "utility": absent["release_utility"]}
+    figures = {} if facts.run is None else facts.run.summary or {}
+    figure = None if facts.run is None else main_figure(facts.run)
+    value = None if figure is None else figures.get(f"test_{figure.key}")
+    if figure is None or value is None:
+        return {"utility_state": "not covered", "utility": absent["utility"]}
+    said = f"{figure.label.capitalize()} on test records: {figure.shown(value)}. No guarantee covers this figure."
+    return {"utility_state": "in part", "utility": said}
+
+
+def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
+    """Return the data set and the unit, by name; numbers of records only if they are public."""
+    found = {"unit": unit} if unit else {}
+    hidden = facts.first.adjacency is Adjacency.ADD_OR_REMOVE_ONE
+    if facts.run is not None:
+        data, constants = facts.run.facts["data"], facts.run.facts["data"]["standardisation"]
+        parts = {"n_train": "training", "n_validation": "validation", "n_test": "test"}
+        counts = ", ".join(f"{data[key]:,} {part}" for key, part in parts.items() if data.get(key))
+        found["data set"] = str(data["name"])
+        found["records"] = "their number is private" if hidden or not counts else counts
+        kind = "public" if constants["public"] else "data-dependent"
+        found["standardised with"] = f"{kind} constants ({constants['source']})"
+        if constants["mean"] == 0 and constants["std"] == 1:
+            found["standardised with"] = "nothing: features are used as they are given"
+    else:
+        found["data set"] = "that of the program, which the folder does not name"
+    mechanism = facts.statement.mechanisms[0]
+    if facts.per_user is not None:
+        users = _public_number(facts)
+        found["users"] = "their number is private" if users is None else f"{users:,.0f}"
+        found["records of a user in a step (k)"] = f"at most {facts.per_user}"
+    if (probability := getattr(mechanism, "sampling_probability", None)) is not None:
+        found["drawn in a step with probability"] = f"{probability:g}"
+    if steps := facts.statement.ledger.steps_paid:
+        found["steps paid for"] = f"{steps:,}"
+    return found
+
+
+def _files(facts: _Facts) -> Iterator[StoredFile]:
+    """Yield the files that the statement rests on: the newest checkpoint, and no save of a loop's own values."""
+    paths = [
+        facts.path / name
+        for name in ("config.json", SETTINGS_FILE, LEDGER_FILE, "ledger.head", "summary.json")
+    ]
+    if facts.run is not None:
+        paths += list_checkpoints(facts.run.folder.checkpoints)[-1:]
+    paths += [facts.path / file if Path(file).name == file else Path(file) for file in facts.audits]
+    for path in paths:
+        if path.is_file():
+            content = path.read_bytes()
+            yield StoredFile(name=path.name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+
+
+def _command(facts: _Facts) -> str:
+    if facts.run is not None:
+        search = SearchState.read(facts.path.parent) if facts.kind == "search" else None
+        if search is None:
+            return command_of(facts.run)
+        chosen = [f"--choose {key}={','.join(values)}" for key, values in search.asked["choices"].items()]
+        kind = facts.run.config.trainer.kind
+        return f"opusim tune {kind} {' '.join(chosen)} --trials {search.asked['mean']:g} ...  # other options as before"
+    # what only the program holds stands without a value
+    own = ["module, optimizer, criterion, data_loader", *(["user_ids"] if facts.per_user is not None else [])]
+    given = {} if facts.settings is None else to_json(facts.settings)
+    values = [f"{key}={value!r}" for key, value in given.items() if key != "batch_size" and value is not None]
+    return (
+        f"opusim.make_private({', '.join([*own, 'folder=...', *values])})  # Python; the program is not kept"
+    )
+
+
+# The page and the PDF
+
+Block = tuple[Literal["text", "note", "pairs", "table", "list", "code"], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading with what stands under it; the page and the PDF show the same."""
+
+    title: str
+    blocks: list[Block]
+
+
+def _sections(dossier: Dossier, several: str) -> Iterator[Section]:
+    """Yield the sections on each run; what must not be overlooked of any of them stands above all."""
+    starts = [f"{place}. {work.name}: " if several else "" for place, work in enumerate(dossier.works, 1)]
+    leads = [
+        (each.startswith(_AUDITED), f"{start}{each}")
+        for start, work in zip(starts, dossier.works, strict=True)
+        for each in work.leads
+    ]
+    leads = [*((False, text) for text in [several] if text), *leads]
+    if leads:
+        blocks: list[Block] = [("note", text) for _, text in sorted(leads, key=lambda lead: not lead[0])]
+        yield Section(title="Read this first", blocks=blocks)
+    for start, work in zip(starts, dossier.works, strict=True):
+        for section in _of_work(work):
+            yield Section(title=f"{start}{section.title}", blocks=section.blocks)
+    versions_ = ", ".join(f"{name} {version}" for name, version in dossier.written_by.items())
+    yield Section(
+        title="This document",
+        blocks=[("text", f"Written on {dossier.date} by opusim.training.reports ({versions_}).")],
+    )
+
+
+def _of_work(work: Work) -> Iterator[Section]:
+    """Yield the sections on one run."""
+    states = {True: "checked by the code that ran", None: "taken on trust", False: "does not hold"}
+    yield Section(
+        title="Questions and answers",
+        blocks=[("pairs", [(each.question, each.answer) for each in work.answers])],
+    )
+    statement = Statement.from_json(work.statement)
+    seeded = statement.mode == "experiment"
+    blocks: list[Block] = []
+    for each, row in zip(
+        statement.guarantees, guarantee_rows(statement.guarantees, seed_stored=seeded), strict=True
+    ):
+        said = explain(each, seed_stored=seeded).splitlines()
+        blocks += [
+            ("pairs", [pair for pair in row.items() if pair[1]]),
+            ("text", said[0]),
+            ("text", said[-1]),
+        ]
+    yield Section(title="Statement", blocks=blocks)
+    yield Section(title="Mechanism", blocks=[("pairs", list(each.items())) for each in work.mechanisms])
+    hypotheses = [{"hypothesis": each.text, "state": states[each.holds]} for each in work.hypotheses]
+    if hypotheses:
+        yield Section(title="Hypotheses", blocks=[("table", hypotheses)])
+    yield Section(
+        title="Proof",
+        blocks=[("list", text.splitlines()) for text in work.proofs]
+        or [("text", "No theorem is cited: nothing is proven.")],
+    )
+    blocks = []
+    for audit in work.audits:
+        blocks.append(
+            ("note" if audit.refuted or not audit.controls_hold else "text", f"{audit.file}: {audit.verdict}")
+        )
+        rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
+        blocks += [("table", rows), *(("text", text) for text in audit.paragraphs)]
+    yield Section(title="Audits", blocks=blocks or [("text", "None was found.")])
+    yield Section(title="Data and unit", blocks=[("pairs", list(work.data.items()))])
+    yield Section(title="Choice of settings", blocks=[("text", work.tuning)])
+    yield Section(title="Who is trusted", blocks=[("table", _rows(work.trust))])
+    yield Section(title="Side channels", blocks=[("table", _rows(work.side_channels))])
+    for standard in work.standards:
+        rows = _rows(standard.headings)
+        shown = [{key: cell for key, cell in row.items() if any(each[key] for each in rows)} for row in rows]
+        yield Section(title=standard.title, blocks=[("text", standard.source), ("table", shown)])
+    used = ", ".join(f"{name} {version}" for name, version in work.versions.items())
+    yield Section(
+        title="To repeat and to check it",
+        blocks=[
+            ("code", work.command),
+            ("code", f"opusim account run {quoted(work.folder)}"),
+            ("text", f"Started with {used}." if used else "The folder keeps no versions of packages."),
+            ("table", _rows(work.files)),
+        ],
+    )
+
+
+def _rows(records: Iterable[Any]) -> list[dict[str, str]]:
+    """Return records as rows of a table, a column for each field."""
+    return [{key: str(value) for key, value in to_json(each).items()} for each in records]
+
+
+_LOOKS: dict[str, dict[str, Any]] = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
+_SHARES = {2: (0.72, 0.28), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
+"""Shares of the page's width that the columns of a table take, by their number; others take equal ones."""
+
+
+def _pdf(title: str, sections: Sequence[Section]) -> bytes:
+    """Return the sections as A4 pages."""
+    page = Page(8.0, flowing=True)
+    page.text(title, size=14.0, fontweight="bold")
+    for section in sections:
+        page.heading(section.title)
+        for kind, content in section.blocks:
+            if kind == "pairs":
+                page.pairs(content, names=0.2)
+            elif kind == "table":
+                columns = len(content[0])
+                page.table(content, _SHARES.get(columns, (1 / columns,) * columns))
+            else:
+                for line, text in enumerate(content if kind == "list" else [content]):
+                    look: dict[str, Any] = {"fontweight": "bold"} if kind == "list" and not line else {}
+                    page.text(text, **_LOOKS.get(kind, look))
+                    page.y -= 0.003
+    buffer = io.BytesIO()
+    with PdfPages(buffer, metadata={"Title": title, "CreationDate": None}) as document:
+        for place, figure in enumerate(page.figures, 1):
+            said = f"{place} of {len(page.figures)}"
+            figure.text(0.93, 0.012, said, fontsize=7, ha="right", color="#4a525b")
+            document.savefig(figure)
+    return buffer.getvalue()

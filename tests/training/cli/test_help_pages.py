@@ -102,6 +102,10 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
         (["sweep", "noise.toml"], ("opusim: no such command 'sweep'; did you mean 'curve'",)),
         (["train", "pdfa", "--noise", "0.5"], ("--noise; write --set device.noise.sigma=VALUE for that of",)),
         (["train", "bp", "--noise", "0.5"], ("no such option: --noise; it is an option of ulr",)),
+        (
+            ["train", "pdfa", "model.hidden=256,256"],
+            ("(model.hidden=256,256); write --set model.hidden=256,256;",),
+        ),
         (["train", "pdfa", "--lr", "0.1"], ("no such option: --lr; write --set optimizer.lr=VALUE",)),
         (["train", "pdfa", "--learning-rate=0.1"], ("--learning-rate; write --set optimizer.lr=VALUE",)),
         (["train", "pdfa", "--optimizer", "adam"], ("--optimizer; write --set optimizer.name=VALUE",)),

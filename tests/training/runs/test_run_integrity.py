@@ -109,7 +109,7 @@ def refuses_the_ledger(
     folder: Path, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every reader that states guarantees refuses it; the model is still there."""
-    run = training.load_run(folder)
+    run = training.load_run(RunFolder(folder))
     run.predict(data()[0])
     out = folder.parent / f"{folder.name}-audit"
     for read in (

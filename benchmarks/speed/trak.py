@@ -1,7 +1,7 @@
 """How well does a device project the gradients of TRAK, and how fast is its simulation beside TRAK's own projector?
 
 Random gradients of 100,000 entries that share a direction, to 1,024 numbers, on one thread. The error is that of their
-normalised inner products over eight matrices; its root mean square for exact products with normal entries is
+normalised inner products over four matrices; its root mean square for exact products with normal entries is
 sqrt((1 + c^2) / 1,024) at a cosine of c. TRAK's BasicProjector draws its matrix anew in each call; its CudaProjector
 (fast_jl) needs a card. `pip install traker` first.
 """
@@ -23,7 +23,7 @@ from benchmarks.timing import interleaved
 from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.trak", "trak"
-GRADIENTS, ENTRIES, NUMBERS, SHARED, MATRICES = 32, 100_000, 1024, 0.7, 8
+GRADIENTS, ENTRIES, NUMBERS, SHARED, MATRICES = 32, 100_000, 1024, 0.3, 4
 COLUMNS = ("projector", "error of inner products", "of exact products", "seconds")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trak_projector.py"
 

@@ -1,4 +1,4 @@
-"""How well does a device project the gradients of TRAK, and how fast is its simulation beside TRAK's own projector?
+"""How well does a device project the gradients of TRAK, and how fast is its simulation next to TRAK's own projector?
 
 Random gradients of 100,000 entries that share a direction, to 1,024 numbers, on one thread. The error is that of their
 normalised inner products over four matrices; its root mean square for exact products with normal entries is

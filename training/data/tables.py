@@ -565,8 +565,9 @@ def _counts_from_zero(y: Any) -> bool:
 def _whole(pair: Pair) -> Pair:
     """Return labels that are whole numbers as integers."""
     x, y = pair
-    is_whole = isinstance(y, np.ndarray) and y.dtype.kind == "f" and np.array_equal(y, np.rint(y))
-    return (x, y.astype(np.int64)) if is_whole else pair
+    if isinstance(y, np.ndarray) and y.dtype.kind == "f" and np.array_equal(y, np.rint(y)):
+        return x, y.astype(np.int64)
+    return pair
 
 
 def _listed(names: Sequence[str]) -> str:

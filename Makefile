@@ -42,23 +42,11 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 bench: $(DEV)  ## Speed, as ratios in one run.
-	$(BIN)/python -m benchmarks.speed.projection
-	$(BIN)/python -m benchmarks.speed.pdfa_step
-	$(BIN)/python -m benchmarks.speed.record_step
-	$(BIN)/python -m benchmarks.speed.transformer_step
+	$(BIN)/python -m benchmarks.speed.projections
+	$(BIN)/python -m benchmarks.speed.steps
+	$(BIN)/python -m benchmarks.speed.module_steps
 	$(BIN)/python -m benchmarks.speed.low_rank_directions
 	$(BIN)/python -m benchmarks.speed.accounting
-	$(BIN)/python -m benchmarks.speed.camera
-	$(BIN)/python -m benchmarks.speed.features
-	$(BIN)/python -m benchmarks.speed.matrix_free
-	$(BIN)/python -m benchmarks.speed.commands
-	$(BIN)/python -m benchmarks.speed.causes
-	$(BIN)/python -m benchmarks.speed.growth
-	$(BIN)/python -m benchmarks.speed.examples
-	$(BIN)/python -m benchmarks.speed.convolution_rows
-	$(BIN)/python -m benchmarks.speed.noise_threads
-	$(BIN)/python -m benchmarks.speed.fixed_batches
-	$(BIN)/python -m benchmarks.speed.rounded_noise
 	$(BIN)/python -m benchmarks.speed.served
 	$(BIN)/python -m benchmarks.speed.operators
 	$(BIN)/python -m benchmarks.speed.run_steps

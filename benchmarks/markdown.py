@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 Row = tuple[str, str, str]
 """A line of a summary table: what was measured, the figure, the command that measures it again."""
@@ -13,6 +14,16 @@ def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Return a table in Markdown."""
     lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def lines_of(rows: Iterable[Mapping[str, Any]], *forms: str) -> list[tuple[str, ...]]:
+    """Return the lines of a table from results.
+
+    Args:
+        rows: The results.
+        forms: What each column shows of a row, such as "{ratio:.2f}".
+    """
+    return [tuple(form.format_map(row) for form in forms) for row in rows]
 
 
 def section(title: str, *parts: str) -> str:

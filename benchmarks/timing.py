@@ -1,16 +1,24 @@
-"""Time pieces of work against each other: in turn, in one process, medians over repeats."""
+"""Time pieces of work against each other in turn, in one process; and the memory of one in a process of its own."""
 
 from __future__ import annotations
 
+import ctypes
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
+import torch
+from threadpoolctl import threadpool_limits
+
+Step = Callable[[], object]
 _PAUSE_S = 0.1
 
 
 def interleaved(
-    work: Mapping[str, Callable[[], object]],
+    work: Mapping[str, Step],
     *,
     repeats: int,
     inner: int = 1,
@@ -22,8 +30,18 @@ def interleaved(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def with_threads(
+    work: Mapping[str, Step], *, repeats: int, inner: int = 1, warm_up: int = 2
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield the median seconds of each piece of work with one thread, then with two; see `interleaved_turns`."""
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        with threadpool_limits(threads):  # numpy's products
+            yield threads, interleaved(work, repeats=repeats, inner=inner, warm_up=warm_up)
+
+
 def interleaved_turns(
-    work: Mapping[str, Callable[[], object]],
+    work: Mapping[str, Step],
     *,
     repeats: int,
     inner: int = 1,
@@ -51,3 +69,36 @@ def interleaved_turns(
             if repeat >= 0:
                 seconds[name].append((clock() - started) / inner)
     return seconds
+
+
+def memory_rise(module: str, *arguments: str) -> float:
+    """Return what `print_memory_rise` prints in a process of its own, MiB.
+
+    Args:
+        module: Run with "--memory" and the arguments, it has to print that.
+        arguments: Name what is measured.
+    """
+    call = [sys.executable, "-m", module, "--memory", *arguments]
+    return float(subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def print_memory_rise(prepare: Callable[[], object], make: Callable[[], Step]) -> None:
+    """Print by how much resident memory rises at its peak while some work is done on one thread, MiB.
+
+    Args:
+        prepare: Compiles kernels and imports; what it leaves free goes back to the system first.
+        make: Returns the work; what making it takes counts.
+    """
+    torch.set_num_threads(1)
+    prepare()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = resident_mib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    make()()
+    print(resident_mib("VmHWM") - before)
+
+
+def resident_mib(key: str) -> float:
+    """Return a line of /proc/self/status, such as VmHWM, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) / 1024

@@ -8,8 +8,8 @@ likelihood ratios take forward passes only. "Digital": the forward pass is exact
 DFA at least 85 %; digital photonic DFA with a crossbar within 1 point of the OPU, which is the device `gaussian`:
 equation 10 of the photonic DFA paper with sigma 0.1. Accuracies in place are those on the device after training.
 
-Zeroth order in place is left out: digitally it reaches 75 % on MNIST in 10 epochs (`benchmarks.zeroth_order.mnist`),
-and on devices each of its steps would program both layers twice. The tests train a smaller network by it.
+Zeroth order in place is left out: each of its steps would program both layers twice. The tests train a smaller network
+by it.
 
 Results are written after each run; a second call measures what is missing.
 """

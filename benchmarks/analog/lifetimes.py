@@ -8,7 +8,7 @@ one factor for each layer. On the same chips again, every output is corrected at
 500 images of the training set without labels (`DeviceModel.compensate`). Required: training with noise gives back at
 least half of what the clean network loses at one day.
 
-Results are written after each chip; a second call measures what is missing.
+Results are written after each chip; a second call measures what is missing. Draws docs/analog_lifetimes.png.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks.markdown import command, markdown, section, verdict
@@ -43,7 +45,7 @@ TRAINING: dict[str, dict[str, Any]] = {"mlp": {"epochs": 15, "clip": None}, "cnn
 
 Chosen on images held out of the training set, with other training seeds and chips: for the convolutions on 5,000,
 where injected noise on `pcm` regained 42 % with a limit of 2.5 and 3 epochs, and 55 % with 2 and 6 (injected weights
-had the mean of the clean ones then); for the MLP by `benchmarks.analog.held_out`.
+had the mean of the clean ones then); for the MLP on 10,000.
 """
 CHIPS = 4
 KINDS = {"accuracy": "", "corrected": ", corrected"}
@@ -53,6 +55,8 @@ SHARE_GIVEN_BACK = 0.5
 STANDARD_ERROR = 0.32
 """Of an accuracy of 88 % on 10,000 test images, in points."""
 _AT_ONCE = 1000
+PICTURE = Path(__file__).parents[2] / "docs" / "analog_lifetimes.png"
+_COLOURS = {"pcm": "C0", "hermes": "C2", "reram": "C3"}
 
 
 def network(name: str) -> nn.Sequential:
@@ -233,6 +237,23 @@ def lines_of_shares(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return lines
 
 
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Draw accuracy over the time since programming, not corrected, a panel for each network."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    for side, name in zip(figure.subplots(1, len(NETWORKS)), NETWORKS, strict=True):
+        for device, training in product(DEVICES, TRAININGS):
+            if found := means(rows, name, device, training):
+                style = "-" if training == "clean" else "--"
+                label = f"{device}, {training} ({found['digital']:.1f} digital)"
+                values = [found[time] for time in TIMES_S]
+                side.plot([*TIMES_S.values()], values, style, marker="o", color=_COLOURS[device], label=label)
+        side.set(xscale="log", xlabel="time since programming", ylabel="test accuracy [%]", title=name)
+        side.set_xticks([*TIMES_S.values()], [*TIMES_S])
+        side.grid(alpha=0.3)
+        side.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+    figure.savefig(PICTURE, dpi=90)
+
+
 def page_section() -> str:
     """Return the section of the results page, empty without results."""
     found = load_results(NAME)
@@ -287,6 +308,8 @@ def main() -> None:
     rows = measure(given.networks, given.chips, save=not given.no_save)
     header = ("network", "device", "training", "digital", *TIMES_S, "error at 1 d")
     print_table("Test accuracy, percent", header, table(rows))
+    if not given.no_save:
+        draw(rows)
 
 
 if __name__ == "__main__":

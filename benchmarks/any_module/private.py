@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
+from benchmarks.markdown import command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim.training.data import Dataset, load_dataset
 from opusim.training.networks.models import ConvolutionalNetwork, VisionTransformer
@@ -328,22 +328,6 @@ def docs_table() -> str:
     """Return the block of docs/private-loops.md; empty without results."""
     results = load_results(NAME)
     return judgement(results) if results else ""
-
-
-def headline_rows() -> list[Row]:
-    """Return the line of the overview."""
-    results = load_results(NAME)
-    rows = []
-    for cell in cells() if results else ():
-        if any(outcomes(results, tool, *cell) for tool in TOOLS):
-            name, epsilon = cell
-            figures = ", ".join(
-                f"{tool} {with_error([each['test'] for each in outcomes(results, tool, *cell).values()])}"
-                for tool in TOOLS
-            )
-            what = f"fashion-mnist, {name}, records protected, epsilon {epsilon:g}, test accuracy [%]"
-            rows.append((what, figures, command(MODULE)))
-    return rows
 
 
 if __name__ == "__main__":

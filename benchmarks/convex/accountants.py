@@ -22,8 +22,7 @@ from dp_accounting import get_epsilon_gaussian, rdp
 from dp_accounting.pld import pld_pmf
 from scipy.stats import binom, norm
 
-from benchmarks.markdown import command, markdown
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.convex import cyclic_descent_mu
@@ -136,30 +135,6 @@ def draw(found: dict[str, Any]) -> None:
     for axes in (first, second, third):
         axes.legend(frameon=False, fontsize=8)
     save_figure(figure, PICTURE)
-
-
-def page_table() -> str:
-    """Return the last point of each curve; empty without results."""
-    found = load_results(NAME)
-    if not found:
-        return ""
-    rows = [
-        (f"1, after {EPOCHS[-1]} epochs", name, f"epsilon {values[-1]:.3f}")
-        for name, values in found["by_epochs"].items()
-    ]
-    rows += [
-        (f"6, after {WOR_STEPS[-1]:,} steps", name, f"epsilon {values[-1]:.3f}")
-        for name, values in found["without_replacement"].items()
-    ]
-    rows += [
-        ("8, one epoch", name, f"delta {values[4]:.1e} at epsilon {SHUFFLE_EPSILONS[4]:g}")
-        for name, values in found["shuffled"].items()
-    ]
-    text = (
-        f"Accountants of the convex paper's Figures 1, 6 and 8 ({found['date']}, {command(MODULE)}; "
-        "[the curves](../../docs/convex_accountants.png))."
-    )
-    return f"{text}\n\n" + markdown(("figure", "accountant", "figure's end"), rows)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import typer
 from joblib import Parallel, delayed
 
 from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -285,12 +285,8 @@ def _accuracy(cell: dict[str, Any]) -> str:
     return f"{cell['test']:.2f} ± {error:.2f}" + ("" if seeds == 3 else f" ({seeds} seeds)")
 
 
-def page_section(*rest: str) -> str:
-    """Return what the results page shows; empty without results.
-
-    Args:
-        rest: Paragraphs of the other benchmarks of the convex trainer, which follow the table.
-    """
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
     results = load_results(NAME)
     if not results.get("cells"):
         return ""
@@ -303,25 +299,7 @@ def page_section(*rest: str) -> str:
         "constants that do not cover its runs."
     )
     title = "Convex ReLU approximation, private at the last iterate"
-    return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])), *rest)
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracies at each data set and epsilon: one size of the last iterate, and its rivals."""
-    cells = [cell for cell in load_results(NAME).get("cells", []) if _is_headline(cell)]
-    rows: list[Row] = []
-    for data, epsilon in dict.fromkeys((cell["data"], cell["epsilon"]) for cell in cells):
-        mine = [cell for cell in cells if (cell["data"], cell["epsilon"]) == (data, epsilon)]
-        figures = "; ".join(f"{_name(cell)} {cell['test']:.1f}" for cell in mine)
-        claim = f"{data}, test accuracy [%], epsilon {epsilon:g} for replacing a record, delta 1e-5"
-        rows.append((claim, figures, command(MODULE)))
-    return rows
-
-
-def _is_headline(cell: dict[str, Any]) -> bool:
-    if cell["row"] == LAST_ITERATE:
-        return bool(cell["point"]["trainer.hyperplanes"] == 128)
-    return not cell["row"].startswith(LAST_ITERATE)
+    return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])))
 
 
 app = typer.Typer(add_completion=False, help=__doc__)

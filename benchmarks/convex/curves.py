@@ -42,27 +42,6 @@ def nearest(epsilon: float) -> float:
     return min((4.76, 1.33), key=lambda searched: abs(math.log(searched / epsilon)))
 
 
-def page_table() -> str:
-    """Return the accuracy at each epsilon, a table for each data set that has results."""
-    return "\n\n".join(filter(None, (_table(data) for data in DATA_SETS)))
-
-
-def _table(data: str) -> str:
-    """Return a line for each way to train; empty without results."""
-    found = accuracies(data)
-    if not found:
-        return ""
-    seeds = max(len(tests) for by_epsilon in found.values() for tests in by_epsilon.values())
-    options, figure = (
-        ("", "; [the figure](../../docs/convex.png)") if data == DATA else (f" --data {data}", "")
-    )
-    text = (
-        f"Test accuracy [%] by epsilon, {data}, {seeds} seed{'s' if seeds > 1 else ''}, settings chosen for it at "
-        f"the nearest searched epsilon (`python -m {MODULE}{options}`{figure})."
-    )
-    return f"{text}\n\n{table(data)}"
-
-
 def table(data: str) -> str:
     """Return the mean accuracy of each way to train by epsilon, as Markdown; empty without results."""
     found = accuracies(data)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import numpy as np
 import typer
 
 from benchmarks.convex.rows import BASE, ROWS
-from benchmarks.markdown import command, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -122,7 +122,7 @@ def cells(epochs: int) -> dict[tuple[float, int | None], list[dict[str, Any]]]:
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or math.inf)))
 
 
-def left(*noises: float) -> int:
+def left(noises: Sequence[float]) -> int:
     """Return how many trainings of some noise levels are not in the results."""
     done = {(noise, p, curve["seed"]) for (noise, p), curves in cells(EPOCHS).items() for curve in curves}
     return len(set(itertools.product(noises, (*COUNTS, None), SEEDS)) - done)
@@ -147,41 +147,6 @@ def draw(epochs: int) -> None:
     figure.axes[0].set_ylabel("held-out accuracy [%]")
     figure.axes[-1].legend(frameon=False, fontsize=8, loc="lower right")
     save_figure(figure, PICTURE)
-
-
-def page_table() -> str:
-    """Return the ends of the curves; empty without results."""
-    rows = []
-    for (noise, hyperplanes), curves in cells(EPOCHS).items():
-        held_out = [curve["held_out"] for curve in curves]
-        rows.append(
-            (
-                "ReLU network" if hyperplanes is None else "convex",
-                "" if hyperplanes is None else str(hyperplanes),
-                f"{noise:g}",
-                f"{curves[0]['rate']:g}",
-                str(len(curves)),
-                with_error([values[EPOCHS // 4 - 1] for values in held_out]),
-                with_error([values[-1] for values in held_out]),
-                with_error([curve["test"] for curve in curves]),
-            )
-        )
-    text = (
-        f"Accuracy [%] by hyperplanes, MNIST, after {EPOCHS // 4} and {EPOCHS} epochs, mean and standard error; rates "
-        f"chosen on held-out records ({load_results(NAME).get('date')}, {command(MODULE)}; "
-        "[the figure](../../docs/convex_hyperplanes.png))."
-    )
-    header = (
-        "model",
-        "P",
-        "sigma",
-        "rate",
-        "seeds",
-        f"held out, {EPOCHS // 4} epochs",
-        f"held out, {EPOCHS} epochs",
-        "test",
-    )
-    return f"{text}\n\n" + markdown(header, rows) if rows else ""
 
 
 if __name__ == "__main__":

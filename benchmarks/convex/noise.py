@@ -13,7 +13,7 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from benchmarks.markdown import command, markdown
+from benchmarks.markdown import command, lines_of, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
@@ -41,22 +41,14 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
     return row
 
 
-def page_table() -> str:
+def page_section() -> str:
     """Return the noise of a last iterate, with and without one larger noise at the end; empty without results."""
-    rows = [
-        (
-            f"{row['epsilon']:g}",
-            str(row["batches"]),
-            str(row["epochs"]),
-            f"{row['without']['noise_multiplier']:.3f}",
-            f"{row['with']['noise_multiplier']:.3f}",
-            f"{row['with']['total'] / row['without']['total']:.2f}",
-        )
-        for row in load_results(NAME).get("noise", [])
-    ]
+    found = load_results(NAME).get("noise", [])
+    more = ({**row, "ratio": row["with"]["total"] / row["without"]["total"]} for row in found)
+    multipliers = ("{without[noise_multiplier]:.3f}", "{with[noise_multiplier]:.3f}")
+    rows = lines_of(more, "{epsilon:g}", "{batches}", "{epochs}", *multipliers, "{ratio:.2f}")
     header = ("epsilon", "batches", "epochs", "multiplier", "with noise at the end", "total noise, ratio")
-    text = f"Least noise multiplier of the last iterate ({command(MODULE)})."
-    return f"{text}\n\n" + markdown(header, rows) if rows else ""
+    return section("Least noise of the last iterate", command(MODULE), markdown(header, rows)) if rows else ""
 
 
 def main() -> None:

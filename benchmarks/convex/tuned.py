@@ -16,7 +16,6 @@ from typing import Any
 import typer
 
 from benchmarks.convex.rows import BASE, CLIPS, CYCLIC, EPSILONS
-from benchmarks.markdown import command, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from opusim.description.section import merged
@@ -81,38 +80,6 @@ def left(data: str) -> int:
     ]
     found = cells()
     return sum(len(set(SEEDS) - {row["seed"] for row in found.get(cell, [])}) for cell in planned)
-
-
-def page_table() -> str:
-    """Return what whole searches cost and find; empty without results."""
-    rows = [
-        (
-            data,
-            f"{base:g}",
-            str(mean),
-            ", ".join(str(row["trials"]) for row in found),
-            f"{max(row['epsilon'] for row in found):.2f}",
-            ", ".join((row["settings"] or ["none"])[0].removeprefix("trainer.clip=") for row in found),
-            *(with_error([row[key] for row in found if row[key] is not None]) for key in ("score", "test")),
-        )
-        for (data, base, mean), found in sorted(cells().items())
-    ]
-    header = (
-        "data",
-        "epsilon of a trial",
-        "trials, mean",
-        "drawn",
-        "epsilon of all",
-        "clips chosen",
-        "score [%]",
-        "test [%]",
-    )
-    text = (
-        "Settings chosen privately, as `opusim tune` does it: P = 64, nine tenths of the training records private, the "
-        f"clip drawn from {', '.join(CHOICES['trainer.clip'])}; a figure for each search, then means and standard "
-        f"errors ({load_results(NAME).get('date')}, {command(MODULE)})."
-    )
-    return f"{text}\n\n" + markdown(header, rows) if rows else ""
 
 
 def main(data: str = "mnist", trials: int = 5, seeds: str = ",".join(map(str, SEEDS))) -> None:

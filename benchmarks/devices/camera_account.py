@@ -1,9 +1,8 @@
-"""What epsilon do a camera's counts give at each temperature and light, and what would a Renyi conversion cost?
+"""What epsilon do a camera's counts give at each temperature and light?
 
 `camera_low_light` reads every record's one-hot label once (10 labels, 1,024 outputs, delta 1e-5), accounted by the
 exact law of the loss: epsilon at four temperatures and four levels of light, and the temperature, light or bias light
-that reaches epsilon 8, 3 and 1. The cost of Renyi divergences is that of kept counts (128 outputs, the light of each
-epsilon): by how much more mu a Gaussian mechanism may have at the epsilon that their conversion states.
+that reaches epsilon 8, 3 and 1.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ import typer
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting import numerics
 from opusim.accounting.mechanisms.labels import label_distance
-from opusim.accounting.mechanisms.readings import epsilon_of_divergence
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
-from opusim.training.protections.argmax_labels import LabelFrames
-from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.reports.device_privacy import LIGHTS, LabelCounts, label_counts
 
 NAME, DEVICE, DELTA = "camera_account", "camera_low_light", 1e-5
@@ -62,29 +58,6 @@ def ways_of(counts: LabelCounts) -> list[dict[str, Any]]:
     return found
 
 
-def renyi_costs() -> list[dict[str, float]]:
-    """How much more mu the exact law allows than Renyi divergences, for kept counts at the light of each epsilon."""
-    found = []
-    with open_device(DEVICE, n_inputs=10, n_outputs=128) as device:
-        frames = LabelFrames.of(device, 10)
-        for epsilon in EPSILONS:
-            rates = CountsReadout.within(frames, epsilon=epsilon, delta=DELTA).mechanism.rates
-            exact = numerics.pattern_bounds(rates, DELTA).upper
-            renyi = epsilon_of_divergence(
-                lambda order, rates=rates: numerics.pattern_divergences(rates, order).max(), DELTA
-            )
-            mus = [_mu_of(value) for value in (exact, renyi)]
-            found.append({"epsilon": exact, "renyi_epsilon": renyi, "mu_cost": mus[1] / mus[0] - 1})
-    return found
-
-
-def _mu_of(epsilon: float) -> float:
-    """The mu whose Gaussian mechanism has this epsilon."""
-    return float(
-        numerics.find_root(lambda mu: numerics.gaussian_bounds(mu, DELTA).upper - epsilon, 1e-3, 30.0)
-    )
-
-
 def gaussian_epsilon(counts: LabelCounts) -> dict[str, float]:
     """What a Gaussian accountant would state of sigma alone at the warmest sensor and a hundredth of the light."""
     point = OperatingPoint(temperature_c=TEMPERATURES_C[-1], light=0.01)
@@ -110,7 +83,6 @@ def main() -> None:
         "table": lambda: table_of(counts),
         "ways": lambda: ways_of(counts),
         "camera_ends": lambda: ends_of("camera"),
-        "renyi": renyi_costs,
         "gaussian": lambda: gaussian_epsilon(counts),
     }
     before = load_results(NAME)

@@ -124,7 +124,6 @@ def measure(
     """Run what is missing of the sequences, in the page's order; `only` names the commands that are run now."""
     results = load_results(NAME)
     runs: list[dict[str, Any]] = results.get("runs", [])
-    audits: dict[str, str] = results.get("audits", {})
     for repeat in range(1, repeats + 1):
         for device in devices.split() or DEVICES:
             for way in kept.split() or KEPT:
@@ -138,9 +137,7 @@ def measure(
                     print(found["command"], flush=True)
                     if words[0] == "train":
                         _replace(runs, run_facts(place / words[words.index("--out") + 1], device, way))
-                    if words[0] == "audit":
-                        audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
-                    save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+                    save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs})
 
 
 def _enough(
@@ -187,7 +184,7 @@ def measure_kept(device: str = DEVICES[0]) -> None:
                 for epsilon in (8.0, 3.0, 1.0)
             }
         print(name, found[name], flush=True)
-    results = {key: value for key, value in load_results(NAME).items() if key in ("runs", "audits")}
+    results = {key: value for key, value in load_results(NAME).items() if key == "runs"}
     save_results(NAME, {**results, "argmax": {"certificate": certificate.digest, "kept": found}})
 
 

@@ -12,6 +12,7 @@ are written after each run. `--device` measures one of them again and keeps the 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from joblib import Parallel, delayed
 
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import command, lines_of, markdown, section
 from benchmarks.pdfa.table1 import BASE, CLASSES, SEEDS, WIDTH
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -89,6 +90,7 @@ def rows_of(runs: list[dict[str, Any]], sigmas: dict[str, float]) -> list[dict[s
             "twin": statistics.mean(twin[seed] for seed in seeds),
             "gaussian": statistics.mean(gaussian[seed] for seed in seeds),
             "difference": statistics.mean(differences),
+            "difference_standard_error": math.nan,
         }
         if len(seeds) > 1:
             row["difference_standard_error"] = statistics.stdev(differences) / len(seeds) ** 0.5
@@ -98,16 +100,8 @@ def rows_of(runs: list[dict[str, Any]], sigmas: dict[str, float]) -> list[dict[s
 
 def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each device, as text."""
-    return [
-        (
-            row["device"],
-            f"{row['sigma']:.3f}",
-            f"{row['twin']:.2f}",
-            f"{row['gaussian']:.2f}",
-            f"{row['difference']:+.2f} ± {row.get('difference_standard_error', float('nan')):.2f}",
-        )
-        for row in rows
-    ]
+    difference = "{difference:+.2f} ± {difference_standard_error:.2f}"
+    return lines_of(rows, "{device}", "{sigma:.3f}", "{twin:.2f}", "{gaussian:.2f}", difference)
 
 
 def page_section() -> str:
@@ -123,14 +117,6 @@ def page_section() -> str:
         f"Required: within {results['bar']:g} point."
     )
     return section("Learning through every device", text, markdown(COLUMN_NAMES, rows))
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracy through each device and its distance from a Gaussian device of the same noise."""
-    rows = load_results(NAME).get("rows", [])
-    figures = "; ".join(f"`{row['device']}` {row['twin']:.2f} ({row['difference']:+.2f})" for row in rows)
-    claim = "FashionMNIST through other devices, test accuracy [%] (and points above a Gaussian device of their noise)"
-    return [(claim, figures, command(MODULE))] if rows else []
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""How small a change does the monitor find, and after how many checks? Faults of growing size in healthy devices.
+"""How small a change does the monitor find, and after how many checks? Faults of growing size in a healthy camera.
 
-For each device and each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many
-checks with probability 0.99; `found` tells in how many of the trials it was found by then. Healthy devices are watched
-for as many checks as the table says, at the default probability of a false alarm.
+For each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many
+checks with probability 0.99; `found` tells in how many of the trials it was found by then.
 
 `named` tells from which size on each fault of a real instrument is found: sizes fall until one is missed in a trial, on
 instruments with noise of their own. `confusion` tells what the monitor calls each of them at some sizes, on instruments
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,17 +26,11 @@ from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
-from opusim.tables import print_table
 from opusim.testing.faults import Fault, faulty_device
 
 NAME = "monitor"
 WINDOW = {"n_inputs": 10, "n_outputs": 256}
 CHECKS = (1, 5, 20, 60)
-DEVICES: dict[str, dict[str, Any]] = {
-    "gaussian": {"noise": {"sigma": 0.5}},
-    "camera": {},
-    "camera_low_light": {},
-}
 _CHANGES = {
     "light lost": (Fault.LIGHT_CHANGED, lambda size: 1 - size),
     "correlation": (Fault.DECORRELATED, lambda size: size),
@@ -202,9 +196,9 @@ def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dic
         keep(rows)
 
 
-def broken(name: str, overrides: dict[str, Any], fault: Fault, amount: float, seed: int) -> NoisyDevice:
+def broken(fault: Fault, amount: float, seed: int) -> NoisyDevice:
     """An open device that breaks at step 1 and is checked at every step."""
-    description = load_description(name, {**overrides, "monitor": {"every_steps": 1}})
+    description = load_description(INSTRUMENT, {"monitor": {"every_steps": 1}})
     options = {"kind": description.kind, "fault": fault.value, "at_step": 1, "amount": amount}
     changed = description.model_copy(update={"kind": "faulty", "options": options})
     return faulty_device(changed, seed=seed, **WINDOW).open()
@@ -223,40 +217,20 @@ def checks_until_found(device: NoisyDevice, most: int) -> int | None:
 
 
 def changes(trials: int) -> list[dict[str, Any]]:
-    """Return a row for each device, change and number of checks."""
+    """Return a row for each change and number of checks."""
     rows = []
-    for name, overrides in DEVICES.items():
-        with open_described(load_description(name, {**overrides, "monitor": {}}), **WINDOW) as device:
-            promised = {checks: device.smallest_changes(checks) for checks in CHECKS}
-        for change, (fault, amount_of) in _CHANGES.items():
-            for checks in CHECKS:
-                size = promised[checks][change]
-                if math.isnan(size):
-                    continue
-                found = [
-                    checks_until_found(broken(name, overrides, fault, amount_of(size), seed), checks)
-                    for seed in range(trials)
-                ]
-                rows.append(
-                    {
-                        "device": name,
-                        "change": change,
-                        "checks": checks,
-                        "smallest": round(size, 4),
-                        "found": sum(each is not None for each in found),
-                        "trials": trials,
-                    }
-                )
-                print(rows[-1], flush=True)
-    return rows
-
-
-def healthy(checks: int) -> list[dict[str, Any]]:
-    """False alarms of undisturbed devices."""
-    rows = []
-    for name, overrides in DEVICES.items():
-        device = broken(name, overrides, Fault.LIGHT_CHANGED, 1.0, seed=1)
-        rows.append({"device": name, "checks": checks, "stopped at": checks_until_found(device, checks)})
+    with open_described(load_description(INSTRUMENT, {"monitor": {}}), **WINDOW) as device:
+        promised = {checks: device.smallest_changes(checks) for checks in CHECKS}
+    for (change, (fault, amount_of)), checks in product(_CHANGES.items(), CHECKS):
+        size = promised[checks][change]
+        if math.isnan(size):
+            continue
+        found = [
+            checks_until_found(broken(fault, amount_of(size), seed), checks) is not None
+            for seed in range(trials)
+        ]
+        row = {"device": INSTRUMENT, "change": change, "checks": checks, "smallest": round(size, 4)}
+        rows.append(row | {"found": sum(found), "trials": trials})
         print(rows[-1], flush=True)
     return rows
 
@@ -264,7 +238,7 @@ def healthy(checks: int) -> list[dict[str, Any]]:
 def docs_table() -> str:
     """Return the table of docs/devices.md: the smallest change of a camera that each number of checks finds."""
     found: dict[str, dict[int, str]] = {}
-    for row in (row for row in load_results(NAME).get("changes", []) if row["device"] == INSTRUMENT):
+    for row in load_results(NAME).get("changes", []):
         size = (
             f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
         )
@@ -309,39 +283,25 @@ def _size(value: float, unit: str) -> str:
     return f"{value:g} {unit}" if unit.startswith("pixels") else f"{100 * value:g} % {unit}"
 
 
-def main(
-    trials: int = 20,
-    healthy_checks: int = 10_000,
-    parts: str = "changes healthy named confusion",
-    save: bool = False,
-) -> None:
+def main(trials: int = 20, parts: str = "changes named confusion", save: bool = False) -> None:
     """Measure some parts; --save renews these in benchmarks/results/monitor.json."""
     torch.set_num_threads(1)
     results = load_results(NAME)
-    found = {key: results.get(key, []) for key in ("changes", "healthy", "named", "confusion")}
+    found = {key: results.get(key, []) for key in ("changes", "named", "confusion")}
 
     def keep(rows: list[dict[str, Any]]) -> None:
         found["confusion"] = rows
         if save:
             save_results(NAME, {"window": WINDOW, **found})
 
-    measured = {
-        "changes": lambda: changes(trials),
-        "healthy": lambda: healthy(healthy_checks),
-        "named": lambda: named(trials),
-    }
+    measured = {"changes": changes, "named": named}
     for part in parts.split():
         if part == "confusion":
             confusion(trials, found[part], keep)
             continue
-        found[part] = measured[part]()
+        found[part] = measured[part](trials)
         if save:
             save_results(NAME, {"window": WINDOW, **found})
-    print_table(
-        "Smallest changes",
-        list(found["changes"][0]),
-        [list(map(str, row.values())) for row in found["changes"]],
-    )
 
 
 if __name__ == "__main__":

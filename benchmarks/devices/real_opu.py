@@ -30,7 +30,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 from torch import Tensor
 
-from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
+from benchmarks.markdown import command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import NoisyDevice, open_device
 from opusim.training.data import load_dataset
@@ -46,11 +46,6 @@ REAL: dict[tuple[int, float], dict[int, float]] = {
     (4, 100.0): {500: 81.59, 1000: 83.92, 2000: 85.29, 5000: 86.57, 10000: 87.33},
 }
 """Test accuracy of the hardware, per cent, by degree and alpha."""
-IDEAL = {
-    2: {500: 83.59, 1000: 85.05, 2000: 86.36, 5000: 87.52, 10000: 88.21},
-    4: {500: 82.54, 1000: 84.81, 2000: 86.36, 5000: 87.40, 10000: 88.07},
-}
-"""Of an ideal matrix with a bias of 4 in the same repository, alpha = 10,000 and 100."""
 MOST_DISTANCE, STANDARD_ERRORS = 0.5, 2.0
 GRID = [
     *((b, s, grain) for grain in (1, 4) for b in (0.0, 1.5, 3.0) for s in (200.0, 700.0)),
@@ -300,25 +295,6 @@ def page_section() -> str:
     if figures(results, "camera_fitted", 4, 100.0, 1000):
         parts.append(table(results, 4))
     return section("The twin against a real OPU", text, *parts)
-
-
-def headline_rows() -> list[Row]:
-    """Return the line of the overview."""
-    results = load_results(NAME)
-    cells = [
-        f"{name} {with_error(found)}"
-        for name in DEVICES
-        if results and (found := figures(results, name, 2, 1000.0, 1000))
-    ]
-    if not cells:
-        return []
-    return [
-        (
-            "optical features of FashionMNIST, 1,000, ridge, test accuracy [%] (real OPU 84.34)",
-            ", ".join(cells),
-            command(MODULE),
-        )
-    ]
 
 
 def main() -> None:

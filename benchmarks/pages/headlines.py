@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.markdown import Row, command, markdown
 from benchmarks.results_file import load_results
-
-Row = tuple[str, str, str]
 
 EPSILON = 3.0
 THREADS = 1
@@ -17,25 +16,31 @@ PROTECTIONS = {
 }
 
 
-def headline_rows() -> list[Row]:
-    """What was measured, the figure, and the command that measures it again."""
-    return [_paper(), _protected(), _record_step(), _accountant(), _memory()]
+def headline_table() -> str:
+    """Return the README's table: what was measured, the figure, and the command that measures it again."""
+    rows = [_paper(), _protected(), _record_step(), _accountant(), _memory()]
+    return markdown(("what", "figure", "measure it again"), rows)
 
 
-def protection_rows() -> list[Row]:
-    """What each protection reaches on FashionMNIST at epsilon 3 and at epsilon 1, in per cent."""
+def protection_table() -> str:
+    """Return what each protection reaches on FashionMNIST at epsilon 3 and at epsilon 1, in per cent."""
     found = {(cell["row"], cell["epsilon"]): cell["test"] for cell in load_results("pdfa_private")["cells"]}
-    return [
+    rows = [
         (name, f"{found[(row, EPSILON)]:.1f}", f"{found[(row, 1.0)]:.1f}")
         for row, name in PROTECTIONS.items()
     ]
+    return markdown(("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), rows)
 
 
 def _paper() -> Row:
     """Distance from the table of the photonic DFA paper."""
     cells = [cell["difference"] for cell in load_results("pdfa_table1")["cells"] if cell["row"] == "pdfa"]
     figure = f"{min(cells):+.2f} to {max(cells):+.2f} points in {len(cells)} cells"
-    return ("Photonic DFA on FashionMNIST, our accuracy minus the paper's", figure, _command("pdfa.table1"))
+    return (
+        "Photonic DFA on FashionMNIST, our accuracy minus the paper's",
+        figure,
+        command("benchmarks.pdfa.table1"),
+    )
 
 
 def _protected() -> Row:
@@ -48,7 +53,7 @@ def _protected() -> Row:
     device, digital = (found[f"fashion-mnist, hidden, {name}"] for name in ("pdfa", "DP-SGD"))
     claim = f"FashionMNIST on public features, records protected, proven epsilon {EPSILON:g} at delta 1e-5"
     figure = f"{device:.1f} % through the device, {digital:.1f} % by DP-SGD"
-    return (claim, figure, _command("private_accuracy.records measure"))
+    return (claim, figure, command("benchmarks.private_accuracy.records", "measure"))
 
 
 def _record_step() -> Row:
@@ -59,14 +64,22 @@ def _record_step() -> Row:
         if row["work"] == "pdfa, record-protected" and row["threads"] == THREADS
     )
     figure = f"{row['times_faster']:.2f} times faster than Opacus with ghost clipping"
-    return ("Protected photonic DFA step, 784-512-512-10, batch 256", figure, _command("speed.record_step"))
+    return (
+        "Protected photonic DFA step, 784-512-512-10, batch 256",
+        figure,
+        command("benchmarks.speed.steps", "record_step"),
+    )
 
 
 def _accountant() -> Row:
     """Speed of the accountant over Microsoft's."""
     ratios = [row["speed_ratio"] for row in load_results("accounting_speed")["cold"]]
     figure = f"{min(ratios):.0f} to {max(ratios):.0f} times faster than prv_accountant, same digits"
-    return ("Epsilon of 75,000 Poisson-sampled Gaussian steps", figure, _command("speed.accounting"))
+    return (
+        "Epsilon of 75,000 Poisson-sampled Gaussian steps",
+        figure,
+        command("benchmarks.speed.accounting"),
+    )
 
 
 def _memory() -> Row:
@@ -78,9 +91,5 @@ def _memory() -> Row:
     return (
         "Peak memory of a zeroth-order step, 163 million parameters",
         figure,
-        _command("zeroth_order.memory"),
+        command("benchmarks.zeroth_order.memory"),
     )
-
-
-def _command(words: str) -> str:
-    return f"`python -m benchmarks.{words}`"

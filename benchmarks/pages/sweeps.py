@@ -19,18 +19,27 @@ SWEEPS = {
     "features_cifar": "CIFAR-10 (JPEG) on public features",
 }
 _COSTS = {
-    "wall time [s]": ("wall_seconds", 1),
     "frames": ("device_frames", 1),
     "device [kJ]": ("device_joules", 1e3),
 }
 """Columns of the tables: the sweep's column, and what it is divided by."""
 
 
-def sweep_section(name: str) -> str:
-    """Return a sweep's table: means over seeds, and their standard errors; empty without results."""
+def sweeps_section() -> str:
+    """Return what all tables show, and the table of each sweep."""
+    text = (
+        "Each by `opusim curve benchmarks/curves/NAME.toml`: mean over seeds and its standard error. Epsilon is for "
+        "zeroing a whole record unless the series says otherwise ('convex, last iterate': for replacing one, a larger "
+        "change), delta 1e-5; inf where no finite guarantee is proven; claimed "
+        "by the paper's formula with its hypotheses taken as given. The device's frames and energy are those "
+        "of one run; a dash: not recorded."
+    )
+    return "\n\n".join((text, *map(_table, SWEEPS)))
+
+
+def _table(name: str) -> str:
+    """Return a sweep's heading and table: means over seeds, and their standard errors."""
     file = FOLDER / f"curve_{name}.csv"
-    if not file.exists():
-        return ""
     with file.open(newline="") as lines:
         records = list(csv.DictReader(lines))
     axes = [
@@ -49,14 +58,7 @@ def sweep_section(name: str) -> str:
         for setting, found in groups.items()
     ]
     header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed", *_COSTS)
-    text = (
-        f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and its standard error. Epsilon is for "
-        "zeroing a whole record unless the series says otherwise ('convex, last iterate': for replacing one, a larger "
-        "change), delta 1e-5; inf where no finite guarantee is proven; claimed "
-        "by the paper's formula with its hypotheses taken as given. Wall time and the device's frames and energy "
-        "are those of one run, on a machine that did other work at the same time; a dash: not recorded."
-    )
-    return section(f"{SWEEPS[name]}: noise against privacy against accuracy", text, markdown(header, rows))
+    return section(f"{SWEEPS[name]} (`{name}.toml`)", markdown(header, rows))
 
 
 def _cost(records: list[dict[str, str]], column: str, unit: float) -> str:

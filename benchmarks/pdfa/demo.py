@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from joblib import Parallel, cpu_count, delayed
 
-from benchmarks.markdown import Row, markdown, section
+from benchmarks.markdown import markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import load_run, train, write_comparison
 from opusim.progress import Progress
@@ -120,13 +120,6 @@ def page_section() -> str:
     )
     rows = table_rows(results["test_accuracy"], results["noise"])
     return section("Digits (`make demo`)", text, markdown(COLUMN_NAMES, rows))
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracy of each feedback."""
-    found = load_results(NAME).get("test_accuracy", {})
-    text = ", ".join(f"{kind} {mean_and_error(values)[0]:.1f} %" for kind, values in found.items())
-    return [("digits, test accuracy, mean of five seeds", text, "`make demo`")] if found else []
 
 
 def draw_noise(noise: dict[float, list[float]], accuracies: dict[str, list[float]]) -> bytes:

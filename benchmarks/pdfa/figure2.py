@@ -15,7 +15,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa.table1 import COLUMNS, PAPER, SIGMAS
 from benchmarks.pdfa.table1 import NAME as TABLE1
 from benchmarks.results_file import load_results
@@ -96,28 +95,6 @@ def _draw_alignment(axes: Any) -> None:
     axes.set_xticks(range(len(SIGMAS)), [f"{sigma:g}" for sigma in SIGMAS])
     axes.set(xlabel="sigma", ylabel="cosine with backpropagation's update", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    every = 5
-    rows = [
-        (
-            NAMES[row],
-            column,
-            ", ".join(f"{value:.1f}" for value in [found[0], *found[every - 1 :: every]]),
-            *("" if (value := alignment(row, column, layer)) is None else f"{value:.2f}" for layer in (0, 1)),
-        )
-        for row, column in itertools.product(PAPER, COLUMNS)
-        if (found := curve(row, column))
-    ]
-    text = (
-        "From the runs of Table 1, means of three seeds ([the figure](../../docs/pdfa_figure2.png), "
-        f"{command(MODULE)}): accuracy on held-out records after the first epoch and every {every}; cosine of the "
-        "update with backpropagation's after the last, by hidden layer."
-    )
-    header = ("feedback", "sigma", "held out [%]", *LAYERS)
-    return section("Figure 2 of the PDFA paper", text, markdown(header, rows)) if rows else ""
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results
 from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, table_rows
 from opusim.description.section import merged
@@ -86,14 +86,6 @@ def page_section() -> str:
     )
     title = "What each protection costs (FashionMNIST, delta 1e-5)"
     return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])))
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracies at the epsilon that all protections were measured at."""
-    cells = load_results(NAME).get("cells", [])
-    figures = "; ".join(f"{cell['row']} {cell['test']:.1f}" for cell in cells if cell["epsilon"] == 3.0)
-    claim = "FashionMNIST under protection, test accuracy [%] at epsilon 3, delta 1e-5"
-    return [(claim, figures, command(MODULE, "measure"))] if figures else []
 
 
 if __name__ == "__main__":

@@ -34,14 +34,11 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from opusim.tables import print_table
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.table1", "pdfa_table1", Path("runs/table1")
-COLUMN_NAMES = ("feedback", "sigma", "paper [%]", "ours [%]", "difference", "required")
 SEEDS = (0, 1, 2)
 SIGMAS = (0.0, 0.01, 0.03, 0.05, 0.1, 0.2)
 COLUMNS = ("non-private", *(f"{sigma:g}" for sigma in SIGMAS))
@@ -131,51 +128,8 @@ def _within(row: str, difference: float) -> bool | None:
     return difference >= -1.0 if row == "pdfa" else abs(difference) <= 1.0
 
 
-def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each cell, as text."""
-    return [
-        (
-            cell["row"],
-            cell["column"],
-            f"{cell['paper']:.2f}",
-            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
-            f"{cell['difference']:+.2f}",
-            verdict(cell["within_bar"]),
-        )
-        for cell in cells
-    ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    minutes = sum(run["seconds"] for run in results["runs"]) / 60
-    text = (
-        f"Test accuracy, mean of three seeds and its standard error; {minutes:.0f} minutes of one core in all; "
-        f"{results['date']}, {results['machine']['processor']}, {command(MODULE)}. Required: `dfa` and `tdfa` within "
-        "one point of the paper, `pdfa` not more than one below (the paper's was real hardware); nothing of `bp`. The "
-        "reading of eqs. 8 to 10 behind the clipped columns stands at the top of [table1.py](table1.py)."
-    )
-    return section(
-        "Table 1 of the PDFA paper (FashionMNIST)", text, markdown(COLUMN_NAMES, table_rows(results["cells"]))
-    )
-
-
-def headline_rows() -> list[Row]:
-    """Return how far the cells of the paper's table are from its figures."""
-    spans = []
-    for row in ("dfa", "tdfa", "pdfa"):
-        found = [cell["difference"] for cell in load_results(NAME).get("cells", []) if cell["row"] == row]
-        if found:
-            spans.append(f"{row} {min(found):+.2f} to {max(found):+.2f} points ({len(found)} cells)")
-    claim = "FashionMNIST, Table 1 of the PDFA paper: ours minus the paper's"
-    return [(claim, "; ".join(spans), command(MODULE))] if spans else []
-
-
 def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(map(str, SEEDS))) -> None:
-    """Train what is missing and print the table."""
+    """Train what is missing, and print each accuracy."""
     wanted = listed("--rows", rows, tuple(PAPER)), COLUMNS, listed("--seeds", seeds, SEEDS)
     tasks = set(itertools.product(*wanted)) & set(missing())
     for result in Parallel(n_jobs=jobs, return_as="generator_unordered")(
@@ -187,7 +141,6 @@ def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(ma
         cells = [cell for cell in found if cell is not None]
         save_results(NAME, {"configuration": BASE, "cells": cells, "runs": results})
         print(f"{', '.join(map(str, _task(result)))}: {result['test']:.2f} %", flush=True)
-    print_table("Table 1 of the PDFA paper", COLUMN_NAMES, table_rows(load_results(NAME)["cells"]))
 
 
 def missing() -> list[Task]:

@@ -101,22 +101,6 @@ def warm_row(sigma: float, repeats: int) -> dict[str, Any]:
     return {"sigma": sigma, "seconds": seconds, "speed_ratio": ratios}
 
 
-def print_rows(cold: list[dict[str, Any]], warm: dict[str, Any]) -> None:
-    """Print a line for each first call, then for the later ones."""
-    rows = []
-    for row in cold:
-        calls = row["calls"]
-        times = (f"{calls[name]['seconds']:.3g} s" for name in (OURS, THEIRS))
-        intervals = (f"{calls[name]['low']:.4f} to {calls[name]['high']:.4f}" for name in (THEIRS, OURS))
-        rows.append((f"{row['sigma']:g}", "cold", *times, f"{row['speed_ratio']:.0f}", *intervals))
-    for name, ratio in warm["speed_ratio"].items():
-        times = (f"{warm['seconds'][key]:.3g} s" for key in (OURS, name))
-        rows.append((f"{warm['sigma']:g}", f"warm, {name}", *times, f"{ratio:.0f}", "", ""))
-    title = f"Epsilon of {STEPS:,} Poisson-sampled Gaussian steps, q {Q:g}, delta {DELTA:g}"
-    header = ("sigma", "caches", "opusim", "prv_accountant", "times faster", "its interval", "ours")
-    print_table(title, header, rows)
-
-
 def speed_rows() -> list[Row]:
     """Return the ratio of the times, and both intervals."""
     results = load_results(NAME)
@@ -152,9 +136,9 @@ def main() -> None:
         return
     cold = [cold_row(sigma) for sigma in SIGMAS]
     warm = warm_row(SIGMAS[1], options.repeats)
-    print_rows(cold, warm)
     setting = {"q": Q, "steps": STEPS, "delta": DELTA, "eps_error": EPS_ERROR, "repeats": options.repeats}
     save_results(NAME, {"setting": setting, "bar": BAR, "cold": cold, "warm": warm})
+    print_table("Epsilon of sampled Gaussian steps", ("work", "ratio", "command"), speed_rows())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.card_steps", "card_steps"
 REPEATS, WARM = 9, 3
-COLUMNS = ("model", "step", "time [ms]", "of backpropagation", "peak memory [GB]")
 Step = Callable[[], object]
 
 
@@ -186,6 +185,7 @@ STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
     "Opacus, hooks": lambda module, x, y: opacus(module, x, y, "hooks"),
     "Opacus, ghost clipping": lambda module, x, y: opacus(module, x, y, "ghost"),
 }
+COLUMNS = ("model", *STEPS)
 
 
 def timed(step: Step) -> tuple[float, float]:
@@ -224,17 +224,16 @@ def measured(place: str = "cuda") -> list[dict[str, Any]]:
 
 
 def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the lines of the table."""
-    base = {row["model"]: row["ms"] for row in rows if row["step"] == "backpropagation"}
+    """Return a line for each model."""
+    times = {(row["model"], row["step"]): row.get("ms") for row in rows}
+
+    def cell(model: str, step: str) -> str:
+        ms = times.get((model, step))
+        return "-" if ms is None else f"{ms:.2f} ({ms / times[model, 'backpropagation']:.2f})"
+
     return [
-        (
-            row["model"],
-            row["step"],
-            f"{row['ms']:.2f}" if "ms" in row else "-",
-            f"{row['ms'] / base[row['model']]:.2f}" if "ms" in row else "refused",
-            f"{row['gb']:.2f}" if "gb" in row else "-",
-        )
-        for row in rows
+        (model, *(cell(model, step) for step in STEPS))
+        for model in dict.fromkeys(row["model"] for row in rows)
     ]
 
 
@@ -246,7 +245,8 @@ def page_section() -> str:
     machine = results["machine"]
     text = (
         f"{machine['gpu']} (torch {machine['versions']['torch']}, {results['date']}, {command(MODULE)}). A step of a "
-        "batch: forward and backward pass, clip, noise and SGD. Medians; memory is the peak of a step."
+        "batch: forward and backward pass, clip, noise and SGD. Median ms, and in brackets over backpropagation's; a "
+        "dash: refused."
     )
     return section("Private steps on an NVIDIA GPU", text, markdown(COLUMNS, table_rows(results["rows"])))
 

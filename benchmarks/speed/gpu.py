@@ -1,6 +1,6 @@
 """What do devices and trainers gain on an NVIDIA GPU, and do they keep their lead over other code there?
 
-The work of `projection`, `pdfa_step` and `record_step`, at their sizes and at batches of 4096, and a step of likelihood
+The work of `benchmarks.speed.projections` and `steps`, at their sizes and at batches of 4096, and a step of likelihood
 ratio training of ResNet-5 (`benchmarks.ulr.resnet`: ten orthogonal copies, records clipped by module): on the GPU, on
 the processor next to it with all its cores, and other code on the same GPU. A turn ends when the GPU is done.
 Required, as on a processor: a projection has 0.9 of the speed of torch's float32 product, a photonic DFA step takes at
@@ -10,30 +10,32 @@ most the time of autograd's, a record-protected one is at least 1.8 times faster
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.bare import bare
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, lines_of, markdown, section
 from benchmarks.results_file import load_results, save_results
-from benchmarks.speed.pdfa_step import BATCH, autograd_step, closed_form_step, void
-from benchmarks.speed.projection import N_INPUTS, N_OUTPUTS, ternary_batch
-from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, ghost_step, new_model, protected_step
-from benchmarks.timing import interleaved
+from benchmarks.speed.projections import N_INPUTS, N_OUTPUTS, ternary_batch
+from benchmarks.speed.steps import (
+    BATCH,
+    autograd_step,
+    batch_of,
+    clipped,
+    feedback_step,
+    ghost_step,
+    new_model,
+    protected_step,
+    ulr_step,
+)
+from benchmarks.timing import Step, interleaved
 from benchmarks.ulr.resnet import BATCH as RESNET_BATCH
 from benchmarks.ulr.resnet import resnet5
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from opusim.tables import print_table
-from opusim.training.config import load_config
-from opusim.training.config.sections import OptimizerConfig
-from opusim.training.feedback.config import PdfaConfig
-from opusim.training.networks.optimizers import make_optimizer
-from opusim.training.protections.record import RecordGradients
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
-from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
+from opusim.training.ulr.trainer import PlainUpdate
 
 MODULE, NAME = "benchmarks.speed.gpu", "gpu"
 REPEATS, STEPS, LARGE = 9, 10, 4096
@@ -49,7 +51,6 @@ COLUMNS = (
     "times as fast",
     "required",
 )
-Step = Callable[[], object]
 
 
 def projection(x: torch.Tensor) -> Step:
@@ -67,36 +68,10 @@ def product(x: torch.Tensor) -> Step:
 def likelihood_step(x: torch.Tensor, y: torch.Tensor) -> Step:
     """A step of likelihood ratio training of ResNet-5 with clipped records and central noise."""
     network = ModuleSequence(resnet5(0).to(x.device), n_inputs=x.shape[1])
-    protection = RecordGradients(
-        clip_norm=CLIP_NORM,
-        noise_multiplier=NOISE_MULTIPLIER,
-        divisor=len(x),
-        noise=noise_stream("experiment", 0, "central-noise"),
-        by_layer=True,
-    )
-    update = PlainUpdate(
-        network,
-        Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal", matched=True),
-        sigma=SIGMA,
-        noise=noise_stream("experiment", 0, "output-noise"),
-        protection=protection,
-    )
-    trainer = bare(
-        UlrTrainer,
-        network,
-        load_config({"trainer": {"kind": "ulr"}}),
-        optimizer=make_optimizer(network.parameters, OptimizerConfig()),
-        update=update,
-    )
-    count = iter(range(10**9))
-    return lambda: void(trainer.step(x, y, step=next(count)))
-
-
-def batch_of(size: int, width: int, place: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return invented records and classes on a torch device."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(size, width, generator=generator)
-    return x.to(place), torch.randint(0, 10, (size,), generator=generator).to(place)
+    estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal", matched=True)
+    noise, protection = noise_stream("experiment", 0, "output-noise"), clipped(len(x), by_layer=True)
+    update = PlainUpdate(network, estimator, sigma=SIGMA, noise=noise, protection=protection)
+    return ulr_step(x, y, network, update)
 
 
 def works(place: str) -> dict[str, Step]:
@@ -109,7 +84,7 @@ def works(place: str) -> dict[str, Step]:
     }
     for size in (BATCH, LARGE):
         x, y = batch_of(size, 784, place)
-        found[f"pdfa step 784-512-512-10, batch {size}"] = closed_form_step(x, y, PdfaConfig())
+        found[f"pdfa step 784-512-512-10, batch {size}"] = feedback_step(x, y, {"kind": "pdfa"})
         for mode in ("experiment", "release"):
             found[f"pdfa step, records protected, {mode} mode, batch {size}"] = protected_step(
                 x, y, mode, "pdfa"
@@ -167,17 +142,11 @@ def measure() -> list[dict[str, Any]]:
 
 def table_rows() -> list[tuple[str, ...]]:
     """Return a line for each work, as text."""
+    ours = ("{work}", "{gpu_ms:.2f}", "{processor_ms:.1f}", "{times_faster:.1f}")
+    against = ("{rival}", "{times_as_fast:.2f}", "{required:g}")
+    rows = load_results(NAME).get("rows", [])
     return [
-        (
-            row["work"],
-            f"{row['gpu_ms']:.2f}",
-            f"{row['processor_ms']:.1f}",
-            f"{row['times_faster']:.1f}",
-            row.get("rival", ""),
-            f"{row['times_as_fast']:.2f}" if "rival" in row else "",
-            f"{row['required']:g}" if "rival" in row else "",
-        )
-        for row in load_results(NAME).get("rows", [])
+        line for row in rows for line in lines_of([row], *ours, *(against if "rival" in row else ("",) * 3))
     ]
 
 

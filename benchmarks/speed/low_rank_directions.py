@@ -9,7 +9,7 @@ memory, which is the peak of resident memory (VmHWM) in a process of its own abo
 
 from __future__ import annotations
 
-import subprocess
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
-from benchmarks.speed.transformer_step import status
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, memory_rise, print_memory_rise
 from opusim.training import ZerothOrder
 
 MODULE, NAME = "benchmarks.speed.low_rank_directions", "low_rank_directions"
@@ -70,19 +69,10 @@ def work_of(*methods: str, directions: int = DIRECTIONS, layers: int = 30) -> di
     return work
 
 
-def memory_of(method: str) -> int:
-    """Return the memory of a method in a process of its own, in KiB."""
-    arguments = [sys.executable, "-m", MODULE, "--memory", method]
-    return int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()[-1])
-
-
 def print_memory(method: str) -> None:
-    """Do one turn on one thread and print the peak of resident memory above that without the model, in KiB."""
-    torch.set_num_threads(1)
-    work_of(method, directions=1, layers=1)[method]()  # imports and compiles
-    before = status("VmRSS")
-    work_of(method)[method]()
-    print(status("VmHWM") - before)
+    """Print by how much one turn raises memory, the model included."""
+    once = work_of(method, directions=1, layers=1)[method]  # imports and compiles
+    print_memory_rise(once, lambda: work_of(method)[method])
 
 
 def speed_rows() -> list[Row]:
@@ -101,17 +91,17 @@ def speed_rows() -> list[Row]:
 def main() -> None:
     torch.set_num_threads(1)
     methods = ("inference", *RANKS)
-    memory = {method: memory_of(method) for method in methods}
+    memory = {method: memory_rise(MODULE, method) for method in methods}
     seconds = interleaved(work_of(*methods), repeats=REPEATS, warm_up=0, clock=time.process_time)
     rows = []
     for method in methods:
         throughput = seconds["inference"] / seconds[method]
         share = memory[method] / memory["inference"]
         entry = {"work": method, "seconds": seconds[method], "throughput": throughput}
-        rows.append({**entry, "memory_mib": memory[method] / 1024, "memory_ratio": share})
+        rows.append({**entry, "memory_mib": memory[method], "memory_ratio": share})
         print(
             f"{method:10s} {seconds[method]:6.2f} s  {throughput:5.2f} of inference's throughput   "
-            f"{memory[method] / 1024:6.0f} MiB  {share:5.2f}"
+            f"{memory[method]:6.0f} MiB  {share:5.2f}"
         )
     facts = {
         "threads": 1,
@@ -128,4 +118,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--memory"]:
         print_memory(sys.argv[2])
     else:
+        argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
         main()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, lines_of, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import NoiseStream
 from opusim.tables import print_table
@@ -233,17 +233,8 @@ def measured(name: str) -> dict[str, Any]:
 
 def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return the lines of the table."""
-    return [
-        (
-            row["model"],
-            str(row["plain"]),
-            str(row["private"]),
-            f"{row['private'] / row['plain']:.2f}",
-            f"{CEILINGS[row['model']]:g}",
-            str(row["waits"]),
-        )
-        for row in rows
-    ]
+    more = ({**row, "ratio": row["private"] / row["plain"], "most": CEILINGS[row["model"]]} for row in rows)
+    return lines_of(more, "{model}", "{plain}", "{private}", "{ratio:.2f}", "{most:g}", "{waits}")
 
 
 def page_section() -> str:

@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, lines_of, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.operators import models, private_step
-from benchmarks.speed.record_step import protected_step
+from benchmarks.speed.steps import protected_step
 from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.walk", "walk"
@@ -154,13 +154,8 @@ def measured() -> list[dict[str, Any]]:
 
 def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return the lines of the table."""
-    return [
-        (
-            *(str(row[key]) for key in ("action", "calls", "functions", "files", "moves")),
-            str(CEILINGS[row["action"]]),
-        )
-        for row in rows
-    ]
+    more = ({**row, "most": CEILINGS[row["action"]]} for row in rows)
+    return lines_of(more, "{action}", "{calls}", "{functions}", "{files}", "{moves}", "{most}")
 
 
 def page_section() -> str:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import binom
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.training.runs.drawing import save_figure
 
 MODULE, NAME = "benchmarks.ulr.figure2", "ulr_figure2"
@@ -56,28 +55,6 @@ def draw() -> None:
         axes.set_xlabel("records N")
     panels[0].set_ylabel("smallest batch over mean batch, N_B / (q N)")
     save_figure(figure, PICTURE)
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    found = load_results(NAME)
-    rows = [
-        (
-            f"{row['q']:g}",
-            f"{row['records']:,}",
-            "none" if row["part"] is None else f"{row['part']:.2f}",
-            f"{row['at_mean']:.2g}",
-        )
-        for row in found.get("rows", [])
-    ]
-    text = (
-        "Largest N_B / (q N) at which the term that rejection adds to eq. 11 is below 1e-3 of the other, and the "
-        f"ratio at N_B = q N ({found.get('date')}, {command(MODULE)}; [the contours](../../docs/ulr_figure2.png)). "
-        'The paper finds it for 1,000 records or more and N_B "slightly less than the mean batch size qN".'
-    )
-    header = ("q", "records", "N_B / (q N)", "ratio at q N")
-    title = "What rejection costs by the formula (Figure 2 of the DP-ULR paper)"
-    return section(title, text, markdown(header, rows)) if rows else ""
 
 
 def main() -> None:

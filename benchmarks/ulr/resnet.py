@@ -6,18 +6,17 @@ says nothing, keeps an epoch within minutes on a processor. x + convolution(x) i
 first kernels the identity is added, which is the same function with the same gradients.
 
 `plain` trains without protection: the estimate with independent noise, with noise matched to each record's Jacobian,
-with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), both with a tenth of sigma, which smooths
-the loss less, and backpropagation. `private` trains the paper's published form, the proven form and DP-SGD at the
-paper's batch of 64 and noise of 1, at a larger batch and at more noise. Three seeds at the paper's batch, and for
-DP-SGD; one for the other batch, and without protection for what lies between plain `ulr` and the best estimate.
-`search` compares values of sigma, of the clip and of the published form's K: a quarter of the records train, and the
-others are held out. Each trains what the results lack, and every run resumes after a stop.
+with ten orthogonal copies of that, both with a tenth of sigma, which smooths the loss less, and backpropagation.
+`private` trains the paper's published form, the proven form and DP-SGD at the paper's batch of 64 and noise of 1, at a
+larger batch and at more noise. Three seeds at the paper's batch, and for DP-SGD; one for the other batch, and without
+protection for what lies between plain `ulr` and the best estimate. `search` compares values of sigma, of the clip and
+of the published form's K: a quarter of the records train, and the others are held out.
+Each trains what the results lack, and every run resumes after a stop.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import torch
 import typer
 from torch import nn
 
-from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -200,98 +198,14 @@ def left() -> int:
 
 
 def means() -> list[dict[str, Any]]:
-    """Return a row for each training with the figures of all its seeds: `tests`, and the mean `curve`."""
+    """Return a row for each training with the accuracies of all its seeds, `tests`."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in load_results(NAME).get("rows", []):
         found.setdefault(tuple(row[key] for key in KEYS[:-1]), []).append(row)
     return [
-        {
-            **rows[0],
-            "tests": [row["test"] for row in rows],
-            "curve": [
-                statistics.fmean(values) for values in zip(*(row["train_curve"] for row in rows), strict=True)
-            ],
-        }
+        {**rows[0], "tests": [row["test"] for row in rows]}
         for _, rows in sorted(found.items(), key=lambda item: (item[0][0] != "plain", item[0]))
     ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    rows = [
-        (
-            row["form"],
-            row["trainer"],
-            str(row["batch"]),
-            f"{row['noise']:g}",
-            str(row["epochs"]),
-            str(len(row["tests"])),
-            with_error(row["tests"]),
-            ", ".join(f"{value:.1f}" for value in row["curve"]),
-            _stated(row["guarantees"]),
-        )
-        for row in means()
-    ]
-    text = (
-        f"Adam, the rate falling from {LR:g} to 0 as a cosine, one thread ({load_results(NAME).get('date')}, "
-        f"{command(MODULE, 'plain')}, `private`). Forms: plain has no protection, published is Algorithm 1 of the "
-        "paper, proven clips records by module and adds central noise. Trainers: "
-        f"K = {COPIES} copies, each with its negative (single ones in the published form), and sigma = {SIGMA:g} "
-        'unless named; "matched" is `trainer.shape = "matched"`, "10 orthogonal" K = 10 copies in orthogonal '
-        "directions. Noise is the multiplier, or sigma_0 of the published form; epsilon at delta "
-        f"{DELTA:g}. Training accuracy is the mean over each epoch; figures are means over seeds, with their standard "
-        "error."
-    )
-    header = (
-        "form",
-        "trainer",
-        "batch",
-        "noise",
-        "epochs",
-        "seeds",
-        "test [%]",
-        "training, by epoch [%]",
-        "epsilon",
-    )
-    content = f"{markdown(header, rows)}\n\n{_search_table()}".rstrip()
-    return section("ResNet-5 on CIFAR-10 (Figure 4 of the DP-ULR paper)", text, content) if rows else ""
-
-
-def _search_table() -> str:
-    """Return the held-out accuracies by value; empty without results."""
-    found = load_results(SEARCHED)
-    names = {
-        "plain": 'sigma, "ulr, matched"',
-        "proven": "clip, the proven form at batch 64 and noise 1",
-        "published": "copies, the published form at batch 64 and noise 1",
-    }
-    rows = [
-        (
-            names[form],
-            value,
-            with_error(
-                [row["held_out"] for row in found["rows"] if (row["form"], row["value"]) == (form, value)]
-            ),
-        )
-        for form, value in dict.fromkeys((row["form"], row["value"]) for row in found.get("rows", []))
-    ]
-    text = (
-        f"Values of `trainer.sigma`, `trainer.clip` and `trainer.copies`: {SEARCH_EPOCHS} epochs on "
-        f"{1 - HELD_OUT:.0%} of the training records, accuracy on the others, {len(SEARCH_SEEDS)} other seeds "
-        f"({found.get('date')}, {command(MODULE, 'search')})."
-    )
-    return f"{text}\n\n" + markdown(("key", "value", "held out [%]"), rows) if rows else ""
-
-
-def _stated(guarantees: list[list[Any]]) -> str:
-    """Return the finite epsilons of a run with their statuses, or what the formula of an infinite claim gives."""
-    found = []
-    for status, epsilon, formula in guarantees:
-        if epsilon not in ("None", "inf"):
-            found.append(f"{status} {float(epsilon):.2f}")
-        elif formula is not None:
-            found.append(f"{status} infinite (the formula: {formula:.2f})")
-    return "; ".join(found) or "none"
 
 
 if __name__ == "__main__":

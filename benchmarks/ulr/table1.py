@@ -12,7 +12,7 @@ the 6,000 other records.
 `published` and `opacus` train the cells (DP-SGD by Opacus as in the paper: SGD, learning rate 0.1, which falls as
 above, batches of a fixed size). The paper puts GELU behind each of its four layers; here the last one has none.
 `proven` trains the form whose guarantee is proven, clipped records and central noise on Poisson batches, at the proven
-epsilon of DP-SGD (trainer bp with the same protection). `show` prints what there is. Each trains the cells that the
+epsilon of DP-SGD (trainer bp with the same protection). Each trains the cells that the
 results lack; a training that was stopped resumes in its run folder.
 """
 
@@ -29,19 +29,16 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
+from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from benchmarks.speed.record_step import ghost_training
-from benchmarks.ulr.epoch import paper_model
-from opusim.tables import print_table
+from benchmarks.speed.steps import ghost_training, paper_model
 from opusim.training.data import load_dataset
 from opusim.training.data.samplers import ShuffledEpochsSampler
 from opusim.training.runs.run import evaluate_split
 
 MODULE, FOLDER = "benchmarks.ulr.table1", Path("runs/ulr-table1")
-COLUMN_NAMES = ("trainer", "batch", "sigma_0", "paper [%]", "ours [%]", "seeds", "required")
 PROVEN_NAMES = ("trainer", "epsilon", "test [%]", "seeds", "seconds a run")
 PAPER = {
     (64, 0.5): (86.12, 94.14), (64, 1.0): (82.73, 91.20), (64, 2.0): (78.80, 78.32),
@@ -352,13 +349,6 @@ def left() -> int:
     ) + len(proven_runs - {(row["trainer"], row["epsilon"], row["seed"]) for row in rows_of("proven")})
 
 
-@app.command()
-def show() -> None:
-    """Print the tables as far as they were trained."""
-    print_table("Table 1 of the DP-ULR paper", COLUMN_NAMES, table_rows())
-    print_table("The proven form", PROVEN_NAMES, proven_table_rows())
-
-
 def cells() -> list[dict[str, Any]]:
     """Return the cells of Table 1 that were trained, with their accuracies."""
     found = []
@@ -369,22 +359,6 @@ def cells() -> list[dict[str, Any]]:
             if test:
                 found.append({"batch": batch, "target": target, "part": part, "paper": figure, "test": test})
     return found
-
-
-def table_rows() -> list[tuple[str, ...]]:
-    """Return a line for each cell of Table 1, as text."""
-    return [
-        (
-            "DP-ULR" if cell["part"] == "published" else "DP-SGD (Opacus)",
-            str(cell["batch"]),
-            f"{cell['target']:g}",
-            f"{cell['paper']:.2f}",
-            with_error(cell["test"]),
-            str(len(cell["test"])),
-            verdict(None if cell["part"] == "opacus" else statistics.mean(cell["test"]) >= cell["paper"] - 2),
-        )
-        for cell in cells()
-    ]
 
 
 def proven_table_rows() -> list[tuple[str, ...]]:
@@ -399,25 +373,6 @@ def proven_table_rows() -> list[tuple[str, ...]]:
     return rows
 
 
-def page_section() -> str:
-    """Return what the results page shows of Table 1; empty without results."""
-    rows = table_rows()
-    if not rows:
-        return ""
-    content = load_results("ulr_published")
-    pairs = {row["batch"]: f"{row['sigma']:g} and {row['lr']:g}" for row in content["rows"]}
-    chosen_pairs = ", ".join(f"{pair} at batch {batch}" for batch, pair in sorted(pairs.items()))
-    text = (
-        "Test accuracy after 25 epochs, mean and standard error; of DP-SGD the best of all epochs in every cell (the "
-        'paper takes it "if needed"). '
-        f"K = {content['rows'][0]['copies']}; sigma and learning rate, chosen on validation records: {chosen_pairs}; "
-        f"{content['date']}, {command(MODULE, 'search')}, `published`, `opacus`. Required: at most two points below "
-        "the paper. Accuracy and the formulas' epsilon by epoch: "
-        "[docs/ulr_figure3.png](../../docs/ulr_figure3.png)."
-    )
-    return section("Table 1 of the DP-ULR paper (MNIST)", text, markdown(COLUMN_NAMES, rows))
-
-
 def proven_section() -> str:
     """Return what the results page shows of the proven form; empty without results."""
     rows = proven_table_rows()
@@ -428,19 +383,6 @@ def proven_section() -> str:
     )
     title = "The proven form at equal proven epsilon (MNIST)"
     return section(title, text, markdown(PROVEN_NAMES, rows)) if rows else ""
-
-
-def headline_rows() -> list[Row]:
-    """Return how far Table 1 is from the paper."""
-    differences = [
-        statistics.mean(cell["test"]) - cell["paper"] for cell in cells() if cell["part"] == "published"
-    ]
-    if not differences:
-        return []
-    figure = f"{min(differences):+.2f} to {max(differences):+.2f} points ({len(differences)} cells)"
-    return [
-        ("MNIST, Table 1 of the DP-ULR paper: ours minus the paper's", figure, command(MODULE, "published"))
-    ]
 
 
 if __name__ == "__main__":

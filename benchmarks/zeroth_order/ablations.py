@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,30 +25,22 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.bare import zo_trainer
-from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
-from benchmarks.zeroth_order.sst2_head import PHI, PILOTS, Head, accuracy, dp_sgd, zo_rate
-from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
+from benchmarks.zeroth_order.sst2_head import PILOTS, accuracy, dp_sgd, least_noise, spread, zo_head, zo_rate
 from opusim.randomness.streams import SeededStream, derive_seed
-from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
-from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.runs.drawing import new_figure, save_figure, style
-from opusim.training.zeroth_order.trainer import ScalarRelease
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
 FREE_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 DELTA, EPSILON, PURE_EPSILON, SIGMA = 1e-5, 1.0, 4.0, 15.9
 PICTURE = Path(__file__).parents[2] / "docs" / "zo_figure6.png"
-SHOWN = {"none": "no privacy"}
-"""What tables call a law."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +71,9 @@ class Cell:
             return self.noise
         if self.law == "none":
             return 0.0
-        common: dict[str, Any] = {
-            "sampling_probability": self.batch / self.records,
-            "divisor": self.batch,
-            "steps": self.steps,
-            "clip_norm": 1.0,
-        }
-        if self.law == "laplace":
-            found = calibrate_noise(ZoLaplace(scale=10.0, **common), target_epsilon=PURE_EPSILON, delta=0.0)
-        elif self.law == "dp-sgd":
-            found = calibrate_noise(
-                RecordCentral(noise_multiplier=1.0, **common), target_epsilon=EPSILON, delta=DELTA
-            )
-        else:
-            found = calibrate_noise(
-                ZoGaussian(noise_multiplier=10.0, **common), target_epsilon=EPSILON, delta=DELTA
-            )
-        return float(found[0].noise)
+        epsilon, delta = (PURE_EPSILON, 0.0) if self.law == "laplace" else (EPSILON, DELTA)
+        sizes = {"batch": self.batch, "steps": self.steps, "records": self.records}
+        return least_noise(self.law, epsilon, delta=delta, **sizes)
 
 
 CELLS = (
@@ -120,22 +99,9 @@ def make(cell: Cell, rate: float | None, seed: int) -> tuple[Trainer, Any]:
     stream, noise = SeededStream(seed, "central-noise"), cell.multiplier()
     if cell.law == "dp-sgd":
         return dp_sgd(noise, RATE, stream, batch=cell.batch)
-    private = cell.law != "none"
     if rate is None:
-        spread = noise * (math.sqrt(2) if cell.law == "laplace" else 1.0) * cell.clip
-        rate = zo_rate(FACTOR, spread, batch=cell.batch, steps=cell.steps)
-    config = load_config(
-        {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
-    )
-    release = ScalarRelease(
-        clip=cell.clip if private else None,
-        divisor=cell.batch,
-        scale=noise * cell.clip if private else 0.0,
-        noise=stream if private else None,
-        law="laplace" if cell.law == "laplace" else "gaussian",
-    )
-    network, root = AnyModule(Head(384), n_inputs=384), derive_seed(seed, "directions")
-    return zo_trainer(network, config, release, root=root), config.optimizer
+        rate = zo_rate(FACTOR, spread(cell.law, noise, cell.clip), batch=cell.batch, steps=cell.steps)
+    return zo_head(cell.law, noise, cell.clip, rate, seed, cell.batch)
 
 
 def trained(
@@ -227,40 +193,11 @@ def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
     ]
 
 
-def left(study: str, *laws: str) -> int:
+def left(study: str, laws: Sequence[str]) -> int:
     """Return how many trainings of a study, under some laws of noise, are not in the results."""
     found = load_results(NAME).get("cells", {})
     keys = [cell.key for cell in CELLS if cell.study == study and cell.law in laws]
     return sum(str(seed) not in found.get(key, {}) for key in keys for seed in SEEDS)
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    rows = [
-        (
-            study,
-            SHOWN.get(cell.law, cell.law),
-            str(cell.records),
-            f"{cell.clip:g}" if math.isfinite(cell.clip) else "none",
-            str(cell.batch),
-            str(cell.steps),
-            with_error(values, ".1f"),
-            str(len(values)),
-            f"{losses(cell)[-1]:.3f}",
-        )
-        for study in ("records", "clip", "batch", "steps")
-        for cell, values in accuracies(study)
-    ]
-    text = (
-        "SST-2, a head on frozen embeddings; Gaussian noise and DP-SGD at epsilon 1 (study `clip`: sigma = 15.9; no "
-        "privacy: neither noise nor clip, shuffled batches, a rate of its own), "
-        f"Laplace noise at pure epsilon 4; mean of seeds and standard error ({load_results(NAME).get('date')}, "
-        f"{command(MODULE)}; `--study` names one; it resumes). The loss is that of the training sentences at the end "
-        "([its curves](../../docs/zo_figure6.png))."
-    )
-    header = ("study", "noise", "records", "clip", "batch", "steps", "accuracy [%]", "seeds", "loss")
-    title = "Records, clip, batch and steps"
-    return section(title, text, markdown(header, rows)) if rows else ""
 
 
 if __name__ == "__main__":

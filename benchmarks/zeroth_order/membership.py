@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from benchmarks.bare import feedback_trainer, zo_trainer
-from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import (
     N_TRAIN,
@@ -40,7 +39,8 @@ from benchmarks.zeroth_order.sentences import (
     load_encoder,
     read_sentences,
 )
-from opusim.accounting import RecordCentral, ZoGaussian, calibrate_noise
+from benchmarks.zeroth_order.sst2_head import least_noise
+from opusim.accounting import RecordCentral, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from opusim.training.config import load_config
@@ -65,20 +65,9 @@ PAPER = {"zo": (71.4, 58.8, 55.6, 54.5, 53.2), "dp-sgd": (100.0, 71.9, 61.5, 55.
 
 
 def noise_for(method: str, epsilon: float) -> float:
-    if math.isinf(epsilon):
-        return 0.0
     plan = PLANS[method]
-    common = {
-        "sampling_probability": plan["batch"] / N_TRAIN,
-        "divisor": plan["batch"],
-        "steps": int(plan["steps"]),
-    }
-    mechanism: Any = (
-        RecordCentral(noise_multiplier=1.0, clip_norm=1.0, **common)
-        if method == "dp-sgd"
-        else ZoGaussian(noise_multiplier=10.0, clip_norm=CLIP, **common)
-    )
-    return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=DELTA)[0].noise)
+    sizes = {"batch": int(plan["batch"]), "steps": int(plan["steps"])}
+    return 0.0 if math.isinf(epsilon) else least_noise(method, epsilon, **sizes)
 
 
 def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
@@ -227,22 +216,6 @@ def largest_area(epsilon: float) -> float:
     )
     multiplier = calibrate_noise(once, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
     return 0.5 * (1 + math.erf(1 / (2 * multiplier)))
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("cells", {}))
-    text = (
-        "Areas under the curve of canaries' membership scores, with the standard error of ranks at one half; 32 "
-        "canaries a run: 1 and 5 have a feature of their own of that size in embeddings, token is another sentence "
-        f"behind a new token ({results.get('date')}, "
-        f"{command(MODULE, 'measure')}). The paper's figures are of another model and other canaries. Required: near "
-        "one half at epsilon at most 4, clearly above it without noise."
-    )
-    return (
-        section("Membership (Table 6 of the DP-ZO paper)", text, markdown(COLUMN_NAMES, rows)) if rows else ""
-    )
 
 
 def show(results: dict[str, Any]) -> None:

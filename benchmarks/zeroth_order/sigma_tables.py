@@ -12,11 +12,9 @@ import argparse
 import math
 from typing import Any
 
-from benchmarks.markdown import Row, command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.zeroth_order.sigma_tables", "zo_sigma_tables"
 DELTA, CLIP = 1e-5, 0.05
@@ -105,61 +103,11 @@ def _decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-COLUMN_NAMES = (
-    "table",
-    "law",
-    "noise",
-    "records",
-    "steps",
-    "delta",
-    "paper",
-    "ours",
-    "least noise",
-    "verdict",
-)
-
-
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows as text."""
-    return [
-        (
-            *(str(found[key]) for key in ("table", "law", "noise", "records", "steps")),
-            f"{found['delta']:g}",
-            found["paper_epsilon"],
-            f"{found['our_epsilon']:.4f}",
-            "" if found["our_least_noise"] is None else f"{found['our_least_noise']:.4f}",
-            found["verdict"],
-        )
-        for found in rows
-    ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    rows = table_rows(load_results(NAME).get("rows", []))
-    text = (
-        "Noise in units of the clip; q = batch / records (batch 20 in Table 12, 64 in Table 18, which is DP-SGD, 16 "
-        'elsewhere). "pure" is Table 13\'s '
-        "right column: each step taken as any mechanism of its pure epsilon. Where the law is Laplace and delta is 0, "
-        f"the closed form ({command(MODULE)})."
-    )
-    title = "Noise against epsilon: Tables 12, 13 and 15 to 18 of the DP-ZO paper"
-    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
-
-
-def headline_rows() -> list[Row]:
-    """Return how many of the paper's epsilons agree."""
-    rows = load_results(NAME).get("rows", [])
-    agree = sum("differs" not in row["verdict"] for row in rows)
-    claim = "Tables 12, 13 and 15 to 18 of the DP-ZO paper, noise against epsilon"
-    figure = f"{agree} of {len(rows)} epsilons to the printed digits"
-    return [(claim, figure, command(MODULE))] if rows else []
-
-
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [row(*values) for values in ROWS]
-    print_table("Noise against epsilon in the DP-ZO paper, and here", COLUMN_NAMES, table_rows(rows))
+    for found in rows:
+        print(found)
     save_results(NAME, {"rows": rows})
 
 

@@ -32,12 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import feedback_trainer, zo_trainer
-from benchmarks.markdown import Row, command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
-from opusim.tables import print_table
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
@@ -116,23 +114,33 @@ class LaplaceSgd:
         self.optimizer.step()
 
 
-def noise_for(method: str, epsilon: float) -> float:
-    """The least noise multiplier (or scale) that reaches epsilon, whatever the clip."""
-    plan = METHODS[method]
-    common = {
-        "sampling_probability": plan["batch"] / N_TRAIN,
-        "divisor": plan["batch"],
-        "steps": plan["steps"],
-        "clip_norm": 1.0,
-    }
+def least_noise(
+    law: str, epsilon: float, *, batch: int, steps: int, delta: float = DELTA, records: int = N_TRAIN
+) -> float:
+    """Return the least noise in units of the clip that reaches epsilon.
+
+    Args:
+        law: Begins with `BASELINE` or names "laplace"; else zeroth order with Gaussian noise.
+        epsilon: The target.
+        batch: Expected records of a batch.
+        steps: Number of steps.
+        delta: Of the target.
+        records: How many there are.
+    """
+    common = {"sampling_probability": batch / records, "divisor": batch, "steps": steps, "clip_norm": 1.0}
     mechanism: Any
-    if method == BASELINE:
-        mechanism = RecordCentral(noise_multiplier=1.0, **common)
-    elif "laplace" in method:
+    if "laplace" in law:
         mechanism = ZoLaplace(scale=10.0, **common)
     else:
-        mechanism = ZoGaussian(noise_multiplier=10.0, **common)
-    return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=plan["delta"])[0].noise)
+        kind, start = (RecordCentral, 1.0) if law == BASELINE else (ZoGaussian, 10.0)
+        mechanism = kind(noise_multiplier=start, **common)
+    return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=delta)[0].noise)
+
+
+def noise_for(method: str, epsilon: float) -> float:
+    """Return the least noise of a method that reaches epsilon."""
+    plan = METHODS[method]
+    return least_noise(method, epsilon, batch=plan["batch"], steps=plan["steps"], delta=plan["delta"])
 
 
 def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Trainer | LaplaceSgd, Any]:
@@ -141,27 +149,40 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     if method == BASELINE:
         return dp_sgd(noise, setting[0], stream, batch=METHODS[BASELINE]["batch"])
     factor, clip = setting
-    if method.startswith(BASELINE):
-        clip *= math.sqrt(2 * 384 / math.pi)  # a gradient's 1-norm over its 2-norm, which is like a slope
-    spread = noise * (math.sqrt(2) if "laplace" in method else 1.0) * clip
-    rate = zo_rate(factor, spread, batch=METHODS[method]["batch"], steps=METHODS[method]["steps"])
+    batch, steps = METHODS[method]["batch"], METHODS[method]["steps"]
+    if not method.startswith(BASELINE):
+        law = "laplace" if "laplace" in method else "gaussian"
+        return zo_head(
+            law, noise, clip, zo_rate(factor, spread(law, noise, clip), batch=batch, steps=steps), seed, batch
+        )
+    clip *= math.sqrt(2 * 384 / math.pi)  # a gradient's 1-norm over its 2-norm, which is like a slope
+    rate = zo_rate(factor, spread("laplace", noise, clip), batch=batch, steps=steps)
+    made = LaplaceSgd(scale=noise, clip=clip / (2 * PHI), divisor=batch, rate=rate, stream=stream)
+    return made, load_config(
+        {"trainer": {"kind": "zo"}, "optimizer": {"lr": rate, "schedule": "linear"}}
+    ).optimizer
+
+
+def spread(law: str, noise: float, clip: float) -> float:
+    """Return the standard deviation of a step's noise."""
+    return noise * (math.sqrt(2) if law == "laplace" else 1.0) * clip
+
+
+def zo_head(law: str, noise: float, clip: float, rate: float, seed: int, batch: int) -> tuple[Trainer, Any]:
+    """Return zeroth order of the head, and the configuration of its learning rate; no privacy by the law "none"."""
     config = load_config(
         {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
     )
-    if method.startswith(BASELINE):
-        divisor = METHODS[method]["batch"]
-        made = LaplaceSgd(scale=noise, clip=clip / (2 * PHI), divisor=divisor, rate=rate, stream=stream)
-        return made, config.optimizer
-    release = ScalarRelease(
-        clip=clip,
-        divisor=METHODS[method]["batch"],
-        scale=noise * clip,
-        noise=stream,
-        law="laplace" if "laplace" in method else "gaussian",
-    )
+    private: dict[str, Any] = {
+        "clip": clip,
+        "scale": noise * clip,
+        "noise": SeededStream(seed, "central-noise"),
+    }
+    if law == "none":
+        private = {"clip": None, "scale": 0.0, "noise": None}
+    release = ScalarRelease(divisor=batch, law="laplace" if law == "laplace" else "gaussian", **private)
     root = derive_seed(seed, "directions")
-    network = AnyModule(Head(384), n_inputs=384)
-    return zo_trainer(network, config, release, root=root), config.optimizer
+    return zo_trainer(AnyModule(Head(384), n_inputs=384), config, release, root=root), config.optimizer
 
 
 def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tuple[Trainer, Any]:
@@ -264,6 +285,7 @@ def measure(results: dict[str, Any], only: str) -> None:
         for seed in SEEDS:
             if str(seed) not in cell["runs"]:
                 cell["runs"][str(seed)] = trained(method, cell["noise"], setting, seed, data)
+                print(key_of(method, epsilon), seed, cell["runs"][str(seed)], flush=True)
                 save_results(NAME, {"reference": data["reference"], "cells": cells})
 
 
@@ -272,82 +294,12 @@ def key_of(method: str, epsilon: float) -> str:
     return f"{method}, {epsilon:g}"
 
 
-def summary_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Epsilon, method, delta, mean and standard error, seeds, paired difference from DP-SGD, setting, seconds."""
-    rows = []
-    for epsilon in sorted({*EPSILONS, *PURE_EPSILONS}):
-        theirs = _accuracies(results, BASELINE, epsilon)
-        for method, plan in METHODS.items():
-            mine = _accuracies(results, method, epsilon)
-            if not mine:
-                continue
-            both = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
-            difference = "" if method == BASELINE or not both else with_error(both, "+.1f")
-            cell = results["cells"][key_of(method, epsilon)]
-            seconds = statistics.fmean(run["seconds"] for run in cell["runs"].values())
-            setting = " ".join(f"{value:g}" for value in cell["setting"])
-            figures = (
-                with_error(list(mine.values()), ".1f"),
-                str(len(mine)),
-                difference,
-                setting,
-                f"{seconds:.1f}",
-            )
-            rows.append((f"{epsilon:g}", method, f"{plan['delta']:g}", *figures))
-    return rows
-
-
-def _accuracies(results: dict[str, Any], method: str, epsilon: float) -> dict[str, float]:
-    """Percent by seed."""
-    runs = results.get("cells", {}).get(key_of(method, epsilon), {}).get("runs", {})
-    return {seed: 100 * run["accuracy"] for seed, run in runs.items()}
-
-
-COLUMN_NAMES = ("epsilon", "method", "delta", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = summary_rows(results)
-    if not rows:
-        return ""
-    text = (
-        "1000 training sentences; mean of seeds and standard error on dev and test together, 2,693 sentences "
-        f"({results['date']}, {command(MODULE, 'measure')}). Settings (ZO: rate and clip, DP-SGD: rate) were the best "
-        "of a few with other seeds on training sentences that these leave out, which no epsilon covers; s are core "
-        f"seconds. Without privacy, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %."
-    )
-    return section("SST-2: a head on frozen embeddings", text, markdown(COLUMN_NAMES, rows))
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracies at each epsilon."""
-    trained = summary_rows(load_results(NAME))
-    rows: list[Row] = []
-    for epsilon in map("{:g}".format, EPSILONS):
-        claim = f"SST-2, 1000 private sentences, head on frozen embeddings, accuracy [%] at epsilon {epsilon}"
-        figures = "; ".join(f"{row[1]} {row[3]}" for row in trained if row[0] == epsilon)
-        rows.append((claim, figures, command(MODULE, "measure")))
-    return rows
-
-
-def show(results: dict[str, Any]) -> None:
-    title = "SST-2, 1000 training sentences, head on frozen embeddings: dev and test together"
-    print_table(title, COLUMN_NAMES, summary_rows(results))
-    if results.get("reference"):
-        print(f"not private, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
+    parser.add_argument("what", choices=["measure"])
     parser.add_argument("--only", default="", help="One method by its name.")
     options = parser.parse_args()
-    results = {k: v for k, v in load_results(NAME).items() if k in ("reference", "cells")}
-    if options.what == "measure":
-        measure(results, options.only)
-    show(results)
+    measure({k: v for k, v in load_results(NAME).items() if k in ("reference", "cells")}, options.only)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ saved as it comes; a second call resumes where the first one stopped.
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
 import time
 import warnings
 from typing import Any
@@ -25,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import zo_trainer
-from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
-from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
+from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, NORM, load_encoder, read_sentences
 from benchmarks.zeroth_order.sst2_head import (
     BASELINE,
     DELTA,
@@ -35,12 +32,11 @@ from benchmarks.zeroth_order.sst2_head import (
     PILOTS,
     SEEDS,
     key_of,
+    least_noise,
     sentences_of,
     zo_rate,
 )
-from opusim.accounting import RecordCentral, ZoGaussian, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
-from opusim.tables import print_table
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.networks.any_module import AnyModule
@@ -129,15 +125,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 def noise_for(method: str, epsilon: float) -> float:
     """The least noise multiplier that reaches epsilon."""
-    plan = PLANS[method]
-    start: Any = (RecordCentral if method == BASELINE else ZoGaussian)(
-        noise_multiplier=4.0,
-        sampling_probability=plan["batch"] / N_TRAIN,
-        clip_norm=1.0,
-        divisor=plan["batch"],
-        steps=plan["steps"],
-    )
-    return float(calibrate_noise(start, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier)
+    return least_noise(method, epsilon, batch=PLANS[method]["batch"], steps=PLANS[method]["steps"])
 
 
 def zeroth_order(x: Tensor, y: Tensor, noise: float, factor: float, seed: int) -> nn.Module:
@@ -222,50 +210,15 @@ def _fill(cell: dict[str, Any], method: str, data: dict[str, Any], results: dict
     for seed in SEEDS:
         if str(seed) not in cell["runs"]:
             cell["runs"][str(seed)] = trained(method, cell["noise"], cell["setting"], seed, data)
+            print(method, seed, cell["runs"][str(seed)], flush=True)
             save_results(NAME, {"delta": DELTA, "cells": results})
-
-
-COLUMN_NAMES = ("epsilon", "method", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")
-
-
-def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """An epsilon and method a row."""
-    rows: list[tuple[str, ...]] = []
-    for epsilon, method in itertools.product(sorted(EPSILONS), PLANS):
-        cell = results.get(key_of(method, epsilon), {})
-        if not cell.get("runs"):
-            continue
-        theirs = results.get(key_of(BASELINE, epsilon), {}).get("runs", {})
-        mine = {seed: 100 * run["accuracy"] for seed, run in cell["runs"].items()}
-        both = [value - 100 * theirs[seed]["accuracy"] for seed, value in mine.items() if seed in theirs]
-        difference = "" if method == BASELINE or not both else with_error(both, "+.1f")
-        seconds = statistics.fmean(run["seconds"] for run in cell["runs"].values())
-        figures = (with_error(list(mine.values()), ".1f"), str(len(mine)), difference)
-        rows.append((f"{epsilon:g}", method, *figures, f"{cell['setting']:g}", f"{seconds:.0f}"))
-    return rows
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("cells", {}))
-    text = (
-        "Sentences and test sets of the table of the head; low-rank updates in the top layer of the encoder, and a "
-        f"head; ZO {PLANS['zo, gaussian']['steps']:,} steps of {PLANS['zo, gaussian']['batch']}, DP-SGD "
-        f"{PLANS[BASELINE]['steps']} of {PLANS[BASELINE]['batch']}; delta 1e-5. The rate was chosen with one other "
-        f"seed on {HELD_OUT:,} training sentences that it leaves out ({results.get('date')}, "
-        f"{command(MODULE, 'measure')})."
-    )
-    return section("SST-2: LoRA", text, markdown(COLUMN_NAMES, rows)) if rows else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    results = load_results(NAME).get("cells", {})
-    if parser.parse_args().what == "measure":
-        measure(results)
-    print_table("SST-2, LoRA in the top layer: dev and test together", COLUMN_NAMES, table_rows(results))
+    parser.add_argument("what", choices=["measure"])
+    parser.parse_args()
+    measure(load_results(NAME).get("cells", {}))
 
 
 if __name__ == "__main__":

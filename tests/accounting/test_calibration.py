@@ -49,17 +49,12 @@ def test_the_most_noise_is_a_million() -> None:
     assert stated.epsilon <= 1e-9
     hard = Gaussian(noise_multiplier=1.0, steps=10**12)
     assert epsilon(replace(hard, noise_multiplier=1e6)) > 0.1
-    with pytest.raises(
-        NoGuarantee,
-        match=r"target_epsilon = 0.1: gaussian with noise up to 1e\+06 does not.*allow more epsilon",
-    ):
+    with pytest.raises(NoGuarantee, match=r"target_epsilon = 0.1: gaussian with noise up to 1e\+06"):
         calibrate_noise(hard, target_epsilon=0.1, delta=DELTA)
 
 
 def test_gaussian_noise_has_no_epsilon_at_a_delta_of_0() -> None:
-    with pytest.raises(
-        NoGuarantee, match="at delta = 0; its epsilon is infinite at delta = 0 whatever the noise"
-    ):
+    with pytest.raises(NoGuarantee, match="at delta = 0; its epsilon is infinite at delta = 0 whatever"):
         calibrate_noise(RUN, target_epsilon=3.0, delta=0.0)
     for target in (0.0, -1.0, math.inf):
         with pytest.raises(ValueError, match="target_epsilon = "):

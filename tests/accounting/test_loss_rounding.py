@@ -100,7 +100,6 @@ def test_no_lower_bound_comes_from_where_the_window_begins() -> None:
     """If the error hides the whole window, nothing is known below it."""
     law = GaussianLaw(noise=1.0, probability=1.0, direction="remove")
     plan = plan_of([law], [400], 1e-20)
-    assert plan is not None
     composed = loss_laws.composed(plan, plan.below())
     assert composed.losses[0] > 1
     assert composed.least_epsilon(1e-20) > 250
@@ -171,7 +170,5 @@ def test_a_single_step_among_many_costs_little_rounding() -> None:
     with np.errstate(all="ignore"):
         found = compose_bounds([step(0.9, 1e-3, 1), step(0.9, 1e-3, 9999)], 1e-9)
         once = compose_bounds([step(0.9, 1e-3, 10_000)], 1e-9)
-    assert found is not None
-    assert once is not None
     assert found.lower <= once.upper
     assert once.lower <= found.upper <= 1.01 * found.lower

@@ -159,9 +159,7 @@ def test_a_value_of_another_type_is_no_description(changes: dict[str, object], m
 
 def test_a_subclass_may_not_inherit_a_kind() -> None:
     """A ledger would be read back as the parent, and priced by the parent's theorem."""
-    with pytest.raises(
-        ValueError, match="^class Cheaper: inherits kind = 'gaussian', so that a ledger would"
-    ):
+    with pytest.raises(ValueError, match="^class Cheaper: inherits kind = 'gaussian', so that a ledger"):
         type("Cheaper", (Gaussian,), {"guarantees": classmethod(lambda cls, mechanisms, **other: [])})
 
 
@@ -353,18 +351,9 @@ def test_label_mus_compose_exactly() -> None:
         (lambda: LabelBudget(budget_mu=1.0, order="other"), "order = 'other': must be"),
         (lambda: LabelReadout(mu=0.0), "mu = 0.0: must be finite and above 0"),
         (lambda: LabelAmplified(noise_multiplier=1, sampling_probability=0), "sampling_probability = 0"),
-        (
-            lambda: replace(WITHOUT_NOISE[3], target_std=1e-200),
-            "target_std_squared = 0.0: must be finite and above 0",
-        ),
-        (
-            lambda: replace(WITHOUT_NOISE[3], target_std=1e200),
-            "target_std_squared = inf: must be finite and above 0",
-        ),
-        (
-            lambda: replace(PUBLISHED, tau_h_max=1e200),
-            r"\(gamma_max tau_h_max\)\^2 = inf: must be finite and above 0",
-        ),
+        (lambda: replace(WITHOUT_NOISE[3], target_std=1e-200), "target_std_squared = 0.0: must be finite"),
+        (lambda: replace(WITHOUT_NOISE[3], target_std=1e200), "target_std_squared = inf: must be finite"),
+        (lambda: replace(PUBLISHED, tau_h_max=1e200), r"\(gamma_max tau_h_max\)\^2 = inf: must be finite"),
     ],
 )
 def test_bad_descriptions_are_named(make: object, message: str) -> None:

@@ -31,5 +31,5 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert difference([81.0, 70.0, 62.0], [80.0, 68.0, 59.0]) == "+2.0 ± 0.6"  # 1, 2 and 3
     assert difference([81.0, 70.0], [80.0]) == "-"
     cells = {("laplace", "n = 5"): [60.0], ("laplace", "n = 1"): [57.5], ("none", "n = 5"): [70.0]}
-    text = zeroth_order._gains("n = 1", "n = 5", "laplace", (6.4, 0.1))(cells)
+    text = zeroth_order._gains(cells, "n = 1", "n = 5", "laplace", 6.4, 0.1)
     assert text.endswith("*Here* they help by +2.5 and -.")

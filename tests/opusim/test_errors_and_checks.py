@@ -64,8 +64,7 @@ def test_limits_belong_to_the_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("closed", "allowed"),
-    [("both", {0, 1}), ("left", {0}), ("right", {1}), ("neither", set())],
+    ("closed", "allowed"), [("both", {0, 1}), ("left", {0}), ("right", {1}), ("neither", set())]
 )
 def test_the_ends_of_the_unit_interval(closed: str, allowed: set[int]) -> None:
     checks.in_unit_interval(closed=closed, p=np.array([1e-300, 0.5, 1 - 1e-15]))

@@ -1,35 +1,11 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 from tests.support.discrete_noise import DiscreteNoise
-from tests.support.packages import metadata
 
-ROOT = Path(__file__).parents[2]
-LAPLACE = """
-from dataclasses import dataclass
-from typing import ClassVar
-import numpy as np
-from opusim.noise import NoiseModel
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Laplace(NoiseModel):
-    law: ClassVar[str] = "lab-laplace"
-    scale: float
-    beta: float = 0.0
-
-    def variance_bounds(self):
-        return np.asarray(2 * self.scale**2), np.asarray(2 * self.scale**2)
-
-    def describe(self):
-        return f"Laplace of scale {self.scale:g}"
-"""
 HALF = np.log([0.25, 0.5, 0.25])
 MODELS = [
     GaussianNoise(std=0.1, n_outputs=5),
@@ -51,31 +27,6 @@ def test_models_differ_by_law_and_number() -> None:
     assert len(set(MODELS)) == len(MODELS)
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1, n_outputs=6)
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1000001, n_outputs=5)
-
-
-def test_a_summary_is_short_and_tells_models_apart() -> None:
-    assert len({model.summary()["digest"] for model in MODELS}) == len(MODELS)
-    wide = np.linspace(1.0, 2.0, 4096).reshape(4, 1024)
-    noise = PhotonCountNoise(rate_low=wide, rate_high=2 * wide, weight=wide, beta=1e-6)
-    again = NoiseModel.from_json(json.loads(json.dumps(noise.to_json())))
-    assert again.summary() == noise.summary()
-    assert len(json.dumps(noise.summary())) < 250
-    assert noise.summary()["beta"] == 1e-6
-    wide[3, 1023] = np.nextafter(wide[3, 1023], 3)
-    other = PhotonCountNoise(rate_low=wide, rate_high=2 * wide, weight=wide, beta=1e-6)
-    assert other.summary()["digest"] != noise.summary()["digest"]
-
-
-def test_a_law_of_another_package_is_read_back(tmp_path: Path) -> None:
-    """Its class is found by its entry point, without an import by the reader."""
-    metadata(tmp_path, "lab_laws", "opusim.noise_laws", {"lab-laplace": "lab_laws:Laplace"}, LAPLACE)
-    code = (
-        "from opusim.noise import NoiseModel; m = NoiseModel.from_json({'law': 'lab-laplace', 'scale': 2.0}); "
-        "print(m.describe(), m.to_json() == {'law': 'lab-laplace', 'scale': 2.0, 'beta': 0.0}, m.summary()['beta'])"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "Laplace of scale 2 True 0.0\n", done.stderr
 
 
 def test_a_law_has_a_class_and_a_name_of_its_own() -> None:

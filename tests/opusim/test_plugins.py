@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import pickle
 import subprocess
@@ -85,19 +84,6 @@ def test_a_package_that_raises_is_one_line_and_leaves_the_others(
         find("broken")
     assert "\n" not in str(caught.value)
     assert ours in every()
-
-
-def test_a_list_warns_once_of_what_it_leaves_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    install(monkeypatch, tmp_path, "gone", "opusim.trainers", {"gone": "no_such_module:Thing"})
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert "gone" not in TRAINERS.every()
-    (line,) = caplog.messages
-    assert line.startswith(
-        "opusim: opusim.trainers: 'gone' cannot be used, no_such_module:Thing of package 'gone'"
-    )
 
 
 def test_a_broken_package_does_not_stop_the_command(tmp_path: Path) -> None:

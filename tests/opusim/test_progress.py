@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from opusim.progress import BETWEEN_LINES_S, Progress, Show
+from opusim.progress import BETWEEN_LINES_S, Progress
 from opusim.tables import duration, energy, table_text
 
 LINE = re.compile(
@@ -95,23 +93,6 @@ def test_set_up_in_the_first_unit_is_left_out_of_estimates() -> None:
     assert second == "audit: 26 of 120 trials, about 38 s left"
 
 
-def test_long_units_are_announced() -> None:
-    stream = io.StringIO()
-    with Progress("tune", "trials", stream=stream) as progress:
-        progress.start(5, at_once=True)
-        assert stream.getvalue() == "tune: 0 of 5 trials\n"
-
-
-def test_work_that_broke_off_is_not_called_done() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = Progress("tune", "trials", stream=stream, clock=clock).__enter__()
-    progress.start(4)
-    clock.now = 20.0
-    progress.advance()
-    progress.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert stream.getvalue() == "tune: 1 of 4 trials; the time left is not known yet\n"
-
-
 def test_work_that_reports_nothing_is_followed_from_outside() -> None:
     frames, stream, clock = [0], io.StringIO(), Clock()
     with Progress("device record", "frames", stream=stream, clock=clock) as progress:
@@ -121,17 +102,6 @@ def test_work_that_reports_nothing_is_followed_from_outside() -> None:
         while not stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.02)
     assert stream.getvalue().splitlines()[0] == "device record: 25 of 100 frames, about 90 s left"
-
-
-def test_a_terminal_gets_a_bar() -> None:
-    stream = Terminal()
-    with Progress("audit", "trials", stream=stream) as progress:
-        progress.start(4)
-        progress.advance()
-        progress.say("failed: one")
-    assert "1/4" in stream.getvalue()
-    assert "failed: one" in stream.getvalue()
-    assert "about" not in stream.getvalue()
 
 
 @pytest.mark.parametrize(("stream", "show"), [(io.StringIO, True), (io.StringIO, False), (Terminal, False)])
@@ -148,66 +118,15 @@ def test_work_shows_nothing_without_a_terminal_or_if_asked(stream: type[io.Strin
     assert not written.getvalue()
 
 
-class Kernel:
-    """What a notebook's front end got of its kernel: IPython.display's published calls."""
-
-    def __init__(self) -> None:
-        self.kernel = self
-        self.shown: list[str] = []
-
-    def get_ipython(self) -> Kernel:
-        return self
-
-    def HTML(self, text: str) -> str:
-        return text
-
-    def display(self, text: str, *, display_id: bool) -> Kernel:
-        assert display_id
-        self.shown.append(text)
-        return self
-
-    def update(self, text: str) -> None:
-        self.shown.append(text)
-
-
-@pytest.mark.parametrize("show", [True, "lines"])
-def test_a_notebook_gets_a_bar_and_keeps_nothing(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, stream = Kernel(), io.StringIO()
-    module = SimpleNamespace(get_ipython=kernel.get_ipython, display=kernel)
-    monkeypatch.setitem(sys.modules, "IPython", module)
-    monkeypatch.setattr("opusim.progress._BETWEEN_FRAMES_S", 0.0)
-    with Progress("audit", "trials", show=show, stream=stream) as progress:
-        progress.start(1000, at_once=True)
-        progress.advance(250, left_s=90.0, news="epoch <1>")
-        progress.say("failed: one")
-    assert kernel.shown[1] == (
-        '<progress value="250" max="1000"></progress> audit: 250 of 1,000 trials, about 90 s left, epoch &lt;1&gt;'
-    )
-    assert kernel.shown[-1] == ""
-    assert stream.getvalue() == "audit: failed: one\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 s"),
-        (7.44, "7.4 s"),
-        (42.4, "42 s"),
-        (210.0, "3.5 min"),
-        (45_402.0, "12.6 h"),
-        (273_000.0, "3.2 days"),
-    ],
-)
-def test_durations_are_in_the_unit_that_a_reader_takes(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("joules", "text"),
-    [(0.0, "0 J"), (0.387, "0.387 J"), (1_362.0, "1,362 J"), (45_300.0, "45.3 kJ"), (1_362_060.0, "1.36 MJ")],
-)
-def test_energies_are_in_the_unit_that_a_reader_takes(joules: float, text: str) -> None:
-    assert energy(joules) == text
+def test_durations_and_energies_are_in_the_unit_that_a_reader_takes() -> None:
+    assert [duration(s) for s in (0.0, 7.44, 210.0, 45_402.0, 273_000.0)] == [
+        "0 s",
+        "7.4 s",
+        "3.5 min",
+        "12.6 h",
+        "3.2 days",
+    ]
+    assert [energy(j) for j in (0.387, 1_362.0, 1_362_060.0)] == ["0.387 J", "1,362 J", "1.36 MJ"]
 
 
 @pytest.mark.parametrize("notebook", [False, True])

@@ -61,10 +61,6 @@ def records() -> tuple[np.ndarray, np.ndarray]:
     return generator.random((96, 4)) + y[:, None], y
 
 
-def test_it_takes_less_than_60_lines() -> None:
-    assert len((PACKAGE / "lab_laws.py").read_text().splitlines()) < 60
-
-
 def test_it_is_read_back_by_its_name(device: Path) -> None:
     with opusim.open_device(str(device), n_inputs=4, n_outputs=6) as opened:
         written = json.dumps(opened.noise.to_json())

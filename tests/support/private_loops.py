@@ -48,12 +48,7 @@ def private_loop(folder: Path, given: Parts | None = None, **options: Any) -> op
         **options,
     }
     return opusim.make_private(
-        module=module,
-        optimizer=optimizer,
-        criterion=criterion,
-        data_loader=loader,
-        folder=folder,
-        **settings,
+        module=module, optimizer=optimizer, criterion=criterion, data_loader=loader, folder=folder, **settings
     )
 
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+def backward(name: str, change: Callable[[Tensor], Tensor]) -> Any:
+    """The identity as a function of autograd of that name, whose backward pass changes the gradient."""
+    methods = {
+        "forward": staticmethod(lambda ctx, x: x.clone()),
+        "backward": staticmethod(lambda ctx, gradient: change(gradient)),
+    }
+    return type(name, (torch.autograd.Function,), methods)
+
 
 VOCABULARY = 11
 

@@ -192,7 +192,6 @@ class ServerProcess:
                 cwd=lab.folder,
             )
         out = self.process.stdout
-        assert out is not None
         ready, _, _ = select.select([out], [], [], 90)
         line = out.readline() if ready else ""
         found = re.search(r" at tcp://([\d.]+:\d+)", line)

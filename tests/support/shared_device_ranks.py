@@ -206,11 +206,7 @@ def tape_gradients(ranks: Ranks, records: slice) -> list[Tensor]:
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3))
     writer = RecordGradients(
-        clip_norm=0.5,
-        noise_multiplier=0.7,
-        divisor=12.0,
-        noise=SeededStream(9, "test"),
-        ranks=ranks,
+        clip_norm=0.5, noise_multiplier=0.7, divisor=12.0, noise=SeededStream(9, "test"), ranks=ranks
     )
     tape, (x, y) = RecordTape(net, torch.randn(2, 8)), batch(0)
     with tape.recording(len(x[records])):

@@ -193,10 +193,7 @@ RUNS: Mapping[str, Run] = {
     "noise over own divisor": Run(config_of({"kind": "bp"}, **NOISY), prepare=own_divisor),
     "batches": Run(config_of({"kind": "bp"}, **MANY)),
     "budget": Run(
-        config_of(
-            {"kind": "bp"},
-            **RECORD | {"protection": RECORD["protection"] | {"epsilon": 6.0}},
-        )
+        config_of({"kind": "bp"}, **RECORD | {"protection": RECORD["protection"] | {"epsilon": 6.0}})
     ),
     "device fault": Run(config_of({"kind": "pdfa"}, **DEVICE), prepare=fail_in_second_step),
     "diverged": Run(config_of({"kind": "bp"}, own=True), module, spoil=one_nan),

@@ -30,10 +30,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "sampler": {"scheme": "poisson", "batch_size": 10},
         "protection": {"kind": "record", "noise_multiplier": 2.0},
     },
-    "label-release": {
-        "trainer": {"kind": "ridge"},
-        "protection": {"kind": "label-release", "epsilon": 1.0},
-    },
+    "label-release": {"trainer": {"kind": "ridge"}, "protection": {"kind": "label-release", "epsilon": 1.0}},
 }
 
 

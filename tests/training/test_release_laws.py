@@ -16,12 +16,11 @@ import pytest
 
 from opusim.training.data.samplers import PoissonSampler
 from opusim.training.sweeps.tuning import draw_trials
-from tests.support.faults import FAULTS, OF_RELEASES
+from tests.support.faults import NAMED
 from tests.support.faults.base import replaced
 from tests.support.releases import RELEASES, alarms, private_steps
 
 SLOW = ("make_private, in parts", "label-release, device", "zo, gaussian", "tune")
-PLANTED = {fault.name: fault for fault in (*FAULTS, *OF_RELEASES)}
 MISSED_BEFORE = (
     ("noise_same_in_every_run", "make_private"),
     ("final_noise_missing_on_release", "last-iterate"),
@@ -81,7 +80,7 @@ def test_noise_of_releases_has_the_stated_law(name: str, tmp_path: Path) -> None
     ],
 )
 def test_faults_of_release_mode_are_found(fault: str, name: str, tmp_path: Path) -> None:
-    with PLANTED[fault].planted():
+    with NAMED[fault].planted():
         assert alarms(two_runs(name, tmp_path))
 
 

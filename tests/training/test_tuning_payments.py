@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from opusim import training
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
-from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import FolderBusy, RunFolderError
@@ -25,6 +23,7 @@ from opusim.training.sweeps import tuning as searching
 from opusim.training.sweeps.execution import run_sweep
 from opusim.training.sweeps.sweep import SweepFolder
 from opusim.training.sweeps.tuning import Draw, Search
+from tests.support.command import opusim
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,
@@ -107,7 +106,6 @@ def test_a_search_whose_draw_is_gone_is_paid_for_again(
     assert found.searches == 2
     assert found.guarantee.epsilon == epsilon(tmp_path)
     assert found.guarantee.epsilon > 1.9 * one
-    assert found.run is not None
     assert found.run.guarantees[0].epsilon == found.guarantee.epsilon
 
 
@@ -253,18 +251,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_command_prints_no_other_runs_epsilon(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = f"tune convex --data digits --epsilon 8 --trials 2 --epochs 1 --release --out {run_folder}"
-    monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split()])
+def test_the_command_prints_no_other_runs_epsilon(run_folder: Path) -> None:
     before = sorted(run_folder.rglob("*"))
-    with pytest.raises(SystemExit) as stop:
-        main()
-    printed = capsys.readouterr()
-    assert stop.value.code == 2
-    assert not printed.out
-    assert printed.err == f"opusim: search folder {run_folder} holds a run; choose an empty folder\n"
+    line = f"tune convex --data digits --epsilon 8 --trials 2 --epochs 1 --release --out {run_folder}"
+    told = opusim(*line.split(), cwd=run_folder.parent)
+    error = f"opusim: search folder {run_folder} holds a run; choose an empty folder\n"
+    assert (told.returncode, told.stdout, told.stderr) == (2, "", error)
     assert sorted(run_folder.rglob("*")) == before
 
 

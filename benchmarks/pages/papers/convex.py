@@ -7,17 +7,11 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.convex import accuracy, curves, hyperplanes, tuned
-from benchmarks.convex.accountants import EPOCHS
+from benchmarks.convex.accountants import EPOCHS, SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
-from benchmarks.pages.papers.item import SEE_RESULTS, Item, blocks, compared, table
-from benchmarks.private_accuracy import records
+from benchmarks.pages.papers.item import blocks, compared, table
 from benchmarks.results_file import load_results
 
-INTRODUCTION = (
-    "All figures: [results](../convex/README.md). "
-    "Epsilon is for replacing a record. The last iterate is the paper's NoisyCGD on the convex model, of which only "
-    "the last model is released; DP-SGD releases every update. The paper has five seeds."
-)
 NETWORK, LOGISTIC = "ReLU network, DP-SGD", "logistic regression, DP-SGD"
 ROWS = (accuracy.LAST_ITERATE, "convex, Poisson DP-SGD", NETWORK)
 PAPER = {
@@ -25,12 +19,6 @@ PAPER = {
     "cifar-10": {1.33: (41.6, 41.7, 42.7), 4.76: (45.5, 45.9, 47.1)},
 }
 """Tables 1 and 2 of the paper, by data set and epsilon of one training, in the order of `ROWS`."""
-_MEASURED = ("convex.accuracy search", "convex.accuracy measure")
-_JPEG = "a JPEG copy of CIFAR-10"
-_SEARCHES = (
-    "the clip is searched, not rate and P, of the last iterate only; three searches on nine tenths of the "
-    "records; P = 64; the trainings differ as in Figure 2"
-)
 
 
 def searches(data: str) -> str:
@@ -123,13 +111,13 @@ def by_epsilon(data: str, conclusion: str) -> str:
         "the last iterate, logistic regression": (last, logistic),
         "the network, logistic regression": (network, logistic),
     }
-    shown = []
-    for name, pair in pairs.items():
-        ahead, behind = _compared(*pair)
-        shown.append(
-            f"{name.replace(', ', ' is, against ')}, ahead at epsilon {ahead} and behind at {behind}"
-        )
-    return f"*The paper* {conclusion}. *Here*, by more than two standard errors, {'; '.join(shown)}."
+    rows = [(*name.split(", "), *_compared(*pair)) for name, pair in pairs.items()]
+    return blocks(
+        "Test accuracy [%] by epsilon:",
+        curves.table(data),
+        f"*The paper* {conclusion}. *Here*, counting differences of more than two standard errors:",
+        table(("is", "against", "ahead at epsilon", "behind at epsilon"), rows),
+    )
 
 
 def _compared(ours: dict[float, list[float]], other: dict[float, list[float]]) -> tuple[str, str]:
@@ -139,24 +127,21 @@ def _compared(ours: dict[float, list[float]], other: dict[float, list[float]]) -
     return ahead, behind
 
 
-def public_features() -> str:
-    """Return what DP-SGD reaches on public features of CIFAR-10; empty without results."""
-    row = "cifar-10, linear on mirrored components, DP-SGD"
-    tests = [run["test"] for run in load_results(records.NAME).get("runs", []) if run["row"] == row]
-    text = (
-        "For comparison, a linear model on public scattering features under DP-SGD has "
-        f"{with_error(tests, '.1f')} % at 3, for zeroing a record, or about twice that for replacing one "
-        "([by epsilon](../curves/README.md))."
-    )
-    return text if tests else ""
-
-
-def ends(*noises: float) -> str:
-    """Return what the curves of some noise levels show at their end; empty without results."""
+def ends(noises: list[float]) -> str:
+    """Return the test accuracies at the end of the curves of some noise levels; empty without results."""
     found = hyperplanes.cells(hyperplanes.EPOCHS)
-    known = any((noise, p) in found for noise in noises for p in (*hyperplanes.COUNTS, None))
-    note = _by_hyperplanes() if 0.0 in noises else _rise(*noises)
-    return (note or SEE_RESULTS) if known else ""
+    rows = [
+        (
+            "the network" if p is None else f"P = {p}",
+            *(with_error([curve["test"] for curve in found.get((noise, p), [])]) for noise in noises),
+        )
+        for p in (*hyperplanes.COUNTS, None)
+        if any((noise, p) in found for noise in noises)
+    ]
+    header = ("", *(f"sigma = {noise:g}" if noise else "test [%]" for noise in noises))
+    text = f"Test accuracy [%] after {hyperplanes.EPOCHS} epochs:"
+    note = _by_hyperplanes() if 0.0 in noises else _rise(noises)
+    return blocks(text, table(header, rows), note) if rows else ""
 
 
 def _by_hyperplanes() -> str:
@@ -172,7 +157,7 @@ def _by_hyperplanes() -> str:
     return f"*The paper finds* that the accuracy rises with P. *Here* it does at {of}."
 
 
-def _rise(*noises: float) -> str:
+def _rise(noises: list[float]) -> str:
     """Say how much more than the paper's best number of hyperplanes the largest number gives."""
     found = hyperplanes.cells(hyperplanes.EPOCHS)
     rises = []
@@ -190,6 +175,7 @@ def _rise(*noises: float) -> str:
 def accountants(part: str) -> str:
     """Return what the bounds of a figure say at its end."""
     found = load_results("convex_accountants")[part]
+    end = {"by_epochs": "after 400 epochs", "without_replacement": "after 10,000 steps"}[part]
     text = ""
     if part == "by_epochs":
         *products, sampled = found.values()
@@ -208,147 +194,30 @@ def accountants(part: str) -> str:
             "*The paper finds* the numerical bound, of the dominating pair, generally tighter. *Here* it is at "
             f"{tighter} of {len(renyi)} numbers of steps."
         )
-    return text
+    rows = [(name, f"{values[-1]:.2f}") for name, values in found.items()]
+    return blocks(
+        f"Epsilon at delta 1e-5 {end}:",
+        table(("bound", "epsilon"), rows),
+        text,
+    )
 
 
 def shuffled() -> str:
-    """Return what the bounds of shuffled batches say."""
-    return (
+    """Return the bounds of shuffled batches at epsilon 1, and from where on they are worse than no amplification."""
+    found = load_results("convex_accountants")["shuffled"]
+    at, plain = SHUFFLE_EPSILONS.index(1.0), list(found.values())[-1]
+    rows = []
+    for name, values in found.items():
+        worse = [
+            f"epsilon {e:g}, where the Gaussian has {other:.1e}"
+            for e, mine, other in zip(SHUFFLE_EPSILONS, values, plain, strict=True)
+            if mine > other
+        ]
+        rows.append((name, f"{values[at]:.1e}", next(iter(worse), "")))
+    return blocks(
+        "Delta of one epoch at sigma = 5 ([all curves](../../docs/convex_accountants.png)):",
+        table(("bound", "delta at epsilon 1", "above the Gaussian's delta from"), rows),
         "*The paper finds* shuffling worse than the Gaussian for its trainings of 50 or 60 batches an epoch, and "
         "shows 1,000 as the better case. *Here* that holds for 60 at all but the smallest epsilons. For 1,000 "
-        "shuffling is the better one down to deltas of about 1e-11."
+        "shuffling is the better one down to deltas of about 1e-11.",
     )
-
-
-def _item_by_epsilon(number: int, data: str, shows: str, conclusion: str, differs: str) -> Item:
-    option = "" if data == curves.DATA else f" --data {data}"
-    return Item(
-        name=f"Figure {number}",
-        shows=f"{shows}, accuracy by epsilon",
-        differs=differs,
-        state="smaller",
-        figures=lambda: blocks(by_epsilon(data, conclusion), public_features() if data == "cifar-10" else ""),
-        run=(f"convex.curves{option}",),
-        results=(curves.name_of(data),),
-        left=lambda: curves.left(data),
-        picture=("convex.png", "Accuracy by epsilon of four ways to train on MNIST")
-        if data == curves.DATA
-        else (),
-    )
-
-
-def _table_of_searches(number: int, data: str, run: tuple[str, ...], differs: str) -> Item:
-    return Item(
-        name=f"Table {number}",
-        shows=f"{'MNIST' if data == 'mnist' else 'CIFAR-10'} after private tuning",
-        differs=differs,
-        state="smaller",
-        figures=lambda: searches(data),
-        run=(*run, *_MEASURED),
-        results=("convex_tuned", "convex"),
-        left=lambda: tuned.left(data) + accuracy.left(data),
-    )
-
-
-ITEMS = (
-    Item(
-        name="Figure 1",
-        shows="epsilon by epochs, Theorem 2.8 and DP-SGD",
-        differs=(
-            "nothing; the hypotheses of Theorem 2.8 do not hold for the paper's runs "
-            "([why](../../docs/convex.md#2-constants))"
-        ),
-        state="repeated",
-        figures=lambda: accountants("by_epochs"),
-        picture=("convex_accountants.png", "Three panels: the bounds of Figures 1, 6 and 8"),
-        run=("convex.accountants",),
-        results=("convex_accountants",),
-    ),
-    _table_of_searches(
-        1,
-        "mnist",
-        ("convex.tuned", "convex.tuned --trials 10"),
-        f"5 or 10 expected trials, where the paper has 20; {_SEARCHES}",
-    ),
-    _table_of_searches(
-        2,
-        "cifar-10",
-        ("convex.tuned --data cifar-10 --trials 10",),
-        f"{_JPEG}; 10 expected trials, where the paper has 20; {_SEARCHES}",
-    ),
-    _item_by_epsilon(
-        2,
-        "mnist",
-        "MNIST",
-        "finds the convex model, by both ways to train it, ahead of the network, and ahead of logistic "
-        "regression, up to epsilon 4.76",
-        "our convex model has the margin loss with clipped residuals, records centred and scaled to norm 1, P = 64, "
-        "lambda = 0, and a larger noise in the last step, where the paper has cross-entropy and searches P and the "
-        "rate; a training of its own for each epsilon, where the paper follows two noise levels through 400 epochs "
-        "of batches of 1,000, up to 1.33 and 4.76: the last iterate 10 epochs of 125, the convex model under DP-SGD "
-        "20 of 500 or 40 of 1,000, the networks under DP-SGD 20 of 1,000 with momentum 0.9 and width 200; settings "
-        "were searched at 1.33 and 4.76, and each epsilon takes those of the nearer one; three seeds, the paper five",
-    ),
-    _item_by_epsilon(
-        3,
-        "cifar-10",
-        "CIFAR-10",
-        "finds the convex model ahead of logistic regression, which it calls similar to the network",
-        f"{_JPEG}; else as in Figure 2",
-    ),
-    Item(
-        name="Figure 4",
-        shows="MNIST without noise, accuracy by epochs and hyperplanes",
-        differs=(
-            "records of the convex model centred and scaled to norm 1; its rate is chosen at P = 64 for all P, where "
-            "the paper chooses one for each; 20 epochs; the curves are held-out accuracy; three seeds"
-        ),
-        state="smaller",
-        figures=lambda: ends(0.0),
-        picture=(
-            "convex_hyperplanes.png",
-            "Accuracy by epoch for 16 to 512 hyperplanes and a network, at three noises",
-        ),
-        run=("convex.hyperplanes --noise 0",),
-        results=("convex_hyperplanes",),
-        left=lambda: hyperplanes.left(0.0),
-    ),
-    Item(
-        name="Figure 5",
-        shows="MNIST with noise, accuracy by epochs and hyperplanes",
-        differs="as in Figure 4; gradients are clipped to norm 1, as the paper names no clip",
-        state="smaller",
-        figures=lambda: ends(5.0, 15.0),
-        run=("convex.hyperplanes --noise 5,15",),
-        results=("convex_hyperplanes",),
-        left=lambda: hyperplanes.left(5.0, 15.0),
-    ),
-    Item(
-        name="Figure 6",
-        shows="accountants, sampling without replacement",
-        differs="delta, the steps and a sensitivity of 1 are ours, as the caption names none",
-        state="repeated",
-        figures=lambda: accountants("without_replacement"),
-        run=("convex.accountants",),
-        results=("convex_accountants",),
-    ),
-    _item_by_epsilon(
-        7,
-        "fashion-mnist",
-        "FashionMNIST",
-        "states no order on this data set",
-        "as in Figure 2",
-    ),
-    Item(
-        name="Figure 8",
-        shows="bound for shuffled batches",
-        differs=(
-            "a sensitivity of 2, that of replacing a record, is ours, as the caption names none; so is the curve of 60 "
-            "batches"
-        ),
-        state="repeated",
-        figures=shuffled,
-        run=("convex.accountants",),
-        results=("convex_accountants",),
-    ),
-)

@@ -5,50 +5,27 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
 
-COSTS: dict[str, float] = {
-    "pdfa.table1": 0.6,
-    "pdfa.readings": 0.6,
-    "pdfa.figure2": 0.0,
-    "ulr.figure2": 0.0,
-    "ulr.figure3": 0.0,
-    "ulr.resnet plain": 2.5,
-    "ulr.resnet private": 5.0,
-    "ulr.resnet search": 0.5,
-    "ulr.table1 widths": 1.7,
-    "ulr.table1 search": 0.5,
-    "ulr.table1 published": 1.6,
-    "ulr.table1 opacus": 0.5,
-    "ulr.table1 proven": 0.7,
-    "convex.accountants": 0.0,
-    "convex.accuracy search": 0.8,
-    "convex.accuracy measure": 2.0,
-    "convex.hyperplanes --noise 0": 0.3,
-    "convex.hyperplanes --noise 5,15": 0.6,
-    "convex.curves": 0.7,
-    "convex.curves --data cifar-10": 0.5,
-    "convex.curves --data fashion-mnist": 0.6,
-    "convex.tuned": 0.2,
-    "convex.tuned --trials 10": 0.4,
-    "convex.tuned --data cifar-10 --trials 10": 1.1,
-    "zeroth_order.ablations --study records": 0.1,
-    "zeroth_order.ablations --study clip": 0.01,
-    "zeroth_order.ablations --study batch": 0.01,
-    "zeroth_order.ablations --study steps": 0.03,
-    "zeroth_order.joint_clip": 0.03,
-    "zeroth_order.membership measure": 0.2,
-    "zeroth_order.memory": 0.1,
-    "zeroth_order.sigma_tables": 0.0,
-    "zeroth_order.sst2_head measure": 0.3,
-    "zeroth_order.sst2_language measure": 12.0,
-    "zeroth_order.sst2_lora measure": 0.3,
-}
-"""Hours of two cores that a whole command takes, from finished runs or estimated from a few steps; 0: a minute."""
+PAPERS = tomllib.loads((Path(__file__).parent / "papers.toml").read_text())
+"""What is said of each paper's items, the states, and the hours that commands take."""
+COSTS: dict[str, float] = PAPERS["hours"]
+
+
+def called(spec: Mapping[str, Any]) -> Any:
+    """Return what a function of a specification returns: `call` names it, the rest are its arguments."""
+    name, options = spec["call"], {key: value for key, value in spec.items() if key != "call"}
+    return resolve_name(name if name.startswith("benchmarks.") else f"benchmarks.pages.papers.{name}")(
+        **options
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,24 +35,26 @@ class Item:
     Attributes:
         name: As the paper numbers it.
         shows: What it shows.
-        state: One of `page.STATES`.
-        figures: Ours, from the results, and the paper's, as Markdown; or the reason why there are none.
+        state: One of the states of papers.toml.
+        figures: What makes ours, from the results, and the paper's, as Markdown; None if `text` says all.
+        text: Why there are no figures, or where they are.
         differs: What differs from the paper's setting.
         run: Modules and arguments of `python -m benchmarks.`, one string each.
         results: Names of its results.
-        left: Counts the trainings that its commands still have to do; None if it has results or has none.
+        left: What counts or lists the trainings that its commands still have to do.
         picture: A file in docs/ that shows it, and what to say of it to who cannot see it; empty without one.
     """
 
     name: str
     shows: str
     state: str
-    figures: Callable[[], str] | str
+    figures: Mapping[str, Any] | None = None
+    text: str = ""
     differs: str = ""
-    run: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
-    left: Callable[[], int] | None = None
-    picture: tuple[str, str] | tuple[()] = ()
+    run: Sequence[str] = ()
+    results: Sequence[str] = ()
+    left: Sequence[Mapping[str, Any]] = ()
+    picture: Sequence[str] = ()
 
     def order(self) -> tuple[str, int]:
         """Return the place on the page: figures, then tables, by number."""
@@ -84,10 +63,10 @@ class Item:
 
     def now(self) -> Now:
         """Read the results."""
-        text = self.figures if isinstance(self.figures, str) else ""
-        if callable(self.figures) and any(map(load_results, self.results)):
-            text = self.figures()
-        left = self.left() if self.left else 0
+        text = self.text
+        if self.figures and any(map(load_results, self.results)):
+            text = called(self.figures)
+        left = sum(n if isinstance(n, int) else len(n) for n in map(called, self.left))
         state = "queued" if not text else "smaller" if left else self.state
         of = "these commands" if len(self.run) > 1 else "the command"
         trainings = f"{left} more run{'s' if left > 1 else ''} of {of} not done." if left else ""
@@ -141,10 +120,6 @@ class Now:
 def _anchor(heading: str) -> str:
     """Return the name of a heading in links, as on GitHub and in the documentation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-SEE_RESULTS = "The figures stand on the page of results."
-"""What an item shows whose conclusions need trainings that are not done yet."""
 
 
 def blocks(*parts: str) -> str:

@@ -1,8 +1,8 @@
 """Which tables and figures of the four papers are repeated? Writes benchmarks/papers/README.md.
 
-An overview states what each table or figure shows, and its state. Below it stand what the paper finds and what was
-found here, what differs, and the command; figures that a folder's page of results has are not repeated. An item whose
-trainings are not complete is smaller and says how many are missing.
+An overview states what each table or figure shows, its state, and the date of its results. Below it stand our figures
+and the paper's, what differs, and the command. An item whose trainings are not complete is smaller and says how many
+are missing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,13 @@ from collections import Counter
 
 from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER, page_table
 from benchmarks.markdown import markdown, section
-from benchmarks.pages.papers import convex, pdfa, ulr, zeroth_order
 from benchmarks.pages.papers.item import COSTS, Item, blocks
+from benchmarks.pages.papers.item import PAPERS as SAID
 
-PAPERS = {PDFA: pdfa.ITEMS, ULR: ulr.ITEMS, CONVEX: convex.ITEMS, ZEROTH_ORDER: zeroth_order.ITEMS}
-INTRODUCTIONS = {
-    PDFA: pdfa.INTRODUCTION,
-    ULR: ulr.INTRODUCTION,
-    CONVEX: convex.INTRODUCTION,
-    ZEROTH_ORDER: zeroth_order.INTRODUCTION,
-}
-"""Where the figures of a paper stand, the words of its items, and what they have in common."""
-
-STATES = {
-    "repeated": "the paper's own setting, or its formula",
-    "smaller": "the paper's question at a size that fits a processor, or with other settings, named under *differs*",
-    "queued": "the command exists and resumes; it was not run yet",
-    "not possible": "with the reason",
-    "no figures": "a sketch or a list without results",
-}
+KEYS = {PDFA: "pdfa", ULR: "ulr", CONVEX: "convex", ZEROTH_ORDER: "zeroth_order"}
+PAPERS = {title: tuple(Item(**each) for each in SAID["papers"][key]["items"]) for title, key in KEYS.items()}
+"""The items of each paper."""
+STATES: dict[str, str] = SAID["states"]
 
 
 def papers_page() -> str:
@@ -59,5 +47,13 @@ def papers_page() -> str:
     for title, part in found.items():
         overview = markdown(("item", "shows", "state"), [now.row() for now in part])
         details = blocks(*(now.details() for now in part))
-        parts.append(section(title, INTRODUCTIONS[title], overview, details, page_table(title)))
+        parts.append(
+            section(
+                title,
+                SAID["papers"][KEYS[title]].get("introduction", ""),
+                overview,
+                details,
+                page_table(title),
+            )
+        )
     return "\n\n".join((head, *parts)) + "\n"

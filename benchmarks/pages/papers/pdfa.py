@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from benchmarks.pages.papers.item import SEE_RESULTS, Item, blocks
+from benchmarks.pages.papers.item import blocks, table
 from benchmarks.pdfa import figure2, readings, table1
 from benchmarks.results_file import load_results
 
-INTRODUCTION = (
-    "Every cell of Table 1 and every curve of Figure 2, ours next to the paper's: "
-    "[results](../pdfa/README.md)."
-)
-
 
 def curves() -> str:
-    """Return what the curves show; empty without curves."""
-    columns = ("non-private", "0", f"{table1.SIGMAS[-1]:g}")
-    known = any(all(figure2.curve(feedback, column) for column in columns) for feedback in table1.PAPER)
-    return (_learns(columns) or SEE_RESULTS) if known else ""
+    """Return the accuracies at the end of the curves, and the alignment of the second layer; empty without curves."""
+    columns = {"non-private": "no clip, no noise", "0": "clip, sigma = 0", "0.2": "clip, sigma = 0.2"}
+    rows = []
+    for feedback in table1.PAPER:
+        ends = [f"{found[-1]:.1f}" for column in columns if (found := figure2.curve(feedback, column))]
+        if len(ends) == len(columns):
+            rows.append((figure2.NAMES[feedback], *ends))
+    cosines = [figure2.alignment("pdfa", f"{sigma:g}", 1) for sigma in table1.SIGMAS]
+    falls = [("cosine", *("-" if value is None else f"{value:.2f}" for value in cosines))]
+    text = (
+        "Held-out accuracy [%] at the end of the curves, mean of three seeds, and the cosine of photonic DFA's second "
+        "layer with backpropagation by sigma:"
+    )
+    sigmas = ("sigma", *(f"{sigma:g}" for sigma in table1.SIGMAS))
+    shown = blocks(text, table(("feedback", *columns.values()), rows), table(sigmas, falls))
+    return blocks(shown, _learns(columns)) if rows else ""
 
 
-def _learns(columns: Sequence[str]) -> str:
+def _learns(columns: Mapping[str, str]) -> str:
     """Say how far alignment and accuracy of photonic DFA fall from the least noise to the most."""
     most = f"{table1.SIGMAS[-1]:g}"
     first, last = (figure2.alignment("pdfa", column, 1) for column in ("0", most))
@@ -35,14 +42,28 @@ def _learns(columns: Sequence[str]) -> str:
 
 
 def cells() -> str:
-    """Return what Table 1 shows."""
+    """Return ours and the paper's figure for each cell of Table 1."""
     found = {(cell["row"], cell["column"]): cell for cell in load_results("pdfa_table1")["cells"]}
+    rows = [
+        (
+            "no clip, no noise" if column == "non-private" else f"clip, sigma = {column}",
+            *(
+                f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f} ({cell['paper']:.2f})"
+                for feedback in table1.PAPER
+                if (cell := found.get((feedback, column)))
+            ),
+        )
+        for column in table1.COLUMNS
+    ]
     moves = (
         "Other readings of the paper's equations, tried in "
         f"{len(readings.ROWS) * len(readings.COLUMNS)} cells with {readings.seeds()}, move one by up to "
-        f"{readings.largest_move():.1f} points ([which](../pdfa/README.md#other-readings-of-the-papers-equations))."
+        f"{readings.largest_move():.1f} points "
+        "([which](../pdfa/README.md#other-readings-of-the-papers-equations))."
     )
-    return blocks(_losses(found), moves)
+    names = (figure2.NAMES[feedback] for feedback in table1.PAPER)
+    shown = table(("", *names), rows)
+    return blocks("Test accuracy [%], the paper's in brackets:", shown, _losses(found), moves)
 
 
 def _losses(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
@@ -73,46 +94,3 @@ def _losses(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
         f"costs it {falls('non-private', '0', ('bp',))} points, and sigma = 0.2 another "
         f"{falls('0', '0.2', ('bp',))}, where the others lose {falls('0', '0.2')} by sigma = 0.2."
     )
-
-
-ITEMS = (
-    Item(name="Figure 1", shows="sketch of backpropagation and DFA", state="no figures", figures="a sketch"),
-    Item(
-        name="Figure 2",
-        shows="training curves by feedback and noise; alignment by noise",
-        differs=(
-            "accuracy on the tenth of the training records that is left out, as the caption names no records; a panel "
-            "for each feedback; the panel and alignment of ternarized DFA, and the alignment of DFA and the first "
-            "layer, are ours; else as in Table 1"
-        ),
-        state="smaller",
-        figures=curves,
-        run=("pdfa.table1", "pdfa.figure2"),
-        results=("pdfa_table1",),
-        left=lambda: len(table1.missing()),
-        picture=(
-            "pdfa_figure2.png",
-            "Accuracy by epoch for four feedbacks, lower at more noise; cosine with backpropagation falling with noise",
-        ),
-    ),
-    Item(
-        name="Table 1",
-        shows="FashionMNIST, four feedbacks, without protection and at six noise levels",
-        differs=(
-            "eqs. 8 to 10 are not taken to the letter: hidden neurons are clipped in the forward pass and at "
-            "inference, a clipped one has slope 0, the input is not clipped, there is no offset (tau_h_min = 0), B e "
-            "is normalised, updates of hidden layers are a sum over the batch divided by sqrt(512), and pixels are "
-            "standardised by MNIST's constants. The reading comes from public code whose link to the authors is not "
-            "established, and the pixel constants were chosen with the paper's figures in sight; the equations to the "
-            "letter are among the readings. An entry of the noise has 0.44 sigma, as section 4 says. Backpropagation "
-            "normalises the error at the top, with 3.2 sigma an entry, and sums over the batch. The device is "
-            "simulated, without any error but sigma, so photonic DFA without noise is ternarized DFA; the paper used a "
-            "real one and simulated sigma, too. Three seeds; the paper names no number"
-        ),
-        state="smaller",
-        figures=cells,
-        run=("pdfa.table1", "pdfa.readings"),
-        results=("pdfa_table1", "pdfa_readings"),
-        left=lambda: len(readings.missing()),
-    ),
-)

@@ -9,26 +9,31 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.markdown import with_error
-from benchmarks.pages.papers.item import Item, blocks, compared, table
+from benchmarks.pages.papers.item import blocks, compared, table
 from benchmarks.results_file import load_results
 from benchmarks.ulr import figure2, figure3, resnet, table1
 
-INTRODUCTION = (
-    "All cells, ours next to the paper's: [results](../ulr/README.md). "
-    "q is the sampling rate, N the number of records, N_B the smallest batch that is kept, and K the number of noisy "
-    "copies of a record. The published form is the paper's Algorithm 1; the proven form clips the estimates of records "
-    "and adds central Gaussian noise ([ulr](../../docs/ulr.md)). The paper has five seeds."
-)
 PARTS = {"published": "DP-ULR", "opacus": "DP-SGD"}
 
 
 def rejection() -> str:
     """Return the largest part of the mean batch that the paper's statement holds for."""
-    return (
-        '*The paper finds* rejection negligible for N of 1,000 or more and N_B "slightly less than the mean batch size '
-        'qN". *Here*, by its formula (the first term of eq. 11 below 1e-3 of the second), it takes a large data set or '
-        f"much less: for its batches of {', '.join(map(str, figure3.BATCHES))} among 60,000 records at most "
-        f"{', '.join(_batch_parts())} of q N."
+    rows = load_results("ulr_figure2")["rows"]
+    records = list(dict.fromkeys(row["records"] for row in rows))
+    found = [
+        (
+            f"{q:g}",
+            *("none" if row["part"] is None else f"{row['part']:.2f}" for row in rows if row["q"] == q),
+        )
+        for q in dict.fromkeys(row["q"] for row in rows)
+    ]
+    return blocks(
+        "Rejection is negligible, that is, the first term of eq. 11 is below 1e-3 of the second, up to this "
+        "N_B / (q N):",
+        table(("q", *(f"N = {n:,}" for n in records)), found),
+        '*The paper finds* this for N of 1,000 or more and N_B "slightly less than the mean batch size qN". '
+        "*Here*, by its formula, it takes a large data set or much less: for its batches of "
+        f"{', '.join(map(str, figure3.BATCHES))} among 60,000 records at most {', '.join(_batch_parts())} of q N.",
     )
 
 
@@ -40,8 +45,20 @@ def _batch_parts() -> list[str]:
 
 
 def cells() -> str:
-    """Return where DP-ULR is ahead in Table 1, ours and the paper's; empty without results."""
+    """Return ours and the paper's figure for each cell of Table 1, and what the proven form reaches."""
     found = {(cell["batch"], cell["target"], cell["part"]): cell for cell in table1.cells()}
+    rows = []
+    for batch, target in table1.PAPER:
+        row = [str(batch), f"{target:g}"]
+        for part in PARTS:
+            cell = found.get((batch, target, part))
+            row.append(f"{with_error(cell['test'])} ({cell['paper']:.2f})" if cell else "-")
+        rows.append(tuple(row))
+    seeds = sorted({len(cell["test"]) for cell in found.values()})
+    text = (
+        f"Test accuracy [%] after {table1.EPOCHS} epochs, {' or '.join(map(str, seeds))} seeds, the paper's in "
+        'brackets. DP-SGD has the best epoch on test records in every cell; the paper takes it "if needed":'
+    )
     ours = {cell for cell in table1.PAPER if _leads(found, *cell)}
     paper = {cell for cell, (ulr, dp_sgd) in table1.PAPER.items() if ulr > dp_sgd}
     conclusion = (
@@ -49,7 +66,9 @@ def cells() -> str:
         f"it is ahead {_places(paper)}. *Here* it is ahead, by more than two standard errors, "
         f"{_places(ours)}."
     )
-    return blocks(conclusion, _sensitive(found)) if found else ""
+    columns = ("batch", "sigma_0", *PARTS.values())
+    shown = table(columns, rows)
+    return blocks(text, shown, conclusion, _sensitive(found), paper_rate()) if found else ""
 
 
 def _places(cells: set[tuple[int, float]]) -> str:
@@ -87,6 +106,30 @@ def _leads(found: Mapping[tuple[int, float, str], dict[str, Any]], batch: int, t
     return compared(ulr, dp_sgd) > 0
 
 
+def paper_rate() -> str:
+    """Return what DP-ULR reaches at the paper's learning rate, by the cells of the search."""
+    rows = [
+        (
+            str(batch),
+            f"{target:g}",
+            "{:.1f}".format(
+                max(
+                    row["validation"]
+                    for row in table1.rows_of("search")
+                    if (row["batch"], row["target_std"], row["lr"], row["epochs"])
+                    == (batch, target, 0.01, table1.EPOCHS)
+                )
+            ),
+            f"{table1.PAPER[batch, target][0]:.2f}",
+        )
+        for batch, target in table1.SEARCH_CELLS
+    ]
+    header = ("batch", "sigma_0", "held out [%]", "the paper, test [%]")
+    return blocks(
+        "DP-ULR with the paper's learning rate of 0.01, sigma = 2 and one seed:", table(header, rows)
+    )
+
+
 def epochs() -> str:
     """Return how far the formula's epsilon is from DP-SGD's at the end, and which accuracies fall before it."""
     cells = list(itertools.product(figure3.BATCHES, figure3.TARGETS))
@@ -115,12 +158,33 @@ def epochs() -> str:
 
 
 def resnet5() -> str:
-    """Return what was found of the published form."""
-    return (
+    """Return the accuracies without protection, and those of each form of it by batch and noise."""
+    rows = resnet.means()
+    plain = [
+        (row["trainer"], str(row["epochs"]), str(len(row["tests"])), with_error(row["tests"], ".1f"))
+        for row in rows
+        if row["form"] == "plain"
+    ]
+    private = []
+    for form in resnet.FORMS:
+        for batch in resnet.BATCHES:
+            mine = sorted(
+                (r for r in rows if (r["form"], r["batch"]) == (form, batch)), key=lambda r: r["noise"]
+            )
+            seeds = " and ".join(map(str, dict.fromkeys(len(row["tests"]) for row in mine)))
+            if mine:
+                private.append((form, str(batch), seeds, *(with_error(row["tests"], ".1f") for row in mine)))
+    return blocks(
+        "Test accuracy [%], by chance 10, without protection:",
+        table(("trained by", "epochs", "seeds", "test [%]"), plain),
+        "*Matched*: noise shaped by a record's Jacobian; *10 orthogonal*: ten copies in orthogonal directions; K = 2 "
+        "and sigma = 0.3 unless named.",
+        "With noise, 8 epochs. Noise is sigma_0 in the published form, the noise multiplier in the others:",
+        table(("form", "batch", "seeds", *(f"noise {noise:g}" for noise in resnet.NOISES)), private),
         "*The paper finds* DP-ULR comparable with DP-SGD in accuracy and privacy cost for suitable parameters, which "
         "it does not name. *Here* no such parameters were found: the published form stays near chance "
         f"([why](../../docs/ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
-        f"{resnet.SEARCH_EPOCHS} epochs on a quarter of the records the accuracy on the others is {_copies()}."
+        f"{resnet.SEARCH_EPOCHS} epochs on a quarter of the records the accuracy on the others is {_copies()}.",
     )
 
 
@@ -179,84 +243,3 @@ def _fall(found: list[dict[str, Any]], key: str, batch: int) -> float:
         for width in ("small", "large")
     )
     return fmean(small) - fmean(large) if small and large else math.nan
-
-
-ITEMS = (
-    Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
-    Item(
-        name="Figure 2",
-        shows="what rejection adds to eq. 11, contours",
-        differs="q = 0.01 and 0.1 are ours, as the paper names none for this figure; alpha = 1.1 and sigma_0 = 4 as "
-        "there",
-        state="repeated",
-        figures=rejection,
-        run=("ulr.figure2",),
-        results=("ulr_figure2",),
-        picture=(
-            "ulr_figure2.png",
-            "Contours of the part that rejection adds, by records and smallest batch",
-        ),
-    ),
-    Item(
-        name="Table 1",
-        shows="MNIST, DP-ULR and DP-SGD by batch and sigma_0",
-        differs=(
-            "learning rates of 0.001 (batch 64) and 0.003 (200 and 500) for DP-ULR, chosen on held-out records, "
-            "where the paper has 0.01; DP-SGD keeps the paper's 0.1; K = 30 and sigma are ours, as the paper names "
-            "none, and sigma is the same for all layers and steps, where Algorithm 1 controls it; no GELU behind the "
-            "last layer; test accuracy only; three seeds"
-        ),
-        state="smaller",
-        figures=cells,
-        run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus", "ulr.table1 proven"),
-        results=("ulr_published", "ulr_opacus", "ulr_proven"),
-        left=table1.left,
-    ),
-    Item(
-        name="Figure 3",
-        shows="accuracy and epsilon by epoch",
-        differs=(
-            "training accuracy only; settings and seeds of Table 1; N_B = q N, as in Algorithm 1, since the "
-            "experiments name none; the picture has DP-SGD's epsilon by a Renyi accountant, where the paper takes a "
-            "bound of it; both formulas outside their conditions, too"
-        ),
-        state="smaller",
-        figures=epochs,
-        picture=(
-            "ulr_figure3.png",
-            "Accuracy and epsilon by epoch of DP-ULR and DP-SGD, by batch and sigma_0",
-        ),
-        run=("ulr.table1 published", "ulr.table1 opacus", "ulr.figure3"),
-        results=("ulr_published", "ulr_opacus"),
-        left=table1.left,
-    ),
-    Item(
-        name="Figure 4",
-        shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
-        differs=(
-            "a JPEG copy of CIFAR-10; average pooling behind two convolutions, Adam at 0.002 falling as a cosine, K = "
-            "2 and sigma = 0.3 (of the proven form 10 and 0.03, with a clip for each module) are ours, and so are "
-            "DP-SGD at batch 500 or noise 4 and the proven form; DP-SGD is ours, on Poisson batches; 8 epochs, as the "
-            "paper names none; accuracy after training only, without the figure's epsilon"
-        ),
-        state="smaller",
-        figures=resnet5,
-        run=("ulr.resnet plain", "ulr.resnet private", "ulr.resnet search"),
-        results=("ulr_resnet", "ulr_resnet_search"),
-        left=resnet.left,
-    ),
-    Item(
-        name="Table C1",
-        shows="MNIST, three widths, sigma_0 = 8",
-        differs=(
-            "the layers of medium and large are ours, as the paper names only 2.5 and 5 times the parameters; "
-            "DP-ULR's rate was chosen for the small one, and batches of 128 and 256 take that of 200; else as in "
-            "Table 1"
-        ),
-        state="smaller",
-        figures=widths,
-        run=("ulr.table1 widths",),
-        results=("ulr_published", "ulr_widths"),
-        left=table1.widths_left,
-    ),
-)

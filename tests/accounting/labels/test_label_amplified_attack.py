@@ -48,10 +48,7 @@ def _factors(layers: list[simulation.Layer], metrics: list[Metric]) -> tuple[np.
 
 
 def _step_ratio(
-    layers: list[simulation.Layer],
-    metrics: list[Metric],
-    weights: np.ndarray,
-    generator: np.random.Generator,
+    layers: list[simulation.Layer], metrics: list[Metric], weights: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
     """The attacker's log-likelihood ratio of label 0 against label 1 of record 0, when it is 0, shape (TRIALS,)."""
     joins = (generator.random(TRIALS) < Q)[:, None]

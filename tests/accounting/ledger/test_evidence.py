@@ -203,10 +203,7 @@ def test_a_planted_line_that_hides_the_error_is_named(
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"beta": 0.0}, r"beta = 0.0: must lie in \(0, 1\)"),
-        ({"age_days": -1}, "age_days = -1"),
-    ],
+    [({"beta": 0.0}, r"beta = 0.0: must lie in \(0, 1\)"), ({"age_days": -1}, "age_days = -1")],
 )
 def test_wrong_facts_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -41,26 +41,14 @@ def _paper(gamma_min: float = 0.0, sigma: float = 0.2) -> PublishedPdfa:
         for fan_in, width, positive, noised in sizes
     )
     return PublishedPdfa(
-        layers=layers,
-        batch_size=256,
-        steps=15 * 210,
-        sigma=sigma,
-        tau_b=1.0,
-        tau_h_min=1.0,
-        tau_h_max=1.0,
+        layers=layers, batch_size=256, steps=15 * 210, sigma=sigma, tau_b=1.0, tau_h_min=1.0, tau_h_max=1.0
     )
 
 
 def _one_hidden(**changes: float) -> PublishedPdfa:
     hidden = PublishedLayer(fan_in=65, width=32, gamma_min=0.8, gamma_max=1.0, inputs_bounded_below=True)
     run = PublishedPdfa(
-        layers=(hidden,),
-        batch_size=256,
-        steps=10,
-        sigma=5.0,
-        tau_b=1.0,
-        tau_h_min=0.8,
-        tau_h_max=1.0,
+        layers=(hidden,), batch_size=256, steps=10, sigma=5.0, tau_b=1.0, tau_h_min=0.8, tau_h_max=1.0
     )
     return replace(run, **changes)
 

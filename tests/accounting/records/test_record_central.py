@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency, Guarantee, Status, Unit
@@ -32,18 +30,6 @@ def test_epsilon_of_the_reference_run() -> None:
     device = _only(replace(RUN, device_noise=True))
     assert device.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert device.epsilon == guarantee.epsilon
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.floats(0.6, 5.0), st.floats(0.01, 0.3), st.integers(1, 20))
-def test_more_noise_never_raises_and_more_steps_never_lower(z: float, q: float, steps: int) -> None:
-    def epsilon(z: float, steps: int) -> float:
-        run = replace(RUN, noise_multiplier=z, sampling_probability=q, steps=steps)
-        return _only(run).epsilon
-
-    value = epsilon(z, steps)
-    assert epsilon(1.5 * z, steps) <= value
-    assert epsilon(z, 2 * steps) >= value
 
 
 @pytest.mark.parametrize(

@@ -165,5 +165,4 @@ def test_the_smallest_beta_that_is_taken_gives_limits(seed: int) -> None:
         with pytest.raises(ValueError, match="beta = 5e-12"):
             calibrate(device, plan=Plan(frames=32), readings=30, beta=5e-12)
         law = calibrate(device, plan=Plan(frames=32), readings=30, beta=1e-11).certificate.noise
-    assert law is not None
     assert law.light_ratio_low < 1 < law.light_ratio_high

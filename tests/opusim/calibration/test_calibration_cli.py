@@ -83,7 +83,6 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
 
     path = out / "camera_low_light_measured.toml"
     found = load_description(path)
-    assert found.camera is not None
     assert found.camera.sensor.read_noise_e == float(f"{read_noise['value']:.6g}")
     assert abs(found.camera.dark.doubling.dark_current_ref_e_per_s - 30) < 2
     assert found.camera.dark.temperature_c == found.camera.dark.doubling.temperature_ref_c == 30
@@ -151,12 +150,3 @@ def test_temperature_is_shown_against_noise_and_back(tmp_path: Path) -> None:
     refused = RUNNER.invoke(app, ["temperature", "camera", "--outputs", "300", "--std", "9"])
     assert isinstance(refused.exception, ValueError)
     assert "cannot be reached by temperature" in str(refused.exception)
-
-
-@pytest.mark.parametrize("name", ["camera", "camera_low_light"])
-def test_show_prints_what_each_stage_makes_of_the_variance(name: str) -> None:
-    shown = RUNNER.invoke(app, ["show", name]).stdout
-    assert all(
-        word in shown
-        for word in ("photon shot noise", "dark current", "read noise", "rounding", "e⁻ of light")
-    )

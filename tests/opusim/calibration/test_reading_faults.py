@@ -15,11 +15,7 @@ SIZES, SIZES_IN_TIME = (
     "sizes of the outputs' noises do not correlate",
     "sizes of noise do not follow from earlier ones",
 )
-LAW, GRID, INPUTS = (
-    "each output is Gaussian",
-    "readings lie on no grid",
-    "noise is the same at every input",
-)
+LAW, GRID, INPUTS = ("each output is Gaussian", "readings lie on no grid", "noise is the same at every input")
 N = 500
 Random = np.random.Generator
 
@@ -105,10 +101,7 @@ FAULTS: dict[str, tuple[str, Callable[[Random], np.ndarray]]] = {
     "slow scale": (SIZES_IN_TIME, slow_scale),
     "half light, half heavy tails": (LAW, two_tails),
     "one uniform output": (LAW, one_tail),
-    "mixture of two scales": (
-        LAW,
-        lambda r: normal(r, N, 100) * np.where(r.random((N, 100)) < 0.05, 2, 1),
-    ),
+    "mixture of two scales": (LAW, lambda r: normal(r, N, 100) * np.where(r.random((N, 100)) < 0.05, 2, 1)),
     "grid of 0.02": (GRID, lambda r: np.round(normal(r, N, 100) / 0.02) * 0.02),
     "grid of 0.005": (GRID, lambda r: np.round(normal(r, N, 100) / 0.005) * 0.005),
     "grid of 0.005, blurred": (

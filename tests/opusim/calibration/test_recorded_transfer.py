@@ -209,12 +209,7 @@ BROKEN = {
     "noise reduction": (BOTH, averaged, 12, "switch off its temporal noise reduction"),
     "interpolation": (BOTH, interpolated, 12, "neighbouring pixels correlates by 0.5.*were interpolated"),
     "JPEG": (BOTH, compressed, 8, "were compressed in blocks of 8 x 8, as JPEG does"),
-    "digital gain": (
-        BOTH,
-        lambda dn: dn * 3,
-        14,
-        r"6\d% of the codes never occur: numbers were scaled",
-    ),
+    "digital gain": (BOTH, lambda dn: dn * 3, 14, r"6\d% of the codes never occur: numbers were scaled"),
     "black level": (BOTH, lambda dn: np.maximum(dn, 100) - 100, 12, "the black level is cut off"),
     "a frame twice": (FLAT, repeated, 12, "frame 3 repeats the one before"),
     "one frame": (FLAT, lambda dn: dn[:, :1], 12, "1 frame; the noise needs two or more at each level"),

@@ -20,12 +20,7 @@ def recorded(folder: Path, seed: int, pixels: int = 40_000, **camera: object) ->
     with open_device("camera_low_light", n_inputs=2, n_outputs=pixels, seed=seed, camera=settings) as device:
         width, height = shape_of(pixels)
         wanted = Recording(
-            width=width,
-            height=height,
-            bits=12,
-            steps=20,
-            longest_exposure_us=2e6,
-            saturating_photons=5500.0,
+            width=width, height=height, bits=12, steps=20, longest_exposure_us=2e6, saturating_photons=5500.0
         )
         return record(device.flat_frames, wanted, folder, exposure_us=EXPOSURE_US), device.description
 

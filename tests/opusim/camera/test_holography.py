@@ -229,9 +229,7 @@ def test_a_vibrating_path_shrinks_the_matrix_and_its_phases_have_their_law(seed:
 
 
 def test_descriptions_that_cannot_be_are_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match="a camera shows 6 for a ternary vector with this reference beam; write 6"
-    ):
+    with pytest.raises(ConfigError, match="a camera shows 6 for a ternary vector with this reference beam"):
         open_device("camera_holography", camera={"reference_beam": {"steps": 3}}, **PLACES)
     with pytest.raises(ConfigError, match=r"camera.reference_beam.steps"):
         holographic(5)

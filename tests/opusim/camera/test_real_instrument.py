@@ -41,10 +41,7 @@ NOISY = {
     "nonlinearity": {"pixels": {"nonlinearity": 0.1}},
     "read noises": {"pixels": {"read_noise_spread": 0.8}, "sensor": {"read_noise_e": 12.0}},
     "gains": {"pixels": {"gain_spread": 0.1}},
-    "rows and columns": {
-        "pixels": {"row_noise_e": 9.0, "column_noise_e": 6.0},
-        "sensor": {"row_pixels": 16},
-    },
+    "rows and columns": {"pixels": {"row_noise_e": 9.0, "column_noise_e": 6.0}, "sensor": {"row_pixels": 16}},
     "telegraph": {"pixels": {"telegraph_share": 0.2, "telegraph_e": 60.0, "telegraph_us": 200_000.0}},
 }
 PLACES = {"n_inputs": 20, "n_outputs": 400, "seed": 3}
@@ -400,7 +397,6 @@ def test_an_exposure_averages_the_power_of_the_laser(tau_us: float, seed: int) -
     power = {"law": "gaussian", "rms": 0.1, "correlation_us": tau_us, "averages": True}
     with open_device("camera", n_inputs=20, n_outputs=20, camera={"light": {"power": power}}) as twin:
         laser = twin._laser
-        assert laser is not None
         got = (np.stack([laser.powers(4, twin._stream) for _ in range(3000)]) - 1) / 0.1
         stated, half = laser.covariance(4) / 0.01, laser.exposed(0.5).power.rms / 0.1
     random, rho = np.random.default_rng(seed), np.exp(-4.0 / tau_us)
@@ -427,22 +423,16 @@ def test_only_gaussian_power_with_a_correlation_time_averages() -> None:
         POWER | {"averages": True, "correlation_us": 5.0},
         {"law": "gaussian", "rms": 0.1, "averages": True},
     ):
-        with pytest.raises(
-            ConfigError, match="averages = true: an exposure averages a power with law = 'gaussian'"
-        ):
+        with pytest.raises(ConfigError, match="averages = true: an exposure averages a power with law"):
             device({"light": {"power": power}})
 
 
 def test_exposures_shorter_than_the_cameras_are_refused() -> None:
     with device({"light": {"shortest_exposure_us": 1000.0}}) as twin:
         assert twin.flat_frames(2, exposure_us=1000.0).shape == (2, 400)
-        with pytest.raises(
-            ValueError, match="exposure_us = 900: is shorter than shortest_exposure_us = 1000"
-        ):
+        with pytest.raises(ValueError, match="exposure_us = 900: is shorter than shortest_exposure_us"):
             twin.flat_frames(2, exposure_us=900.0)
-    with pytest.raises(
-        ConfigError, match="camera.light: exposure_us = 200000: is shorter than shortest_exposure_us = 300000"
-    ):
+    with pytest.raises(ConfigError, match="camera.light: exposure_us = 200000"):
         device({"light": {"shortest_exposure_us": 300_000.0}})
 
 

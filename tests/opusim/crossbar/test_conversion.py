@@ -32,9 +32,7 @@ def test_a_transformer_in_evaluation_reads_every_device() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_fused_kernel_of_a_transformer_would_read_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_without_fused_kernels", lambda model: None)
-    with pytest.raises(
-        ValueError, match=r"weight 'layers\.0\..*weight' multiplies digitally \(_transformer_enc"
-    ):
+    with pytest.raises(ValueError, match=r"weight 'layers\.0\..*weight' multiplies digitally"):
         frames_of_encoder()
     monkeypatch.setattr(conversion.DeviceModel, "forward", lambda self, *args, **kw: self.model(*args, **kw))
     assert frames_of_encoder() == [0] * 4
@@ -53,9 +51,7 @@ def test_a_layer_at_two_places_is_one_device() -> None:
 
 def test_named_layers_stay_digital() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(8, 4), nn.Linear(4, 3))
-    with pytest.raises(
-        ValueError, match=r"one group and .*keep this layer digital by giving its name in digital"
-    ):
+    with pytest.raises(ValueError, match="one group and .*keep this layer digital by giving its name"):
         convert(model, "pcm")
     with convert(model, "pcm", digital=["0", "3"]) as analog:
         assert [type(layer) for layer in analog.model] == [nn.Conv2d, nn.Flatten, DeviceLinear, nn.Linear]
@@ -63,9 +59,7 @@ def test_named_layers_stay_digital() -> None:
     noise_aware(model, "pcm", digital=["0", "3"])
     assert [parametrize.is_parametrized(layer) for layer in model] == [False, False, True, False]
     for wrong in (["0", "1"], "3"):
-        with pytest.raises(
-            ValueError, match=r"digital = '[13]': must be a list of names of layers, from '0', '2'"
-        ):
+        with pytest.raises(ValueError, match="digital = '[13]': must be a list of names of layers, from '0'"):
             convert(model, "pcm", digital=wrong)
     with pytest.raises(ValueError, match=r"has no nn.Linear and no nn.Conv2d to put on a device"):
         convert(model, "pcm", digital=["0", "2", "3"])
@@ -152,9 +146,7 @@ def test_a_language_model_generates_on_devices() -> None:
         before = analog.usage.frames
         assert analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3).shape == (2, 4)
         assert analog.usage.frames >= before + 2 * 3
-        with pytest.raises(
-            AttributeError, match=r"no attribute 'config'; its network has: write .model.config"
-        ):
+        with pytest.raises(AttributeError, match="no attribute 'config'"):
             _ = analog.config
         with pytest.raises(AttributeError, match="has no attribute 'other'$"):
             _ = analog.other

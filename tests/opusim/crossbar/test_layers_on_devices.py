@@ -56,11 +56,7 @@ def test_a_network_on_an_exact_crossbar_is_the_network() -> None:
     with convert(model, "pcm", crossbar=EXACT) as analog:
         assert [
             type(layer) for layer in analog.model if not isinstance(layer, (nn.ReLU, nn.Flatten, nn.Tanh))
-        ] == [
-            DeviceConv2d,
-            DeviceLinear,
-            DeviceLinear,
-        ]
+        ] == [DeviceConv2d, DeviceLinear, DeviceLinear]
         assert torch.allclose(analog(batch()), model(batch()), atol=2e-3)  # weights are multiples of 2^-14
         assert analog.usage.programmings == 3
         assert analog.usage.frames == 4 * 4 * 6 + 2 * 4 + 3 * 64
@@ -402,7 +398,6 @@ def test_autocast_changes_neither_readings_nor_gradients_beyond_the_type_of_inpu
             loss = analog(x).float().sum()
         loss.backward()
         assert torch.equal(readings, analog.layers[0].read(x))
-        assert x.grad is not None
         assert x.grad.dtype == torch.bfloat16
         expected = x.detach().float().sum(0).expand(4, 6)
         assert torch.allclose(analog.layers[0].weight.grad, expected)
@@ -459,10 +454,7 @@ def test_what_cannot_run_on_a_device_is_refused() -> None:
         noise_aware(nn.Linear(2, 2), "gaussian")
     with pytest.raises(ValueError, match="one group and zero padding"):
         convert(nn.Conv2d(2, 2, 3, groups=2), "pcm")
-    with pytest.raises(
-        CapabilityMissing,
-        match="lacks the capability 'program'; hermes, microring_bank, mzi_mesh, pcm, reram can",
-    ):
+    with pytest.raises(CapabilityMissing, match="lacks the capability 'program'; hermes, microring_bank"):
         convert(nn.Linear(2, 2), "gaussian")
     with convert(nn.Linear(20_000, 1), "pcm") as analog:  # two chips, of 16,384 inputs at most
         assert analog(torch.ones(1, 20_000)).shape == (1, 1)
@@ -486,10 +478,6 @@ def test_an_empty_batch_passes_and_corrects_nothing() -> None:
         assert all(not parameter.grad.any() for parameter in analog.parameters())
         with pytest.raises(ValueError, match="inputs = 0: must be at least 1; give records"):
             analog.compensate(none)
-
-
-def test_public_names_lead_here() -> None:
-    assert (opusim.convert, opusim.crossbar.DeviceModel) == (convert, DeviceModel)
 
 
 def test_inputs_that_meet_the_bound_of_the_converter_are_read_again_at_half_their_size() -> None:

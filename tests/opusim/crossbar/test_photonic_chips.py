@@ -392,11 +392,7 @@ def test_temperature_warms_the_load_of_a_mesh_and_moves_the_rings_of_a_bank() ->
     [
         ("mzi_mesh", {"n_inputs": 65}, "n_inputs: must be at most mesh.ports = 64"),
         ("microring_bank", {"n_inputs": 9}, "n_inputs: must be at most rings.channels = 8"),
-        (
-            "microring_bank",
-            {"frames": {"frames_per_projection": 1}},
-            "positive and negative inputs .* write 2",
-        ),
+        ("microring_bank", {"frames": {"frames_per_projection": 1}}, "positive and negative inputs .* write"),
         ("mzi_mesh", {"mesh": {"temperature_c": 90.0}}, "must be at least -40 and at most 85"),
         ("mzi_mesh", {"mesh": None}, r'section \[mesh\] and kind = "mzi_mesh" belong together'),
         ("pcm", {"mesh": {"ports": 2}}, "mesh"),

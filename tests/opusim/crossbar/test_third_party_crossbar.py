@@ -71,9 +71,7 @@ def test_a_broken_one_is_found(broken: type[LabCrossbar], test: str) -> None:
 def test_it_is_told_what_it_may_not_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_registered", {"lab_crossbar": LabCrossbar})
     with open_device(FILE, n_inputs=12, n_outputs=40) as device:
-        with pytest.raises(
-            ConfigError, match=r"noise of device 'lab_crossbar' \(Gaussian, .* by input and weights"
-        ):
+        with pytest.raises(ConfigError, match=r"noise of device 'lab_crossbar' \(Gaussian"):
             creditable_law(device)
         with pytest.raises(NoGuarantee, match="noise law 'signal_gaussian': no theorem"):
             device_readings_guarantee(DeviceReadings(noise=device.noise, readings=1, distance=1.0), 1e-5)

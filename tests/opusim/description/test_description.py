@@ -58,11 +58,7 @@ def test_a_path_loads_and_each_number_has_its_source(tmp_path: Path) -> None:
     ("before", "after", "message"),
     [
         ("power_w = 30.0", "power_W = 30.0", "frames.power_W: unknown key; did you mean 'power_w'?"),
-        (
-            "power_w = 30.0",
-            "power_w = -1.0",
-            "frames.power_w: must be at least 0, got -1.0",
-        ),
+        ("power_w = 30.0", "power_w = -1.0", "frames.power_w: must be at least 0, got -1.0"),
         ("power_w = 30.0", 'power_w = "30"', "frames.power_w: must be a valid number, got '30'"),
         ("power_w = 30.0", "power_w = inf", "frames.power_w: must be a finite number, got inf"),
         ("seed = 1", "", "medium.seed: missing; add it"),
@@ -75,11 +71,7 @@ def test_a_path_loads_and_each_number_has_its_source(tmp_path: Path) -> None:
             "description: provenance for noise.sigma, which is no number of this file",
         ),
         ('"a guess"', '""', "provenance.noise.sigma.source: String should have at least 1 character"),
-        (
-            '"assumed", source = "a',
-            '"guessed", source = "a',
-            "provenance.noise.sigma.status: must be",
-        ),
+        ('"assumed", source = "a', '"guessed", source = "a', "provenance.noise.sigma.status: must be"),
         ("schema = 1", "schema =", "syntax: not a TOML file"),
     ],
 )
@@ -127,9 +119,7 @@ def test_bad_overrides_are_named(overrides: dict[str, object], message: str) -> 
 
 
 def test_unknown_names_and_paths_are_told() -> None:
-    with pytest.raises(
-        ConfigError, match=r"gausian: name: no such device; known are .*; did you mean 'gaussian'\?"
-    ):
+    with pytest.raises(ConfigError, match="gausian: name: no such device; known are .*; did you mean"):
         load_description("gausian")
     with pytest.raises(ConfigError, match=r"none.toml: path: cannot be read \(No such file"):
         load_description("none.toml")

@@ -228,10 +228,7 @@ def test_frames_hold_whole_numbers_of_the_converter(seed: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"camera": {"dark": {"temperature_c": 90.0}}},
-            r"camera: temperature_c = 90.0: must lie in \[-30, 70\]",
-        ),
+        ({"camera": {"dark": {"temperature_c": 90.0}}}, r"camera: temperature_c = 90.0: must lie in \[-30"),
         ({"camera": {"light": {"exposure_us": 600.0}}}, "camera.light.exposure_us: 600: is longer than"),
         ({"frames": {"frames_per_projection": 2}}, "a camera shows 4"),
         ({"noise": {"sigma": 0.1}}, "a camera's noise comes from its stages"),
@@ -313,7 +310,5 @@ def test_light_of_several_modes_keeps_its_boxes_and_moments(seed: int) -> None:
         ratio = (y.var(axis=0) / variance).mean()
         assert abs(ratio - 1) < 5 * (2 / y.size) ** 0.5
     changes = {"camera": camera | {"reference_beam": {"flux_per_s": 5000.0, "steps": 4}}}
-    with pytest.raises(
-        ConfigError, match="speckle_modes = 2: a reference beam interferes with one mode only"
-    ):
+    with pytest.raises(ConfigError, match="speckle_modes = 2: a reference beam interferes with one mode"):
         open_device("camera_low_light", frames={"frames_per_projection": 8}, **changes)

@@ -40,9 +40,7 @@ class TestBench(DeviceContract):
 
 def test_a_noise_that_its_class_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
-    with pytest.raises(
-        ConfigError, match="noise: does nothing: the kind 'lab_bench' does not read this section"
-    ):
+    with pytest.raises(ConfigError, match="noise: does nothing: the kind 'lab_bench' does not read"):
         open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, noise={"sigma": 3.0})
 
 
@@ -57,10 +55,6 @@ def test_a_missing_option_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         open_device(tmp_path / "bench.toml", n_inputs=12, n_outputs=40)
 
 
-def test_it_takes_less_than_60_lines() -> None:
-    assert len((PACKAGE / "lab_bench.py").read_text().splitlines()) < 60
-
-
 def test_help_and_list_name_its_kind_without_importing_it(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom opusim.cli import app\n"
@@ -69,32 +63,3 @@ def test_help_and_list_name_its_kind_without_importing_it(tmp_path: Path) -> Non
     )
     said = run(tmp_path, code)
     assert any("lab_bench" in line and "lab-bench" in line for line in said.splitlines())
-
-
-def test_show_says_what_it_can_do(tmp_path: Path) -> None:
-    said = run(
-        tmp_path,
-        "from opusim.training.cli import main; main()",
-        "device",
-        "show",
-        str(PACKAGE / "bench.toml"),
-    )
-    assert "can: project, draw, matrix" in said
-
-
-@pytest.mark.slow
-def test_it_trains(tmp_path: Path) -> None:
-    options = [
-        "--data",
-        "digits",
-        "--device",
-        str(PACKAGE / "bench.toml"),
-        "--epochs",
-        "1",
-        "--out",
-        "run",
-        "--quiet",
-    ]
-    main = "from opusim.training.cli import main; main()"
-    assert run(tmp_path, main, "train", "pdfa", *options).strip().endswith("run")
-    assert "accuracy" in run(tmp_path, main, "evaluate", "run")

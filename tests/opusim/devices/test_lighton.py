@@ -63,12 +63,6 @@ def test_minus_one_is_not_255() -> None:
         torch.testing.assert_close(device.project(x)[0], -device.matrix()[:, 3], rtol=1e-5, atol=1e-6)
 
 
-def test_it_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with simulated() as device:
-        device.project(X)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_one_fitted_object_serves_all_readings() -> None:
     with simulated() as device:
         first = device._opu, device._opu._runner
@@ -77,54 +71,8 @@ def test_one_fitted_object_serves_all_readings() -> None:
         assert (device._opu, device._opu._runner) == first
 
 
-def test_it_imports_without_pkg_resources() -> None:
-    code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "pkg_resources":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "pkg_resources" else real(name, *rest)
-from opusim import open_device
-import torch
-with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
-    print(tuple(device.project(torch.ones(2, 3)).shape))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(2, 4)\n"
-
-
-def test_a_missing_library_is_named_each_time() -> None:
-    """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
-    code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
-real = importlib.util._find_spec
-importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
-from opusim.devices.lighton import import_lightonml
-from opusim.errors import DeviceUnavailable
-for attempt in range(2):
-    try:
-        import_lightonml()
-    except DeviceUnavailable as error:
-        print("install" in str(error))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\nTrue\n"
-
-
 def test_hardware_without_its_driver_is_one_clear_line() -> None:
-    with pytest.raises(
-        DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device lightonml_simulated"
-    ):
+    with pytest.raises(DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device"):
         open_device("lighton_appliance", n_inputs=12, n_outputs=40)
 
 
@@ -133,9 +81,7 @@ def test_hardware_states_no_law_that_nobody_measured() -> None:
     from opusim.devices.lighton import LightonDevice
 
     device = LightonDevice(load_description("lighton_appliance"), n_inputs=12, n_outputs=40)
-    with pytest.raises(
-        NoiseUnknown, match="measure it by `opusim device calibrate`, or assume a noise.sigma"
-    ):
+    with pytest.raises(NoiseUnknown, match="measure it by `opusim device calibrate`"):
         _ = device.noise
     with pytest.raises(CapabilityMissing, match="lacks the capability 'matrix'"):
         device.matrix()
@@ -164,11 +110,7 @@ class ProcessRunningException(BaseException):  # lightonml's name, and its base
         (ValueError("number of features (3) can't be greater than 2"), ConfigError, "open a smaller window"),
         (ValueError("non-binary"), DeviceFault, "its driver failed .ValueError: non-binary"),
         (KeyError("ones_range"), DeviceFault, "KeyError: 'ones_range'.; check .*lighton.config_file"),
-        (
-            AttributeError("no attribute 'x'"),
-            DeviceFault,
-            "AttributeError.* check that lightonopu belongs to",
-        ),
+        (AttributeError("no attribute 'x'"), DeviceFault, "AttributeError.* check that lightonopu belongs"),
     ],
 )
 def test_every_failure_becomes_one_of_ours(raised: BaseException, kind: type[Exception], words: str) -> None:
@@ -182,8 +124,7 @@ def test_ctrl_c_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")],
+    ("content", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")]
 )
 def test_a_broken_configuration_of_the_appliance_is_named(
     tmp_path: Path, content: str | None, words: str
@@ -303,3 +244,47 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert device.project(torch.ones(3, 10)).shape == (3, 64)
         with pytest.raises(DeviceBusy):
             appliance(section)
+
+
+def test_a_missing_library_is_named_each_time() -> None:
+    """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
+    code = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+real = importlib.util._find_spec
+importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
+from opusim.devices.lighton import import_lightonml
+from opusim.errors import DeviceUnavailable
+for attempt in range(2):
+    try:
+        import_lightonml()
+    except DeviceUnavailable as error:
+        print("install" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\nTrue\n"
+
+
+def test_it_imports_without_pkg_resources() -> None:
+    code = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pkg_resources":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pkg_resources" else real(name, *rest)
+from opusim import open_device
+import torch
+with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
+    print(tuple(device.project(torch.ones(2, 3)).shape))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(2, 4)\n"

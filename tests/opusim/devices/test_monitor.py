@@ -98,7 +98,6 @@ def test_its_frames_are_counted() -> None:
 def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
     window: dict[str, Any] = {"n_inputs": 10, "n_outputs": 64, "monitor": {}}
     with open_device("gaussian", **window) as device:
-        assert device.monitor.baseline is not None
         kept = device.monitor.baseline.to_array()
     with open_device("gaussian", seed=3, **window) as device:
         device.compare_with(Baseline.from_array(kept))
@@ -132,7 +131,6 @@ def test_lost_frames_are_named(fault: str, seed: int) -> None:
 def test_a_baseline_is_kept_whole() -> None:
     with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
         found = device.monitor.baseline
-        assert found is not None
     again = Baseline.from_array(found.to_array())
     for name in ("reference", "weights", "variance", "reference_variance"):
         np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
@@ -190,7 +188,6 @@ SMALL_FAULTS = {
 def test_small_changes_are_found_and_named(name: str, fault: Fault, amount: float, seed: int) -> None:
     overrides = {"noise": {"sigma": 0.5}} if name == "gaussian" else {}
     found = checks_until_stop(faulty(name, fault, amount, seed, **overrides), 3)
-    assert found is not None
     assert SMALL_FAULTS[fault, amount] in found[1]
 
 
@@ -198,7 +195,6 @@ def test_small_changes_add_up_over_checks(seed: int) -> None:
     """Noise as large as the signal: one check shows nothing, a hundred do."""
     noise = {"noise": {"sigma": 3.0}}
     found = checks_until_stop(faulty("gaussian", Fault.LIGHT_CHANGED, 0.8, seed, **noise), 100)
-    assert found is not None
     assert found[0] > 1
     assert checks_until_stop(faulty("gaussian", Fault.LIGHT_CHANGED, 1.0, seed, **noise), 100) is None
 
@@ -292,11 +288,7 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
     ("name", "camera", "words"),
     [
         ("camera_low_light", {"light": {"power": POWER}}, "all its outputs .*, as the laser's power"),
-        (
-            "camera_low_light",
-            {"vibration": {"pointing_rms_pixels": 0.1}},
-            "all its outputs .*, as if the image",
-        ),
+        ("camera_low_light", {"vibration": {"pointing_rms_pixels": 0.1}}, "all its outputs"),
         ("camera_holography", {"vibration": {"phase_rms_rad": 0.4}}, "fluctuates: the noise of all its"),
         ("camera_low_light", {"light": {"ambient_flux_per_s": 150.0}}, "ambient light or the sensor's temp"),
         ("camera_low_light", {"dark": {"temperature_c": 45.0}}, "ambient light or the sensor's temp"),
@@ -311,11 +303,7 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
         ("camera_low_light", {"pixels": {"dead_share": 0.05}}, "outputs silent or stuck"),
         ("camera_low_light", {"transfer": {"dropped": 0.5}}, "loses or repeats frames"),
         ("camera_low_light", {"transfer": {"repeated": 0.3}}, "loses or repeats frames"),
-        (
-            "camera_low_light",
-            {"pixels": {"hot_share": 0.15, "hot_factor": 30}},
-            "outputs noisier than at the",
-        ),
+        ("camera_low_light", {"pixels": {"hot_share": 0.15, "hot_factor": 30}}, "outputs noisier"),
         ("camera_holography", {"reference_beam": {"step_error": 0.1}}, "its medium decorrelated"),
     ],
 )
@@ -360,10 +348,7 @@ def test_frames_are_taken_at_the_opening_and_after_an_alarm_only(monkeypatch: py
         device.seek(1)
         device.seek(2)
         assert sum(shown) == 32 * 2 * (1 + 4 + 12)
-        assert device.monitor.baseline is not None
         again = Baseline.from_array(device.monitor.baseline.to_array())
-    assert again.frames is not None
-    assert device.monitor.baseline.frames is not None
     np.testing.assert_array_equal(again.frames.mean, device.monitor.baseline.frames.mean)
     np.testing.assert_array_equal(again.reference, device.monitor.baseline.reference)
 
@@ -427,9 +412,7 @@ def test_every_frame_of_a_projection_is_looked_at() -> None:
     ],
 )
 def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"% of the outputs are full in .*; lower sensor.gain_dn_per_e"
-    ) as caught:
+    with pytest.raises(ConfigError, match="% of the outputs are full") as caught:
         open_device(name, n_inputs=10, n_outputs=400, camera=camera)
     assert "\n" not in str(caught.value)
     camera = {**camera, "anchor": {"most_saturated": 1.0}}
@@ -439,7 +422,6 @@ def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[st
 
 def test_a_baseline_of_another_shape_is_refused() -> None:
     with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
-        assert device.monitor.baseline is not None
         with pytest.raises(ValueError, match="another version kept it"):
             Baseline.from_array(device.monitor.baseline.to_array()[:5])
         with pytest.raises(ValueError, match="reference vectors where monitor.reference_vectors = 8"):
@@ -464,5 +446,4 @@ def test_a_medium_that_moves_single_outputs_is_not_called_another_light(seed: in
     """At a correlation of 0.986, above the least, single outputs lose more than 5 %."""
     overrides = {"noise": {"sigma": 0.05}}
     found = checks_until_stop(faulty("gaussian", Fault.DECORRELATED, 0.986, seed, **overrides), 5)
-    assert found is not None
     assert "the medium moved" in found[1]

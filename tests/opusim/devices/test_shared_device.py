@@ -63,10 +63,7 @@ def test_other_noise_would_be_seen(folder: Path) -> None:
 
 
 def test_readings_are_those_of_one_process_in_the_order_of_ranks(folder: Path) -> None:
-    one, (first, second) = (
-        found(folder, "read.single"),
-        (found(folder, f"read.{rank}") for rank in (0, 1)),
-    )
+    one, (first, second) = (found(folder, "read.single"), (found(folder, f"read.{rank}") for rank in (0, 1)))
     for kind in ("readings", "drawn"):
         for step in range(len(SHARES)):
             assert torch.equal(torch.cat([first[kind][step], second[kind][step]]), one[kind][step])
@@ -153,6 +150,5 @@ def test_only_the_held_device_is_monitored() -> None:
             each.seek(0)
             each.project(torch.ones(1, 8))
         assert shared.usage == device.usage
-        assert shared.held is not None
         assert shared.monitor is shared.held.monitor
         assert shared.monitor.vouched == 0

@@ -59,11 +59,6 @@ def test_it_passes_the_contract(installed: Path) -> None:
     assert re.search(r"\d\d passed", said)
 
 
-def test_its_description_is_shown(installed: Path) -> None:
-    code = "from opusim.training.cli import main; main()"
-    assert "lab_bench" in run(installed, "-c", code, "device", "show", "bench.toml")
-
-
 def test_a_script_trains_on_a_class_that_it_registers(tmp_path: Path) -> None:
     for name in ("lab_bench.py", "bench.toml", "train_bench.py"):
         (tmp_path / name).write_text(files()[name])

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,8 +6,6 @@ import pytest
 from opusim import open_device
 from opusim.description.schema import FrameSettings, load_description
 from opusim.devices.usage import Usage, UsageMeter
-from opusim.tables import duration, energy
-from tests.support.command import ROOT, opusim
 
 
 def test_the_meter_counts_seconds_and_joules() -> None:
@@ -71,45 +68,3 @@ def test_frames_of_wide_windows_take_as_long_as_their_read_out() -> None:
             device.intensities(np.ones((10, 4), dtype=np.uint8))
             seconds.append((device.usage - before).seconds)
     assert seconds == pytest.approx([10 * 500e-6, 10 * 10_000e-6])
-
-
-def test_a_run_is_told_its_device_time_before_it_starts(tmp_path: Path) -> None:
-    """The line on standard error, against what the summary counts afterwards."""
-    description = tmp_path / "slow.toml"
-    text = (ROOT / "hw_configs" / "gaussian.toml").read_text()
-    host = "host_us_per_frame = 3800.0\nhost_us_per_call = 100.0\n"
-    given = '{ status = "assumed", source = "test" }'
-    numbers = "".join(f'"frames.{key}" = {given}\n' for key in ("host_us_per_frame", "host_us_per_call"))
-    text = text.replace("frames_per_projection = 2\n", f"frames_per_projection = 2\n{host}", 1)
-    description.write_text(text.replace("[provenance]\n", f"[provenance]\n{numbers}"))
-    arguments = (
-        "train",
-        "pdfa",
-        "--data",
-        "digits",
-        "--epochs",
-        1,
-        "--out",
-        tmp_path / "run",
-        "--device",
-        description,
-    )
-    changes = ("--set", "trainer.encoding=planes", "--set", "sampler.batch_size=64")
-    done = opusim(*arguments, *changes, cwd=tmp_path, COLUMNS="80")
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert max(map(len, lines)) <= 80
-    line = " ".join(lines)
-    assert lines[0].startswith("device: about ")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    frames = int(line.split()[2].replace(",", ""))
-    assert frames == summary["frames"]
-    steps = summary["steps"]
-    host = duration(frames * 4300e-6 + steps * 100e-6)
-    told = f" in {steps:,} steps, {duration(frames * 500e-6)}, {host} with its host, {energy(frames * 500e-6 * 30)};"
-    assert told in line
-    assert summary["host_seconds"] == pytest.approx(summary["frames"] * 3800e-6 + steps * 100e-6)
-    with_host = duration(summary["seconds"] + summary["host_seconds"])
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert with_host in page
-    assert "with its host" in page

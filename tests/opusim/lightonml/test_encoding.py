@@ -260,12 +260,11 @@ def test_an_autoencoder_learns_a_code() -> None:
     assert OPU(n_components=30, simulated=True).fit_transform1d(code).shape == (128, 30)
 
 
-def test_a_convolutional_autoencoder_flattens_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_convolutional_autoencoder_flattens_its_code() -> None:
     images = torch.randn(8, 1, 6, 6)
     model = models.ConvAE(1, 3, 3, 1.0, padding=1, flatten=True)
     assert model(images).shape == images.shape
     models.train(model, [images], torch.optim.SGD(model.parameters(), lr=0.1), epochs=1, device="cpu")
-    assert "Epoch 1 of 1: training loss" in capsys.readouterr().out
     assert model.eval()(images).shape == (8, 3 * 36)
     model.flatten = False
     assert model(images).shape == (8, 3, 6, 6)

@@ -13,15 +13,7 @@ import torch
 from scipy import stats
 
 from opusim.randomness.kernels import digits_from_philox
-from opusim.randomness.rounded import (
-    ExactNoise,
-    Law,
-    NormalNoise,
-    _interval,
-    _standard,
-    grid_of,
-    toward_zero,
-)
+from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, _interval, _standard, grid_of, toward_zero
 from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, noise_stream
 from tests.oracles import naive_philox
 from tests.support.forked import in_forked_process

@@ -404,11 +404,7 @@ def test_sources_of_finished_numbers_add_as_before() -> None:
     [
         (lambda stream: stream.add_rounded(torch.zeros(3), math.nan), ValueError, "std = nan: must be 0 or"),
         (lambda stream: stream.add_rounded(torch.zeros(3), 1e-40), ValueError, "the normal float32 numbers"),
-        (
-            lambda stream: stream.add_rounded(torch.zeros(3).half(), 1.0),
-            TypeError,
-            "y has dtype torch.float16: must be torch.float32 or torch.float64",
-        ),
+        (lambda stream: stream.add_rounded(torch.zeros(3).half(), 1.0), TypeError, "y has dtype"),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)

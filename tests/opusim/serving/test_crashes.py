@@ -62,10 +62,7 @@ def train(steps: int, *devices: NoisyDevice) -> None:
 
 def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Laboratory) -> None:
     expected = local_readings(4, 2)
-    with (
-        ForkedServer(lab) as server,
-        open_device(f"{server.address}?silence_s=5", **WINDOW) as device,
-    ):
+    with ForkedServer(lab) as server, open_device(f"{server.address}?silence_s=5", **WINDOW) as device:
         device.seek(0)
         assert [torch.equal(device.project(X), each) for each in expected[0]] == [True, True]
         before = device.usage
@@ -77,9 +74,7 @@ def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Labora
             with pytest.raises(DeviceUnavailable, match="no answer from its server for 5 s"):
                 device.project(X)
             with ForkedServer(lab, port=server.port):
-                with pytest.raises(
-                    DeviceFault, match="its server was restarted, or dropped this client, amid a step"
-                ):
+                with pytest.raises(DeviceFault, match="its server was restarted, or dropped this client"):
                     device.project(X)
                 device.seek(1)  # as a resumed run does
                 assert [torch.equal(device.project(X), each) for each in expected[1]] == [True, True]
@@ -489,8 +484,6 @@ def test_the_monitor_of_a_simulation_is_that_of_the_local_device(lab: Laboratory
         open_device(address, **WINDOW) as remote,
         open_device("gaussian", **monitor, **WINDOW) as local,
     ):
-        assert remote.monitor.baseline is not None
-        assert local.monitor.baseline is not None
         assert np.array_equal(remote.monitor.baseline.to_array(), local.monitor.baseline.to_array())
         for device in (remote, local):
             device.compare_with(local.monitor.baseline)

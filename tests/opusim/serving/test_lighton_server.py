@@ -39,7 +39,6 @@ def served(lab: Laboratory, bind: str = "tcp://127.0.0.1:*") -> Iterator[tuple[s
     settings = {**os.environ, "PYTHONPATH": str(DOUBLE), "LIGHTONOPU_DOUBLE_FOLDER": str(lab.folder)}
     with subprocess.Popen([*command, *window], stdout=subprocess.PIPE, text=True, env=settings) as process:
         try:
-            assert process.stdout is not None
             lines = iter(process.stdout.readline, "")
             line = next(line for line in lines if line.startswith("serving on "))
             yield line.split()[-1].replace("tcp://", "remote://"), process

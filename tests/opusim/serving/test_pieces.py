@@ -110,16 +110,13 @@ def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        ConfigError, match="server.key: is missing; make it with: opusim device keys new server"
-    ):
+    with pytest.raises(ConfigError, match="server.key: is missing; make it with: opusim device keys new"):
         Users(tmp_path)
     make_key("server", tmp_path)
     alice = make_key("alice", tmp_path)
     (tmp_path / "bad.pub").write_text("nothing")
     users = Users(tmp_path)
     found = users.find(alice.public)
-    assert found is not None
     assert (found.name, found.secret) == ("alice", None)
     assert users.find(users.own.public) is None
     assert users.find("?" * 40) is None
@@ -138,7 +135,6 @@ def test_a_user_cannot_pass_for_another(tmp_path: Path, caplog: pytest.LogCaptur
     users = Users(tmp_path)
     assert users.find(eve.public) is None
     found = users.find(alice.public)
-    assert found is not None
     assert found.name == "alice"
     assert any("eve.pub: name: is 'alice'; rename the file to alice.pub" in line for line in caplog.messages)
     assert any("bob.pub: public: is the key of 'alice' too" in line for line in caplog.messages)
@@ -259,7 +255,6 @@ def test_laws_cross_without_loss() -> None:
     for law in laws:
         assert unpacked_law(*packed_law(law)) == law
         half = law_of_outputs(law, slice(1, 3))
-        assert half is not None
         assert half.n_outputs == 2
         assert (type(half), half.beta) == (type(law), law.beta)
         for bound in (0, 1):
@@ -333,9 +328,7 @@ def test_one_user_does_not_take_all_places() -> None:
     for ticket in ("t1", "t2", "t3"):
         places.queued("alice", ticket, "full", waits=True)
     assert places.queued("alice", "t1", "full", waits=True) == 1
-    with pytest.raises(
-        DeviceBusy, match="alice has 3 clients here, the most that a user may; close one of them"
-    ):
+    with pytest.raises(DeviceBusy, match="alice has 3 clients here, the most that a user may"):
         places.queued("alice", "t4", "full", waits=True)
     assert places.queued("bob", "t1", "full", waits=True) == 4
 

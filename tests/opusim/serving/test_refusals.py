@@ -41,9 +41,7 @@ def test_keys_decide_who_is_served(
     expire(lab.keys / "old.pub")
     with serving(lab) as address:
         lab.become("eve", monkeypatch)
-        with pytest.raises(
-            DeviceUnavailable, match="the server does not know the key of 'eve'; have its .pub"
-        ):
+        with pytest.raises(DeviceUnavailable, match="the server does not know the key of 'eve'"):
             open_device(address, **WINDOW)
         assert eventually(lambda: "refused a connection: its key is not known" in caplog.messages)
         lab.become("old", monkeypatch)
@@ -288,7 +286,6 @@ def test_a_session_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_no_client_sets_what_the_monitor_of_a_shared_device_compares_with(lab: Laboratory) -> None:
     served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40, "monitor": {"every_steps": 1}}
     with open_device("gaussian", n_inputs=12, n_outputs=40, monitor={"every_steps": 1}) as local:
-        assert local.monitor.baseline is not None
         forged = 3 * local.monitor.baseline.to_array()
     with serving(lab, "gaussian", served) as address, raw_socket(address) as dealer:
         session = opened_session(dealer).values["session"]
@@ -314,26 +311,17 @@ def test_a_client_that_keeps_others_out_must_use_the_device(
         assert other.project(X).shape == (16, 40)  # which keeps none out, and stays
 
 
-def test_a_server_takes_no_more_clients_than_it_may(lab: Laboratory) -> None:
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"clients": 1}, "it serves 1 clients"), ({"clients_per_user": 1}, "alice has 1 clients here")],
+)
+def test_a_server_takes_no_more_clients_than_it_may(lab: Laboratory, limits: dict, message: str) -> None:
     with (
-        serving(lab, limits=Limits(clients=1)) as address,
+        serving(lab, limits=Limits(**limits)) as address,
         open_device(address, **WINDOW),
-        pytest.raises(
-            DeviceBusy, match="it serves 1 clients, the most that it takes; wait for it with --wait"
-        ),
+        pytest.raises(DeviceBusy, match=message),
     ):
-        open_device(address, **WINDOW)
-
-
-def test_a_user_has_a_limited_number_of_clients(lab: Laboratory) -> None:
-    with (
-        serving(lab, limits=Limits(clients_per_user=1)) as address,
-        open_device(address, **WINDOW),
-        pytest.raises(
-            DeviceBusy, match="alice has 1 clients here, the most that a user may; close one of them"
-        ),
-    ):
-        open_device(f"{address}?wait_s=5", **WINDOW)
+        open_device(f"{address}?wait_s=5" if "clients_per_user" in limits else address, **WINDOW)
 
 
 def test_a_message_that_fails_in_an_unforeseen_way_ends_no_server(
@@ -374,9 +362,7 @@ def test_a_revoked_client_leaves_its_place_at_once(
 def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) -> None:
     limits = Limits(request_mib=0.01, reply_mib=0.1)
     with serving(lab, limits=limits) as address, open_device(address, **WINDOW) as device:
-        with pytest.raises(
-            ValueError, match="x has 0.02289 MiB, the server of device .* takes 0.01 at once; give fewer"
-        ):
+        with pytest.raises(ValueError, match="x has 0.02289 MiB, the server of device .* takes 0.01 at once"):
             device.project(torch.zeros(2000, 12))
         with pytest.raises(ValueError, match="would have 0.1221 MiB, the server takes 0.1 at most"):
             device.draw((800, 40))
@@ -387,10 +373,7 @@ def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) 
 def test_a_small_answer_that_is_cut_from_a_large_reading_is_refused(lab: Laboratory, is_shared: bool) -> None:
     """A window of one output behind 999 others is read with them, and noise is drawn for all outputs."""
     served = {"access": {"exclusive": is_shared}, "n_inputs": 12, "n_outputs": 1000}
-    with (
-        serving(lab, "gaussian", served, n_outputs=1000) as address,
-        raw_socket(address) as dealer,
-    ):
+    with serving(lab, "gaussian", served, n_outputs=1000) as address, raw_socket(address) as dealer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("opusim.serving.instrument.View.draw", lambda *_: pytest.fail("it was drawn"))
             session = opened_session(dealer, outputs_from=999, n_outputs=1).values["session"]

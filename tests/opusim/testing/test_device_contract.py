@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -156,37 +155,6 @@ class Stretched(GaussianDevice):
         return super()._project(x) * 1.5
 
 
-class Forgetful(GaussianDevice):
-    """Does not go back to a step."""
-
-    def _seek(self, step: int) -> None:
-        return
-
-
-@pytest.mark.parametrize(
-    ("broken", "test"),
-    [
-        (Quieter, "test_the_noise_drawn_is_the_reported_one"),
-        (Repeating, "test_every_reading_has_fresh_noise"),
-        (Stretched, "test_readings_are_linear_and_of_unit_entries"),
-        (Stretched, "test_the_noise_of_readings_is_the_reported_one"),
-        (Forgetful, "test_seek_repeats_a_step_in_experiment"),
-        (Boastful, "test_it_can_do_what_it_declares_and_names_what_it_lacks"),
-        (OtherMatrix, "test_the_matrix_is_that_of_the_readings"),
-        (WishfulCrossbar, "test_a_programmed_matrix_is_told_as_realised"),
-        (BareCrossbar, "test_products_are_those_of_the_told_matrix"),
-        (StaleCrossbar, "test_products_are_those_of_the_told_matrix"),
-    ],
-)
-def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], test: str) -> None:
-    class Contract(DeviceContract):
-        def open_window(self, **options: Any) -> NoisyDevice:
-            return broken(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
-
-    with pytest.raises((AssertionError, AttributeError)):
-        getattr(Contract(), test)()
-
-
 class Lawless(GaussianDevice):
     """Hardware without a stated law of noise, whose readings are scaled by a factor."""
 
@@ -198,11 +166,6 @@ class Lawless(GaussianDevice):
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         return super()._project(x) * self.factor
-
-
-class TestLawless(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        return Lawless(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
 
 
 class Unscaled(Lawless):
@@ -243,51 +206,45 @@ class Restless(Lawless):
         return super()._project(x).roll(type(self).opened, dims=1)
 
 
+class Forgetful(GaussianDevice):
+    """Does not go back to a step."""
+
+    def _seek(self, step: int) -> None:
+        return
+
+
 @pytest.mark.parametrize(
-    ("broken", "test", "sentence"),
+    ("broken", "test"),
     [
-        (
-            Unscaled,
-            "test_readings_are_linear_and_of_unit_entries",
-            r"entries have std 0\.2\d, not 1: set scale = 3\.\d",
-        ),
-        (
-            Intensities,
-            "test_readings_are_linear_and_of_unit_entries",
-            "not linear: .* return fields and not intens",
-        ),
-        (Dark, "test_readings_are_linear_and_of_unit_entries", "no light passes; check the laser"),
-        (
-            Batchwise,
-            "test_a_reading_does_not_depend_on_its_batch",
-            "depends on the other rows .* match each frame",
-        ),
-        (
-            Restless,
-            "test_the_matrix_stays_over_opening_and_closing",
-            "between two openings, .* keep window, exposure",
-        ),
-        (
-            Quieter,
-            "test_the_noise_drawn_is_the_reported_one",
-            "the law says .*: correct the law, or raise Noise",
-        ),
-        (
-            Repeating,
-            "test_every_reading_has_fresh_noise",
-            "repeat their noise: .*; read a fresh frame for each",
-        ),
-        (OtherMatrix, "test_the_matrix_is_that_of_the_readings", "return the matrix that the device applies"),
+        (Quieter, "test_the_noise_drawn_is_the_reported_one"),
+        (Repeating, "test_every_reading_has_fresh_noise"),
+        (Stretched, "test_readings_are_linear_and_of_unit_entries"),
+        (Stretched, "test_the_noise_of_readings_is_the_reported_one"),
+        (Unscaled, "test_readings_are_linear_and_of_unit_entries"),
+        (Intensities, "test_readings_are_linear_and_of_unit_entries"),
+        (Dark, "test_readings_are_linear_and_of_unit_entries"),
+        (Batchwise, "test_a_reading_does_not_depend_on_its_batch"),
+        (Restless, "test_the_matrix_stays_over_opening_and_closing"),
+        (Forgetful, "test_seek_repeats_a_step_in_experiment"),
+        (Boastful, "test_it_can_do_what_it_declares_and_names_what_it_lacks"),
+        (OtherMatrix, "test_the_matrix_is_that_of_the_readings"),
+        (WishfulCrossbar, "test_a_programmed_matrix_is_told_as_realised"),
+        (BareCrossbar, "test_products_are_those_of_the_told_matrix"),
+        (StaleCrossbar, "test_products_are_those_of_the_told_matrix"),
     ],
 )
-def test_a_failure_is_a_sentence_with_the_remedy(broken: type[NoisyDevice], test: str, sentence: str) -> None:
+def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], test: str) -> None:
     class Contract(DeviceContract):
         def open_window(self, **options: Any) -> NoisyDevice:
             return broken(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
 
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises((AssertionError, AttributeError)):
         getattr(Contract(), test)()
-    assert re.search(sentence, str(found.value)), str(found.value)
+
+
+class TestLawless(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return Lawless(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
 
 
 class Incoherent(CameraDevice):

@@ -30,7 +30,7 @@ class Fault:
     """One planted fault.
 
     Attributes:
-        name: As its file is called.
+        name: Of its own.
         breaks: What it does to which promise, one sentence.
         trainers: Values of trainer.kind that it reaches.
         protections: Values of protection.kind that it reaches.

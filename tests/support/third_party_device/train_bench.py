@@ -6,12 +6,7 @@ import opusim
 
 opusim.register_device("lab_bench", BenchDevice)
 run = opusim.train(
-    {
-        "epochs": 1,
-        "data": {"name": "digits"},
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "bench.toml"},
-    },
+    {"epochs": 1, "data": {"name": "digits"}, "trainer": {"kind": "pdfa"}, "device": {"name": "bench.toml"}},
     folder="runs/bench",
 )
 print(run)

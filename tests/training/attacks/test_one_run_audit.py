@@ -30,14 +30,7 @@ from opusim.training.engine.session import train_planned
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.runs.folder import RunFolder
-from tests.support.faults import (
-    averaged_before_noise,
-    clipped_by_layer,
-    noise_halved,
-    noise_reused,
-    sampled_too_often,
-)
-from tests.support.faults.base import Fault
+from tests.support.faults import NAMED, Fault
 
 N, FEATURES, CANARIES = 300, 32, 2000
 RUN: dict[str, Any] = {
@@ -111,7 +104,7 @@ def test_correlated_noise_is_undone_before_it_is_scored(tmp_path: Path) -> None:
     updates = audited(folder).scores()["all updates"]
     assert 2.8 <= updates.bound(Method.NORMAL_ESTIMATE).epsilon <= 5.2
     assert not updates.refuting
-    assert audited(folder, noise_halved.FAULT).scores()["all updates"].refuting
+    assert audited(folder, NAMED["noise_halved"]).scores()["all updates"].refuting
 
 
 def test_a_drawn_canary_is_read_through_the_bands() -> None:
@@ -136,7 +129,7 @@ def test_a_run_of_the_adam_family_is_audited_by_its_sums(tmp_path: Path, name: s
     assert 2.8 <= updates.bound(Method.NORMAL_ESTIMATE).epsilon <= 5.2
     assert "optimizer's state" in updates.plan.adversary
     assert found.controls_hold
-    assert audited(folder, noise_halved.FAULT).scores()["all updates"].refuting
+    assert audited(folder, NAMED["noise_halved"]).scores()["all updates"].refuting
 
 
 @pytest.mark.slow
@@ -150,11 +143,11 @@ def test_a_seed_repeats_the_audit(pdfa: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "adversary"),
     [
-        (noise_halved.FAULT, "all updates"),
-        pytest.param(noise_reused.FAULT, "consecutive updates", marks=pytest.mark.slow),
-        pytest.param(clipped_by_layer.FAULT, "all updates", marks=pytest.mark.slow),
-        pytest.param(averaged_before_noise.FAULT, "all updates", marks=pytest.mark.slow),
-        pytest.param(sampled_too_often.FAULT, "all updates", marks=pytest.mark.slow),
+        (NAMED["noise_halved"], "all updates"),
+        pytest.param(NAMED["noise_reused"], "consecutive updates", marks=pytest.mark.slow),
+        pytest.param(NAMED["clipped_by_layer"], "all updates", marks=pytest.mark.slow),
+        pytest.param(NAMED["averaged_before_noise"], "all updates", marks=pytest.mark.slow),
+        pytest.param(NAMED["sampled_too_often"], "all updates", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_refuted(pdfa: Path, fault: Fault, adversary: str) -> None:
@@ -295,7 +288,7 @@ def test_the_command_audits_one_training(pdfa: Path, tmp_path: Path) -> None:
     document = (tmp_path / "page" / "one-run.pdf").read_bytes()
     assert document.count(b"/Type /Page ") == 1
     assert b"595" in document  # A4, in points
-    with noise_halved.FAULT.planted():
+    with NAMED["noise_halved"].planted():
         assert runner.invoke(app, [*command, "--canaries", "2000", "--seed", "1"]).exit_code == 1
     assert runner.invoke(app, [*command, "--trials", "40"]).exit_code != 0
     assert runner.invoke(app, ["audit", str(pdfa), "--canaries", "40"]).exit_code != 0

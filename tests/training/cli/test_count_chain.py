@@ -29,7 +29,6 @@ def documented(device: str, kept: str) -> list[list[str]]:
     """Commands of the page's section, for a device and what is kept."""
     section = PAGE.read_text().split("### From frames to a private network")[1]
     block = re.search(r"```console\n(.*?)```", section, re.DOTALL)
-    assert block is not None
     lines = block.group(1).replace("\\\n", " ").splitlines()
     assert len(lines) == 11
     found = []

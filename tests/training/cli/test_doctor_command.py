@@ -40,22 +40,6 @@ def test_a_sound_installation_is_described_without_its_folders(tmp_path: Path, m
     assert all(part not in result.stdout for part in (str(tmp_path), str(Path.home()) + "/", "secret-word"))
 
 
-def test_the_text_fits_80_columns_and_ends_with_what_to_do(tmp_path: Path, monkeypatch: Patch) -> None:
-    def look() -> object:
-        yield doctor.Fact("driver", f"not found in {tmp_path}, {'and so on ' * 20}", broken=True)
-        yield doctor.Fact("other", "sound")
-        raise OSError("no\nsensor")
-
-    monkeypatch.setattr(doctor, "_SECTIONS", {"Parts": look})
-    result = opusim("doctor", cwd=tmp_path)
-    lines = result.stdout.splitlines()
-    assert result.returncode == 1
-    assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("!!driver: not found in ., and so on")
-    assert lines[-4:-2] == ["  other: sound", "!!failed: OSError: no sensor"]
-    assert lines[-1] == "2 broken, marked !! above. Paste this into a report."
-
-
 def missing_library(tmp_path: Path, patch: Patch) -> None:
     needed = ["numpy>=999", "no-such-library>=2", 'no-such-extra; extra == "llm"']
     patch.setattr(importlib.metadata, "requires", lambda name: needed)

@@ -6,7 +6,6 @@ import pytest
 
 from opusim.description.section import merged, parse_setting
 from opusim.errors import ConfigError
-from opusim.training.cli.options import key_rows
 from opusim.training.config import RunConfig, load_config
 
 
@@ -113,10 +112,7 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
         ("protection={kind='label-budget'}", "protection.kind: 'label-budget' was dropped; take"),
         ("protection={kind='label-budget', epsilon=1}", "protection.kind: 'label-budget' was dropped; take"),
-        (
-            "trainer={kind='dfa', projection='hadamard'}",
-            "trainer.projection: 'hadamard' was dropped; take 'gaus",
-        ),
+        ("trainer={kind='dfa', projection='hadamard'}", "trainer.projection: 'hadamard' was dropped"),
         ("protection={kind='label-readout', epsilon=1}", "protection.noise: 'digital' was dropped; take"),
         ("trainer.rows=3.5", r"trainer\.rows: 3\.5: must be 'each', 'sum' or a whole number of at least 1"),
         ("model.name=own.Net", "did you mean 'own:Net'"),
@@ -181,14 +177,6 @@ def test_merging_goes_key_by_key() -> None:
     assert merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}) == {"a": {"b": 3, "c": 2}, "d": 4}
 
 
-def test_every_option_has_a_meaning() -> None:
-    rows = key_rows()
-    assert {"epochs", "trainer.tau_b", "optimizer.lr", "device.name"} <= {key for key, _, _ in rows}
-    assert all(meaning for _, _, meaning in rows)
-
-
 def test_the_name_of_a_trainer_is_no_file() -> None:
-    with pytest.raises(
-        ConfigError, match=r"is a trainer and no file; write config=\{'trainer': \{'kind': 'pdfa'\}\}"
-    ):
+    with pytest.raises(ConfigError, match=r"is a trainer and no file; write config=\{'trainer': \{'kind'"):
         load_config("pdfa")

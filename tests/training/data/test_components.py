@@ -87,7 +87,6 @@ def test_components_of_invented_images_do_not_hide_private_ones() -> None:
         invented = synthetic_components(images, 4, whitening=0.5, cached=False)
         found = reduced(images, invented).components
         assert invented.public
-        assert found is not None
         assert found.public is is_public
 
 
@@ -133,7 +132,6 @@ def test_a_run_with_components_takes_raw_features(tmp_path: Path) -> None:
 def test_a_known_data_set_is_evaluated_through_the_runs_own_components(tmp_path: Path) -> None:
     config = {**CONFIG, "data": {"name": "digits", "components": 10}, "sampler": {"batch_size": 128}}
     run = training.train(config, folder=tmp_path)
-    assert run.summary is not None
     assert evaluate_run(tmp_path)["accuracy"] == run.summary["test_accuracy"]
 
 
@@ -231,9 +229,7 @@ def test_mirrored_components_are_the_same_for_mirror_images(tmp_path: Path) -> N
 
 def test_mirrored_components_are_those_of_invented_images(tmp_path: Path) -> None:
     config = merged(CONFIG, {"data": {"components": SMALL, "components_mirrored": True}})
-    with pytest.raises(
-        ConfigError, match="data.components_mirrored.*does nothing here: it needs .*'synthetic'"
-    ):
+    with pytest.raises(ConfigError, match="data.components_mirrored.*does nothing here"):
         training.train(config, data=data(), folder=tmp_path / "run")
 
 

@@ -98,10 +98,8 @@ def test_a_map_reads_each_record_apart(public: PublicMap) -> None:
 def test_a_run_on_a_map_learns_and_evaluates_as_it_trained(kind: str, tmp_path: Path, cache: Path) -> None:
     config = {**CONFIG, "data": {"features": kind, **KINDS[kind]}}
     run = training.train(config, folder=tmp_path / "run")
-    assert run.summary is not None
     assert run.summary["test_accuracy"] > (0.5 if kind == "hog" else 0.85)  # 36 numbers of an 8 x 8 image
     data = load_dataset("digits", validation_fraction=0.1, split_seed=0)
-    assert data.test is not None
     raw = (data.test.x * data.standardisation.std + data.standardisation.mean).numpy()
     found = training.load_run(tmp_path / "run").evaluate(raw, data.test.y.numpy())
     assert found["accuracy"] == pytest.approx(run.summary["test_accuracy"], abs=2e-3)

@@ -24,6 +24,7 @@ from opusim.training.data import load_dataset, public_maps
 from opusim.training.data.public_maps import OpticalMap
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
+from tests.support.private_loops import private_loop
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},
@@ -56,14 +57,12 @@ def test_a_run_trains_on_the_devices_intensities(tmp_path: Path) -> None:
     assert (facts["n_inputs"], facts["n_features"]) == (64, 300)
     assert run.n_features == 64
     test = load_dataset("digits", validation_fraction=0.1, split_seed=0).test
-    assert test is not None
     with open_device("ideal", n_inputs=64, n_outputs=300) as device:
         wanted = device.intensities((test.x > 0).to(torch.uint8))
     mapped = OpticalMap.from_facts(facts).apply(test.x)
     torch.testing.assert_close(
         mapped.float() * facts["spread"] + facts["centre"], wanted, rtol=2e-3, atol=0.1
     )
-    assert run.summary is not None
     found = training.load_run(tmp_path / "run").evaluate(*raw_digits())
     assert found["accuracy"] == pytest.approx(run.summary["test_accuracy"], abs=1e-9)
     plain = training.train({**CONFIG, "data": {}}, folder=tmp_path / "plain")
@@ -74,7 +73,6 @@ def test_a_run_trains_on_the_devices_intensities(tmp_path: Path) -> None:
 def raw_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return the test digits as they are before standardisation."""
     data = load_dataset("digits", validation_fraction=0.1, split_seed=0)
-    assert data.test is not None
     scale = data.standardisation
     return (data.test.x * scale.std + scale.mean).numpy(), data.test.y.numpy()
 
@@ -188,19 +186,13 @@ def test_a_device_that_repeats_frames_joins_records(tmp_path: Path) -> None:
 
 
 def test_make_private_refuses_feedback_by_a_device_that_repeats_frames(tmp_path: Path) -> None:
-    x, y = torch.randn(40, 9), torch.arange(40) % 3
+    loader = DataLoader(TensorDataset(torch.randn(40, 9), torch.arange(40) % 3), batch_size=10)
     net = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
     camera = {"transfer": {"repeated": 0.2}}
     with open_device("camera", n_inputs=3, n_outputs=8, camera=camera) as device:
         model = opusim.FeedbackAlignment(net, points=["1"], device=device)
         with pytest.raises(ValueError, match="repeats frames"):
-            opusim.make_private(
-                module=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                criterion=nn.CrossEntropyLoss(),
-                data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
-                max_grad_norm=1.0,
-                target_delta=1e-5,
-                noise_multiplier=1.0,
-                folder=tmp_path / "loop",
+            private_loop(
+                tmp_path / "loop",
+                (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader),
             )

@@ -205,12 +205,7 @@ def test_what_a_sampler_says_about_itself(
         (("poisson", 10, 11, 0), {}, ValueError, r"batch_size = 11: must be an integer in \[1, 10\]"),
         (("fixed-size", 10, 0, 0), {}, ValueError, r"batch_size = 0: must be an integer in \[1, 10\]"),
         (("fixed-size", 10, 2.5, 0), {}, TypeError, "batch_size = 2.5: must be an integer, not float"),
-        (
-            ("fixed-size", 10, None, 0),
-            {},
-            TypeError,
-            "batch_size = None: scheme 'fixed-size' needs a batch size",
-        ),
+        (("fixed-size", 10, None, 0), {}, TypeError, "batch_size = None: scheme 'fixed-size' needs a batch"),
         (("shuffled-epochs", 0, 1, 0), {}, ValueError, r"n_records = 0: must be at least 1"),
         (("shuffled-epochs", 10, 2, -1), {}, ValueError, r"seed = -1: must be an integer in \[0, "),
         (("full-batch", 10, 4, 0), {}, ValueError, "batch_size = 4: must be None or n_records = 10"),
@@ -218,12 +213,7 @@ def test_what_a_sampler_says_about_itself(
         (("shuffled-epochs", 10, 2, 0), {"drop": 1}, TypeError, "no option 'drop'; its options: drop_last"),
         (("poisson-min-batch", 10, 2, 0), {}, TypeError, "needs the option 'min_batch_size'"),
         (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 9}, ValueError, "reached with probability"),
-        (
-            ("poisson-min-batch", 10, 2, 0),
-            {"min_batch_size": 11},
-            ValueError,
-            r"min_batch_size = 11: must be an integer in \[0, 10\]",
-        ),
+        (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 11}, ValueError, "min_batch_size = 11"),
     ],
 )
 def test_make_sampler_names_what_is_wrong(

@@ -201,6 +201,4 @@ def test_a_known_data_set_splits_by_content_as_well() -> None:
     index = load_dataset("digits", split_seed=0)
     assert (digits.split, index.split) == ("content", "index")
     assert len(digits.train) + len(digits.validation) == len(index.train) + len(index.validation)
-    assert digits.test is not None
-    assert index.test is not None
     assert torch.equal(digits.test.x, index.test.x)  # a fixed fifth of a public data set

@@ -239,7 +239,6 @@ def test_auto_takes_a_card_and_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: facts)
     assert cards.named_here("auto") == "cuda"
     text = cards.place_text("auto")
-    assert text is not None
     assert text.startswith("trains on cuda (A card, 80")
     assert text.endswith("as torch_device = 'auto' chose")
     with pytest.raises(ConfigError, match="'cuda:1' is not available here"):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks.devices.faults import EVERY_STEPS, description_file, inject, train, undisturbed
-from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.devices.kinds import register_device
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training.reports.run_report import write_report
@@ -62,22 +61,6 @@ def test_a_monitored_run_keeps_its_first_look_and_reports(tmp_path: Path) -> Non
     run = train(tmp_path / "run", description_file(tmp_path, None))
     assert run.folder.baseline_file.exists()
     assert write_report(run).exists()
-
-
-def test_the_command_names_a_held_device_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
-    code = "from opusim.training.cli import main; main()"
-    command = [sys.executable, "-c", code, "train", "pdfa", "--set", "device.access.exclusive=true"]
-    use = ExclusiveUse("gaussian")
-    use.acquire()
-    try:
-        done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True)
-    finally:
-        use.release()
-    assert done.returncode == 3
-    assert "device 'gaussian' is held by process" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_missing_hardware_is_named_without_loading_torch(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "taken over\n"
     time.sleep(delay)
     process.send_signal(signal.SIGINT)

@@ -45,9 +45,7 @@ def test_a_run_names_what_rests(tmp_path: Path, kind: str) -> None:
     )
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     planted = PutBack(model[2].bias.detach())
-    with pytest.warns(
-        UserWarning, match=r"^after 16 steps, 1 of 4 trained tensors have not moved: 2\.bias; give"
-    ):
+    with pytest.warns(UserWarning, match=r"^after 16 steps, 1 of 4 trained tensors have not moved: 2\.bias"):
         opusim.train(config, data=DATA, model=model, folder=tmp_path / "2", callbacks=[planted])
 
 
@@ -61,16 +59,8 @@ def test_a_private_loop_names_what_has_no_rate(tmp_path: Path) -> None:
     with private_loop(tmp_path / "2", (model, torch.optim.SGD(groups, lr=0.5), criterion, loader)) as private:
         for _ in range(3):
             run_epoch(private)
-        with pytest.warns(
-            UserWarning, match=r"^after 16 steps, 1 of 4 .* moved: 2\.bias; give them to the optimizer"
-        ):
+        with pytest.warns(UserWarning, match=r"^after 16 steps, 1 of 4 .* moved: 2\.bias"):
             run_epoch(private)
-
-
-def test_many_tensors_take_one_line() -> None:
-    movement = Movement(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
-    with pytest.warns(UserWarning, match="6 of 6 .*: 0.weight, 0.bias, 1.weight, 1.bias and 2 more; "):
-        movement.tell(16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])

@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -212,29 +209,3 @@ def test_release_mode_stores_no_seed_and_draws_afresh(tmp_path: Path) -> None:
     assert "seed" not in json.loads((tmp_path / "one" / "config.json").read_text())["config"]
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     assert not any(torch.equal(one[name], two[name]) for name in one if name.endswith("weight"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "wanted"), [("pdfa", 20), ("zo", 50)])
-def test_sigkill_at_random_moments(tmp_path: Path, seed: int, kind: str, wanted: int) -> None:
-    """The installed command, killed from outside at 20 or 50 random moments and resumed each time."""
-    command = [sys.executable, "-c", "from opusim.training.cli import main; main()"]
-    options = ["--set", "threads=1", "--set", "checkpoint.every_steps=7", "--epochs", "40", "--quiet"]
-    subprocess.run([*command, "train", kind, *options, "--out", str(tmp_path / "unbroken")], check=True)
-    broken = tmp_path / "broken"
-    moments = random.Random(seed)
-    kills = 0
-    while kills < wanted or not RunFolder(broken).finished:
-        if RunFolder(broken).finished:  # too quick for so many kills: begin once more
-            shutil.rmtree(broken)
-        begun = RunFolder(broken).started
-        verb = ["resume", str(broken), "--quiet"] if begun else [kind, *options, "--out", str(broken)]
-        process = subprocess.Popen([*command, "train", *verb])
-        if kills < wanted:
-            time.sleep(moments.uniform(0.5, 5.0))
-            kills += process.poll() is None
-            process.kill()
-        process.wait()
-    expected, found = tensors(tmp_path / "unbroken"), tensors(broken)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert (tmp_path / "unbroken" / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from opusim import training
-from opusim.errors import ConfigError, DeviceError
+from opusim.errors import ConfigError
 from opusim.training.config.run import load_config
 from opusim.training.data import from_arrays
 from opusim.training.engine.session import train_on
 from opusim.training.errors import DataError, RunFolderError, TrainingDiverged
-from opusim.training.reports.run_report import write_report
 from opusim.training.runs.run import evaluate_run
 
 CONFIG = {"epochs": 2, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}}
@@ -83,7 +82,6 @@ def test_own_data_is_written_down_as_such(tmp_path: Path) -> None:
 def test_a_known_data_set_is_evaluated_under_the_runs_own_constants(tmp_path: Path) -> None:
     config = {**CONFIG, "epochs": 5, "data": {"name": "digits", "mean": 0.1, "std": 0.2}}
     run = training.train(config, folder=tmp_path)
-    assert run.summary is not None
     assert evaluate_run(tmp_path)["accuracy"] == run.summary["test_accuracy"]
 
 
@@ -94,39 +92,6 @@ def test_numpy_in_numpy_out_torch_in_torch_out(tmp_path: Path) -> None:
     assert isinstance(classes, np.ndarray)
     assert classes.shape == (60,)
     assert torch.equal(run.predict(torch.from_numpy(x)), torch.from_numpy(classes))
-
-
-def test_a_run_shows_its_figures_in_a_notebook(tmp_path: Path) -> None:
-    protected = {**CONFIG, "epochs": 2, "protection": {"kind": "record", "noise_multiplier": 1.0}}
-    protected["data"] = {"n_classes": 3}
-    run = training.train(protected, data=data(), folder=tmp_path / "run")
-    assert len(repr(run.guarantees[0])) < 400
-    assert repr(run.guarantees[0]).startswith(
-        f"Guarantee(epsilon={run.guarantees[0].epsilon:.4g}, delta=1e-05"
-    )
-    assert f'<td style="text-align:left">{run.step} (finished)</td>' in run._repr_html_()
-    chart = run.plot()
-    assert [line.x for line in chart.lines] == [(1, 2)]
-    alignment = run.plot("alignment")
-    assert alignment.y_label == "cosine with the gradient"
-    found = [[*line.y] for line in alignment.lines]
-    assert found == [
-        list(layer) for layer in zip(*[record["alignment"] for record in run.metrics], strict=True)
-    ]
-    assert {line.label.split(",")[0] for line in run.plot("noise").lines} == {"signal", "noise"}
-    with pytest.raises(ValueError, match="what = 'aligment'"):
-        run.plot("aligment")  # type: ignore[arg-type]
-    assert chart._repr_html_() == chart.svg().decode()
-    assert len(repr(chart)) < 100
-    assert run.metrics._repr_html_().count("<tr>") == 3
-    assert run.metrics[-1]["epoch"] == 2
-    pytest.importorskip("pandas")
-    frame = run.metrics.frame()
-    assert list(frame.index) == [1, 2]
-    assert frame["train_loss"].tolist() == [record["train_loss"] for record in run.metrics]
-    released = training.train({**protected, "mode": "release"}, data=data(), folder=tmp_path / "released")
-    with pytest.raises(ValueError, match="has no metrics of learning to draw; release mode keeps none"):
-        released.plot()
 
 
 def test_it_learns_and_generalises(tmp_path: Path) -> None:
@@ -143,15 +108,7 @@ def test_the_folder_holds_what_the_run_was(tmp_path: Path) -> None:
     assert run.config.threads == 1
     assert [record["epoch"] for record in run.metrics] == [1, 2]
     assert len(run.metrics[0]["alignment"]) == 2
-    assert run.summary is not None
     assert run.summary["frames"] == 2 * 2 * 54  # positive and negative frames, two epochs, 54 records
-
-
-def test_a_cameras_law_is_kept_in_a_few_words(tmp_path: Path) -> None:
-    run = training.train({**CONFIG, "device": {"name": "camera_low_light"}}, data=data(), folder=tmp_path)
-    assert run.facts["noise"]["law"] == "photon_count"
-    assert run.folder.config_file.stat().st_size < 20_000
-    assert run.facts["noise"]["description"] in write_report(run).read_text()
 
 
 @pytest.mark.parametrize(
@@ -191,11 +148,7 @@ def test_threads_are_put_back(tmp_path: Path) -> None:
             ConfigError,
             "device.*does nothing",
         ),
-        (
-            {"sampler": {"batch_size": 256}},
-            ConfigError,
-            "sampler.batch_size.*exceeds the 54 training records",
-        ),
+        ({"sampler": {"batch_size": 256}}, ConfigError, "sampler.batch_size.*exceeds the 54 training"),
         ({"torch_device": "cuda:99" if torch.cuda.is_available() else "cuda"}, ConfigError, "torch_device"),
         ({"torch_device": "abacus"}, ConfigError, "no torch device"),
         ({"device": {"name": "gaussian", "noise": {"sigma": 1e30}}}, ConfigError, "exceeds 1e.12"),
@@ -267,12 +220,6 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, reseal: Call
         training.load_run(tmp_path / "small")
 
 
-def test_errors_share_the_roots_that_the_command_line_maps() -> None:
-    assert issubclass(DataError, ValueError)
-    assert issubclass(RunFolderError, ValueError)
-    assert not issubclass(ConfigError, DeviceError)
-
-
 def test_records_are_not_priced_under_another_name() -> None:
     """Records named digits would pass for data whose number of classes is public."""
     config = load_config(
@@ -284,7 +231,5 @@ def test_records_are_not_priced_under_another_name() -> None:
     )
     x, y = np.zeros((40, 4)), np.arange(40) % 2
     records = from_arrays(x, y, validation_fraction=0.1, split_seed=0)
-    with pytest.raises(
-        ConfigError, match="data.name: 'digits' is not the name of the given data set .*'arrays'"
-    ):
+    with pytest.raises(ConfigError, match="data.name: 'digits' is not the name of the given data set"):
         train_on(config, records, None)

@@ -231,11 +231,6 @@ def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_twenty_killed_processes(tmp_path: Path) -> None:
-    require_kills_are_paid(tmp_path, "run", seed=6, kills=20)
-
-
-@pytest.mark.slow
 def test_torchrun_starts_the_commands_of_the_documentation(tmp_path: Path) -> None:
     """Also that the processes end without an abort, which gloo's threads would cause now and then."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -45,9 +45,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
     assert done.returncode == 0, done.stdout + done.stderr
     return {
         name: Story(
-            codes=told["codes"],
-            computed=Counter(told["begun"]),
-            ledger=RunFolder(root / name).read_ledger(),
+            codes=told["codes"], computed=Counter(told["begun"]), ledger=RunFolder(root / name).read_ledger()
         )
         for name, told in json.loads(done.stdout).items()
     }

@@ -51,16 +51,8 @@ def config(trainer: str, **protection: Any) -> dict[str, Any]:
     return {**BASE, "trainer": {"kind": trainer}, "protection": protection or {"kind": "none"}}
 
 
-@pytest.mark.parametrize("what", PACKAGES)
-def test_a_package_is_short(what: str) -> None:
-    lines = [line for path in PACKAGES[what].rglob("*.py") for line in path.read_text().splitlines()]
-    code = [line for line in lines if line.strip() and not line.lstrip().startswith(('"""', "#"))]
-    assert len(code) < 60
-
-
 def test_a_trainer_learns(tmp_path: Path) -> None:
     run = train(config("softmax"), data=arrays(), folder=tmp_path / "run")
-    assert run.summary is not None
     assert run.summary["train_accuracy"] > 0.8
     (guarantee,) = run.guarantees
     assert guarantee.epsilon == float("inf")
@@ -116,9 +108,7 @@ def test_a_trainer_that_declares_nothing_is_not_called_private(
     from lab_softmax.trainer import SoftmaxTrainer
 
     monkeypatch.setattr(SoftmaxTrainer, "applies", frozenset())
-    with pytest.raises(
-        NoGuarantee, match="protection.kind = 'record' needs a trainer that applies 'gradients'"
-    ):
+    with pytest.raises(NoGuarantee, match="protection.kind = 'record' needs a trainer that applies"):
         train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
     train(config("softmax"), data=arrays(), folder=tmp_path / "plain")
     with pytest.raises(NoGuarantee, match="trainer.kind = 'softmax' applies no protection"):

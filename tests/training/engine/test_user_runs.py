@@ -68,7 +68,6 @@ def test_a_run_takes_the_clipped_means_of_users(tmp_path: Path, fixed: bool) -> 
     )
     plan = RunPlan.stored(RunFolder(tmp_path / "run"), records(), model())
     users, wanted = plan.users, model()
-    assert users is not None
     train = plan.dataset.train
     parameters = list(wanted.parameters())
     for step in range(plan.total_steps):

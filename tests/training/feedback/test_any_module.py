@@ -13,27 +13,22 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from benchmarks.bare import feedback_trainer
-from opusim import open_device, training
+from opusim import FeedbackAlignment, open_device, training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError, DeviceError
-from opusim.training.cli.train import print_run
-from opusim.training.config.sections import MODEL_NAMES, OptimizerConfig
-from opusim.training.data import from_arrays
+from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.algorithm import Trainer
-from opusim.training.errors import DataError, RunFolderError, TrainingDiverged
+from opusim.training.errors import RunFolderError, TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from opusim.training.feedback.modules import ModuleGradients, feedback_points
-from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule, from_recipe
 from opusim.training.networks.functions import Objective, measure
-from opusim.training.networks.models import MODELS
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.user_code import require_trusted
 from opusim.training.reports.run_report import write_report
 from opusim.training.runs.folder import RunFolder, read_run
-from opusim.training.runs.listing import list_runs
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -64,10 +59,6 @@ def module() -> nn.Module:
         nn.Dropout(0.2),
         nn.Linear(16, 3),
     )
-
-
-def test_the_configuration_lists_every_model() -> None:
-    assert ("mlp", *MODELS) == MODEL_NAMES
 
 
 @pytest.mark.parametrize(
@@ -151,7 +142,6 @@ def test_a_built_in_model_comes_back_from_its_folder(tmp_path: Path) -> None:
     back, (x, y) = training.load_run(tmp_path), images()
     assert np.array_equal(back.predict(x), run.predict(x))
     assert back.evaluate(x, y)["accuracy"] > 0.5
-    assert run.summary is not None
     assert run.summary["train_accuracy"] > 0.5
 
 
@@ -197,7 +187,6 @@ def test_every_target_is_learnt_measured_and_reported(tmp_path: Path, target: st
     change, data, model, figure = TARGETS[target]
     config = {**CONFIG, "trainer": {"kind": "dfa"}, "epochs": 8, **change}
     run = training.train(config, data=data, model=model, folder=tmp_path)
-    assert run.summary is not None
     assert run.metrics[-1]["train_loss"] < 0.8 * run.metrics[0]["train_loss"]
     assert math.isfinite(run.summary[f"validation_{figure}"])
     figures = training.load_run(tmp_path, model=model).evaluate(*data)
@@ -258,7 +247,6 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
     protection = {"kind": "label-randomized-response", "epsilon": 4.0}
     config = {**CONFIG, "protection": protection, "trainer": {"kind": "dfa"}, "epochs": 6}
     run = training.train(config, data=images(240), model=module(), folder=tmp_path)
-    assert run.summary is not None
     assert run.summary["validation_accuracy"] > 0.6
     assert run.guarantees[0].epsilon == pytest.approx(4.0, abs=1e-3)
 
@@ -266,35 +254,15 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"protection": {"kind": "record", "noise_multiplier": 1.0}},
-            ValueError,
-            "BatchNorm2d '1' mixes the records of a batch: .* such as nn.GroupNorm",
-        ),
-        (
-            {"protection": {"kind": "label-amplified", "epsilon": 3.0}},
-            NoGuarantee,
-            "'label-amplified' noises the signal of each layer in the geometry of its public inputs",
-        ),
-        (
-            {"trainer": {"tau_b": 1.0, "order": "published"}},
-            ConfigError,
-            "trainer.order: 'published' does nothing",
-        ),
-        (
-            {"trainer": {"threshold": 0.3, "encoding": "ternary"}},
-            ConfigError,
-            "other models take trainer.relative_threshold",
-        ),
+        ({"protection": {"kind": "record", "noise_multiplier": 1.0}}, ValueError, "BatchNorm2d '1' mixes"),
+        ({"protection": {"kind": "label-amplified", "epsilon": 3.0}}, NoGuarantee, "'label-amplified'"),
+        ({"trainer": {"tau_b": 1.0, "order": "published"}}, ConfigError, "trainer.order: 'published'"),
+        ({"trainer": {"threshold": 0.3, "encoding": "ternary"}}, ConfigError, "other models take"),
         ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
         ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
         ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
         ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
-        (
-            {"model": {"name": "conv-small"}},
-            ConfigError,
-            "'conv-small' names a network, and model=Sequential was",
-        ),
+        ({"model": {"name": "conv-small"}}, ConfigError, "'conv-small' names a network"),
         ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
     ],
 )
@@ -360,11 +328,6 @@ def test_tokens_are_classified(tmp_path: Path, name: str) -> None:
     assert run.predict(x).shape == (90,)
 
 
-def test_points_that_are_on_the_model_already_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="give the plain module"):
-        training.train(CONFIG, data=images(), model=FeedbackAlignment(module()), folder=tmp_path / "run")
-
-
 class Pair(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x.flatten(1)), x
@@ -372,15 +335,9 @@ class Pair(nn.Linear):
 
 def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
     for model, message in (
-        (
-            nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
-            r"gives \(2, 4\) for two records of shape \(1, 4, 4\)",
-        ),
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), r"gives \(2, 4\) for two records of shape \(1, 4"),
         (Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return only"),
-        (
-            module().double(),
-            r"the module holds torch.float64 and records are torch.float32; give model.float\(\)",
-        ),
+        (module().double(), "the module holds torch.float64 and records are torch.float32"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -510,9 +467,7 @@ def test_code_of_the_user_executes_when_trusted_only(
 def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, network: dict) -> None:
     """An untrusted folder may name code in its configuration or recipe and leave out the list of it."""
     facts = {"config": config, "network": network}
-    with pytest.raises(
-        RunFolderError, match=r"a\.b:f, for which the folder lists no file\. Look .*--trust-code"
-    ):
+    with pytest.raises(RunFolderError, match=r"a\.b:f, for which the folder lists no file\. Look"):
         require_trusted(facts, trust_code=False)
     require_trusted(facts, trust_code=True)
     require_trusted({"config": {"loss": "cross-entropy"}, "network": {}}, trust_code=False)
@@ -574,48 +529,8 @@ def test_the_loss_follows_the_target_and_gain_0_is_for_modules(tmp_path: Path) -
         {**config, "model": {"name": "gru", "options": {"width": 4}}}, data=(x, y), folder=tmp_path / "0"
     )
     assert run.config.trainer_as(DfaConfig).gain == 0
-    with pytest.raises(
-        ConfigError, match="trainer.gain: 0 leaves a fully connected network without feedback"
-    ):
+    with pytest.raises(ConfigError, match="trainer.gain: 0 leaves a fully connected network"):
         training.train(config, data=(x.reshape(60, -1), y), folder=tmp_path / "mlp")
-
-
-def test_a_run_says_what_it_is_and_that_it_predicts_worse_than_the_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    x, y = images()
-    config = {**CONFIG, "data": {"target": "real"}, "trainer": {"kind": "bp"}, "model": {"hidden": [8]}}
-    found = [
-        training.train(config, data=(x.reshape(60, -1), targets), folder=tmp_path / str(number))
-        for number, targets in enumerate((100.0 + y, 4 * x[:, 0, 0, 0]))
-    ]
-    shown = repr(found[0])
-    assert shown.startswith(
-        f"Run(folder='{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
-    )
-    assert f"validation_rmse={found[0].summary['validation_rmse']:.4g}" in shown
-    assert found[1].advice is None
-    print_run(found[0], Path("report.html"))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "on validation records is below 0" in printed
-    assert "standardise the targets, or lower optimizer.lr = 0.01" in printed
-    entries = {entry.path.name: entry.to_row()["accuracy"] for entry in list_runs(tmp_path)}
-    assert entries["0"] == f"RMSE {found[0].summary['validation_rmse']:.4g} validation"
-    with pytest.raises(DataError, match=r"run.evaluate\(x, y\).*run.summary"):
-        found[0].evaluate()
-    with pytest.raises(RunFolderError, match="does not exist"):
-        training.load_run(tmp_path / "2")
-
-
-def test_a_run_on_a_known_data_set_evaluates_on_its_test_records(tmp_path: Path) -> None:
-    config = {"epochs": 1, "threads": 1, "trainer": {"kind": "bp"}, "model": {"hidden": [8]}}
-    run = training.train(config, folder=tmp_path)
-    assert run.evaluate()["accuracy"] == run.summary["test_accuracy"]
-
-
-def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:
-    data = from_arrays(*images(), validation_fraction=0.0, split_seed=0)
-    assert data.record_shape == (1, 4, 4)
 
 
 def test_a_module_of_the_user_has_the_defaults_of_modules(tmp_path: Path) -> None:

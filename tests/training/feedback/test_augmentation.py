@@ -164,10 +164,7 @@ def test_a_protected_run_resumes_to_the_same_bits(tmp_path: Path, stop_at: type)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
     plain = training.train(
-        {**own(), "trainer": {"kind": "bp"}},
-        data=data,
-        model=conv_net(),
-        folder=tmp_path / "0",
+        {**own(), "trainer": {"kind": "bp"}}, data=data, model=conv_net(), folder=tmp_path / "0"
     )
     assert plain.guarantees[0].epsilon == whole.guarantees[0].epsilon  # copies cost nothing
 

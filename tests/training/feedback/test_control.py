@@ -68,7 +68,6 @@ def test_the_control_is_a_loop_without_feedback_from_the_same_start() -> None:
     followed = FeedbackAlignment(stream(), "1")
     _, control, _ = losses(followed, 20, control=True)
     alone, _, _ = losses(FeedbackAlignment(stream(), "1", gain=0.0), 20, control=False)
-    assert control is not None
     assert control._without == alone
     assert not control.running
 

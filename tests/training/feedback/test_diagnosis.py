@@ -139,14 +139,6 @@ def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
     assert ((1.1 * ratios.mean(dim=0) - expected).abs() > 5 * standard_error).all()
 
 
-def test_a_diagnosis_prints_as_a_table() -> None:
-    model = FeedbackAlignment(network(), device=gaussian())
-    text = str(model.diagnose(lambda: cross_entropy(model(x), y)))
-    titles = ["feedback point", "signal alignment", "update alignment", "signal to noise", "scale", "change"]
-    assert text.splitlines()[0].split("  ") == titles
-    assert "16 rows and 32 frames a step" in text
-
-
 def test_a_loss_of_another_model_is_refused() -> None:
     model = FeedbackAlignment(network())
     other = network()

@@ -26,12 +26,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 0.5},
     "protection": {"kind": "record", "noise_multiplier": 1e-6, "delta": 1e-5},
 }
-KINDS: dict[str, dict[str, Any]] = {
-    "bp": {},
-    "dfa": {},
-    "tdfa": {},
-    "pdfa": {"device": {"name": "gaussian"}},
-}
+KINDS: dict[str, dict[str, Any]] = {"bp": {}, "dfa": {}, "tdfa": {}, "pdfa": {"device": {"name": "gaussian"}}}
 
 
 def data(n: int = 300) -> tuple[np.ndarray, np.ndarray]:

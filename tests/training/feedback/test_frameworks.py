@@ -138,14 +138,6 @@ def test_autocast_and_a_gradient_scaler_keep_the_gradients() -> None:
 # Functions of parameters
 
 
-def test_functional_calls_have_the_same_gradients() -> None:
-    plain, model = new_model(), new_model()
-    cross_entropy(plain(x), y).backward()
-    given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    loss = cross_entropy(torch.func.functional_call(model, given, (x,)), y)
-    assert close(list(torch.autograd.grad(loss, list(given.values()))), [p.grad for p in plain.parameters()])
-
-
 def test_function_transforms_are_refused() -> None:
     model = new_model()
 
@@ -168,3 +160,11 @@ def test_opacus_finds_the_gradient_of_every_record() -> None:
         assert close(
             [p.grad_sample[record] for p in model.parameters()], [p.grad for p in single.parameters()]
         )
+
+
+def test_functional_calls_have_the_same_gradients() -> None:
+    plain, model = new_model(), new_model()
+    cross_entropy(plain(x), y).backward()
+    given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    loss = cross_entropy(torch.func.functional_call(model, given, (x,)), y)
+    assert close(list(torch.autograd.grad(loss, list(given.values()))), [p.grad for p in plain.parameters()])

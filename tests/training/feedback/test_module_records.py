@@ -30,7 +30,7 @@ from opusim.training.networks.record_gradients.separation import require_separat
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
-from tests.support.record_models import Custom
+from tests.support.record_models import Custom, backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -286,16 +286,7 @@ class Counts(nn.Module):
         return x
 
 
-class MeanGradient(torch.autograd.Function):
-    """Subtracts the batch's mean gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(dim=0)
+MeanGradient = backward("MeanGradient", lambda gradient: gradient - gradient.mean(dim=0))
 
 
 class Zeroed(nn.Module):
@@ -341,10 +332,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a buffer": (lambda: net(Counts()), "changes '2.mean', which a checkpoint would hold"),
     "memory": (lambda: net(Remembers()), "depends on earlier batches"),
     "a squeezed batch": (lambda: net(function(lambda x: x.squeeze())), "model: "),
-    "a backward function": (
-        lambda: net(function(MeanGradient.apply)),
-        "mean in .*MeanGradientBackward reduces over the records",
-    ),
+    "a backward function": (lambda: net(function(MeanGradient.apply)), "mean in .*MeanGradientBackward"),
     "a backward hook": (lambda: hooked("module"), "linalg_vector_norm in .* reduces over the records"),
     "a hook on a parameter": (lambda: hooked("parameter"), "parameter '0.weight' has a gradient hook"),
     "a later hook on a parameter": (lambda: hooked("accumulated"), "'0.weight' has a gradient hook"),

@@ -222,9 +222,7 @@ def test_tokens_may_be_flattened_into_records() -> None:
 
 def test_rows_of_other_order_are_refused() -> None:
     """Outputs of (time, batch) have as many rows as an error of (batch, time), in another order."""
-    with pytest.raises(
-        ValueError, match=r"point 'first' has 5 records of 3 positions and the error 3 of 5; give batch"
-    ):
+    with pytest.raises(ValueError, match="point 'first' has 5 records of 3 positions and the error 3 of 5"):
         feedback((P, N, C), normal(N, P, CLASSES))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.known_models.gpt import GPT, Setting
@@ -178,41 +177,3 @@ def test_branches_of_a_known_model_are_found(autocast: bool) -> None:
 
 
 # What it is for
-
-
-def held_out(seed: int, **options: Any) -> Tensor:
-    """Loss of each held-out record after training: a class of two bits, of which the top learns one."""
-
-    def classes(x: Tensor) -> Tensor:
-        return (x @ torch.linspace(-1, 1, WIDTH) > 0).long() + 2 * (x[:, 0] * x[:, 1] > 0).long()
-
-    torch.manual_seed(seed)
-    blocks = (Block(WAYS["pre-norm"][0], width=32) for _ in range(4))
-    layers = [nn.Linear(WIDTH, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, 4)]
-    model = FeedbackAlignment(nn.Sequential(*layers), "?.branch", **options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(80):
-        x = torch.randn(64, WIDTH)
-        optimizer.zero_grad()
-        cross_entropy(model(x), classes(x)).backward()
-        optimizer.step()
-    x = torch.randn(2000, WIDTH)
-    with torch.no_grad():
-        return cross_entropy(model(x), classes(x), reduction="none")
-
-
-def standard_errors(gain: Tensor) -> float:
-    return float(gain.mean() / (gain.std() / len(gain) ** 0.5))
-
-
-def test_what_is_chosen_for_branches_beats_no_feedback() -> None:
-    """With each seed, and feedback that is not normalised over all seeds, by five standard errors over records.
-
-    The task is one that the top cannot solve by itself; where it nearly can, feedback on branches may still be worse.
-    """
-    chosen, plain = [], []
-    for seed in (1, 2, 3):
-        chosen.append(held_out(seed))
-        plain.append(held_out(seed, normalised=False))
-        assert standard_errors(held_out(seed, gain=0.0) - chosen[-1]) > 5
-    assert standard_errors(torch.cat(plain) - torch.cat(chosen)) > 5

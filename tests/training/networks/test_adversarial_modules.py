@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import opusim
 from opusim.training.networks.record_gradients.followed import rules, tracking
 from opusim.training.networks.record_gradients.followed.arguments import active_tracker
 from opusim.training.networks.record_gradients.followed.tracking import RULES, RowTracker
 from opusim.training.networks.record_gradients.tape import RecordTape
+from tests.support.private_loops import private_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECORDS = 43  # more than the largest batch of the probe
@@ -418,230 +418,146 @@ def shows_the_weight(m: Any, x: Tensor) -> Tensor:
     return m.f(x)
 
 
-ALONG = "works along the records"
-REFUSED: dict[str, tuple[Callable[..., Any], str, tuple[Tensor, ...], Callable[[], Parts]]] = {
+JOINS, HIDDEN = "combines rows of different records", "tensor that torch did not compute"
+
+
+def case(
+    function: Any, message: str, args: tuple[Tensor, ...] = (X,), parts: Callable[[], Parts] = dict
+) -> tuple[Any, str, tuple[Tensor, ...], Callable[[], Parts]]:
+    return function, message, args, parts
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     # rows that go by their place
-    "rolled by a multiple of both batches": (
-        lambda m, x: m.f(x.roll(222, 0)),
-        f"roll in Runs {ALONG}",
-        (X,),
-        dict,
-    ),
+    "rolled by a multiple of both batches": (lambda m, x: m.f(x.roll(222, 0)), "roll"),
     "own entry by place": (
         lambda m, x: m.f(x.diagonal()[:, None].expand(-1, 4)),
-        f"diagonal in Runs {ALONG}",
+        "diagonal in Runs",
         (WIDE,),
-        dict,
     ),
     "diagonal behind small batches": (
         lambda m, x: m.f(x[:, :4] + x.diagonal(-40).sum()),
-        f"diagonal in Runs {ALONG}",
+        "diagonal in Runs",
         (WIDE,),
-        dict,
     ),
-    "triangle behind small batches": (
-        lambda m, x: m.f(x.t().tril(40).t()),
-        f"tril in Runs {ALONG}",
-        (X,),
-        dict,
-    ),
+    "triangle behind small batches": (lambda m, x: m.f(x.t().tril(40).t()), "tril in Runs"),
     "strides along the diagonal": (
         lambda m, x: m.f(x.as_strided((len(x), 4), (100, 1))),
-        "as_strided in Runs moves the rows",
+        "as_strided in Runs",
         (WIDE,),
-        dict,
     ),
     "steps along the diagonal": (
         lambda m, x: m.f(x.flatten()[::100].unsqueeze(1).expand(-1, 4)),
         "slice in Runs moves the rows",
         (WIDE,),
-        dict,
     ),
     "windows along the diagonal": (
         lambda m, x: m.f(x.flatten().unfold(0, 4, 100)),
-        "unfold in Runs moves the rows",
+        "unfold in Runs",
         (WIDE,),
-        dict,
     ),
-    "places that turn back": (
-        lambda m, x: m.f(x[torch.arange(len(x)) % 40]),
-        "index in Runs takes rows by their place",
-        (X,),
-        dict,
-    ),
+    "places that turn back": (lambda m, x: m.f(x[torch.arange(len(x)) % 40]), "index in Runs"),
     "places that overflow": (
         lambda m, x: m.f(x[torch.arange(len(x)).to(torch.int8).long()]),
-        "index in Runs takes rows by their place",
-        (X,),
-        dict,
+        "index in Runs",
     ),
     # numbers that depend on the batch's size in large batches only
     "largest place, bounded below": (
         lambda m, x: m.f(x * torch.arange(len(x)).max().clamp(min=40)),
-        "clamp in Runs makes numbers that depend on the number",
-        (X,),
-        dict,
+        "clamp in Runs makes numbers",
     ),
-    "table at the batch's size": (
-        lambda m, x: m.f(x * m.c[len(x) - 1]),
-        "select in Runs makes numbers that depend on the number",
-        (X,),
-        steps_table,
-    ),
+    "table at the batch's size": (lambda m, x: m.f(x * m.c[len(x) - 1]), "select in Runs", (X,), steps_table),
     "table in strides": (
         lambda m, x: m.f(x * m.c.as_strided((len(x), 1), (1, 1))),
-        "as_strided in Runs makes numbers that depend on the number",
+        "as_strided in Runs makes numbers",
         (X,),
         steps_table,
     ),
     "table in parts": (
         lambda m, x: m.f(x * m.c.split([len(x), 100 - len(x)])[0][:, None]),
-        "makes numbers that depend on the number",
+        "makes numbers",
         (X,),
         steps_table,
     ),
     "size as a tensor to fill with": (
         lambda m, x: m.f(x.index_fill(1, torch.tensor([0]), torch.tensor(float(len(x))))),
-        "lift_fresh in Runs makes numbers that depend on the number",
-        (X,),
-        dict,
+        "lift_fresh in Runs",
     ),
-    "shape as a tensor": (
-        lambda m, x: m.f(x / torch._shape_as_tensor(x)[0]),
-        "makes numbers that depend on the number",
-        (X,),
-        dict,
-    ),
+    "shape as a tensor": (lambda m, x: m.f(x / torch._shape_as_tensor(x)[0]), "makes numbers"),
     # zeros and ones that do not stand for rows in any order
-    "zeros with a pattern": (in_outer_order(pattern), "combines rows of different records", (X,), dict),
-    "zeros with steps": (in_outer_order(by_threes), "combines rows of different records", (X,), dict),
-    "ones that are summed up": (
-        in_outer_order(lambda x: torch.ones(len(x), 3).cumsum(1).view(-1, 1)),
-        "combines rows of different records",
-        (X,),
-        dict,
-    ),
+    "zeros with a pattern": (in_outer_order(pattern), JOINS),
+    "zeros with steps": (in_outer_order(by_threes), JOINS),
+    "ones that are summed up": (in_outer_order(lambda x: torch.ones(len(x), 3).cumsum(1).view(-1, 1)), JOINS),
     "ones that are padded": (
         in_outer_order(lambda x: functional.pad(torch.ones(len(x), 1), (0, 2)).view(-1, 1)),
-        "combines rows of different records",
-        (X,),
-        dict,
+        JOINS,
     ),
     "ones times a matrix": (
         in_outer_order(lambda x: (torch.ones(len(x), 2) @ draw(2, 3)).view(-1, 1)),
-        "combines rows of different records",
-        (X,),
-        dict,
+        JOINS,
     ),
     # ways out of what is followed
-    "split at a tensor": (splits, "tensor_split in Runs hands numbers", (X,), dict),
-    "Python for each number": (applies, "apply_ in Runs hands numbers", (X,), dict),
-    "Python for each pair": (maps, "map_ in Runs hands numbers", (X,), dict),
-    "own tensor class": (
-        lambda m, x: m.f(x.detach().as_subclass(Rolls) * 2),
-        "mul in Runs takes a Rolls, a class of tensors with operators of its own",
-        (X,),
-        dict,
-    ),
-    "own operator on a constant": (
-        peeks,
-        "opusim_adversary.peek in Runs is an operator of a package",
-        (X,),
-        constants,
-    ),
-    "refusal under another name": (
-        lambda m, x: m.f(renames(x)),
-        "item .* reads numbers of the batch",
-        (X,),
-        dict,
-    ),
-    "refusal caught": (catches, "item .* reads numbers of the batch", (X,), dict),
-    "refusal of a use caught": (catches_a_use, "mean in Runs reduces over the records", (X,), dict),
-    "refusal of numpy caught": (catches_numpy, "numpy in Runs hands numbers", (X,), dict),
-    "refusal caught in the backward pass": (
-        lambda m, x: Doubles.apply(m.f(x)),
-        "backward pass of DoublesBackward reads numbers",
-        (X,),
-        dict,
-    ),
+    "split at a tensor": (splits, "tensor_split in Runs hands numbers"),
+    "Python for each number": (applies, "apply_ in Runs hands numbers"),
+    "Python for each pair": (maps, "map_ in Runs hands numbers"),
+    "own tensor class": (lambda m, x: m.f(x.detach().as_subclass(Rolls) * 2), "mul in Runs"),
+    "own operator on a constant": (peeks, "opusim_adversary.peek in Runs is an operator", (X,), constants),
+    "refusal under another name": (lambda m, x: m.f(renames(x)), "item .* reads numbers"),
+    "refusal caught": (catches, "item .* reads numbers"),
+    "refusal of a use caught": (catches_a_use, "mean in Runs reduces over the records"),
+    "refusal of numpy caught": (catches_numpy, "numpy in Runs hands numbers"),
+    "refusal caught in the backward pass": (lambda m, x: Doubles.apply(m.f(x)), "backward pass"),
     # memory and what outlasts a pass
-    "parts of complex numbers": (imaginary, "mean in Runs reduces over the records", (X,), dict),
-    "stash written after it was read": (stash("written"), "tensor that torch did not compute", (X,), dict),
-    "stash of a backward pass": (stash("hook"), "tensor that torch did not compute", (X,), dict),
+    "parts of complex numbers": (imaginary, "mean in Runs reduces over the records"),
+    "stash written after it was read": (stash("written"), HIDDEN),
+    "stash of a backward pass": (stash("hook"), HIDDEN),
     "stash written by a backward pass": (
         stash("written hook"),
         "numbers of the batch into a tensor that it did not make|tensor that torch did not compute",
-        (X,),
-        dict,
     ),
-    "generator of Python": (generator(), "mean in Runs reduces over the records", (X,), dict),
-    "attribute of a parameter": (attribute_of_a_parameter, "tensor that torch did not compute", (X,), dict),
+    "generator of Python": (generator(), "mean in Runs reduces over the records"),
+    "attribute of a parameter": (attribute_of_a_parameter, HIDDEN),
     # backward passes
-    "saved tensors exchanged": (unpacked, "flip in .*backward pass.* moves the rows", (X,), dict),
-    "hook of a node": (node_hook, "linalg_vector_norm in .* reduces over the records", (X,), dict),
-    "gradient overwritten by a hook": (overwritten_gradient, "flip in .* moves the rows", (X,), dict),
+    "saved tensors exchanged": (unpacked, "flip in .*backward pass.* moves the rows"),
+    "hook of a node": (node_hook, "linalg_vector_norm in .* reduces over the records"),
+    "gradient overwritten by a hook": (overwritten_gradient, "flip in .* moves the rows"),
     # weights and products
-    "every record times every other": (
-        lambda m, x: m.f((x @ x.t()) @ x),
-        "mm in Runs multiplies rows of different records",
-        (X,),
-        dict,
-    ),
+    "every record times every other": (lambda m, x: m.f((x @ x.t()) @ x), "mm in Runs"),
     "records as channels": (
         lambda m, x: m.f(functional.conv1d(x[None], torch.ones(len(x), 1, 1), groups=len(x))[0]),
-        "convolution in Runs takes numbers of the batch for its weight",
-        (X,),
-        dict,
+        "convolution",
     ),
-    "weight of the batch": (shared_weight, "mean in Runs reduces over the records", (X,), dict),
-    "parametrised by the batch": (
-        shows_the_weight,
-        "mean in Scaled .* reduces over the records",
-        (X,),
-        parametrised,
-    ),
+    "weight of the batch": (shared_weight, "mean in Runs reduces over the records"),
+    "parametrised by the batch": (shows_the_weight, "mean in Scaled .* reduces over", (X,), parametrised),
     "complex weights": (
         spectral,
-        "returns complex numbers, at which no gradient of a parameter is taken",
+        "returns complex numbers",
         (X,),
         lambda: {"f": nn.Linear(4, 3), "w": nn.Parameter(draw(3, 2))},
     ),
     "columns by torch.vmap": (
         lambda m, x: m.f(torch.vmap(lambda c: c.sort().values, in_dims=1, out_dims=1)(x)),
-        f"sort in Runs {ALONG}",
-        (X,),
-        dict,
+        "sort in Runs",
     ),
-    "Fourier transform over the batch": (
-        lambda m, x: m.f(torch.fft.fft(x, dim=0).real),
-        f"_fft_r2c in Runs {ALONG}",
-        (X,),
-        dict,
-    ),
+    "Fourier transform over the batch": (lambda m, x: m.f(torch.fft.fft(x, dim=0).real), "_fft_r2c in Runs"),
     "sparse product": (
         lambda m, x: m.f(torch.sparse.mm(torch.ones(len(x), len(x)).to_sparse(), x)),
         "makes a sparse or nested tensor",
-        (X,),
-        dict,
     ),
     "batch norm over columns": (
         lambda m, x: m.f(functional.instance_norm(x.t()[None])[0].t()),
-        "native_batch_norm in Runs computes statistics over the records",
-        (X,),
-        dict,
+        "native_batch_norm",
     ),
     "pooled over the batch": (
         lambda m, x: m.f(functional.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()),
-        f"avg_pool2d in Runs {ALONG}",
-        (X,),
-        dict,
+        "avg_pool2d",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_joins_records_is_refused_in_one_line(name: str) -> None:
-    function, message, args, parts = REFUSED[name]
+    function, message, args, parts = case(*REFUSED[name])
     with pytest.raises(ValueError, match=message) as caught:
         RecordTape(Runs(function, **parts()), *(each[:3] for each in args))
     text = str(caught.value)
@@ -674,7 +590,7 @@ def test_planted_fault_without_its_rule_a_module_joins_records(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is refused does what it is refused for."""
-    function, _, args, parts = REFUSED[name]
+    function, _, args, parts = case(*REFUSED[name])
     PLANTED[name](monkeypatch)
     tape = RecordTape(Runs(function, **parts()), *(each[:3] for each in args))
     assert moved_by_others(tape, *args) > 1e-2
@@ -792,17 +708,13 @@ def test_what_a_module_keeps_for_a_new_shape_comes_from_invented_records() -> No
 def test_a_batch_as_large_as_one_of_the_probe_may_have_a_new_shape(records: int, tmp_path: Path) -> None:
     module = Runs(lambda m, x: m.f(x).mean(dim=1))
     x, y = draw(records, 5, 4), torch.zeros(records, dtype=torch.int64)
-    with opusim.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=records),
-        noise_multiplier=1e-6,
-        max_grad_norm=CLIP,
-        target_delta=1e-5,
-        folder=tmp_path / "run",
-        seed=1,
-    ) as loop:
+    given = (
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        DataLoader(TensorDataset(x, y), batch_size=records),
+    )
+    with private_loop(tmp_path / "run", given, noise_multiplier=1e-6, max_grad_norm=CLIP) as loop:
         inputs, labels = next(iter(loop.data_loader))
         assert len(inputs) == records
         loop.criterion(module(inputs[:, :3]), labels).backward()

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import opusim
 from opusim.training.networks.record_gradients.followed import tracking
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
 from opusim.training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
+from tests.support.private_loops import private_loop
+from tests.support.record_models import backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,10 +111,7 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     ),
     "filled by position": (lambda: Runs(filled), (draw(4, 5, 4),)),
     "masked mean": (lambda: Runs(masked_mean), (draw(4, 5, 4), ids(4))),
-    "last token": (
-        lambda: Runs(lambda m, x, i: m.f(x)[torch.arange(len(x)), i]),
-        (draw(4, 5, 4), ids(4)),
-    ),
+    "last token": (lambda: Runs(lambda m, x, i: m.f(x)[torch.arange(len(x)), i]), (draw(4, 5, 4), ids(4))),
     "own rows by index": (
         lambda: Runs(lambda m, x, i: m.f(x).gather(1, i[..., None].expand(-1, -1, 3))),
         (draw(4, 5, 4), ids(4, 2)),
@@ -239,40 +237,9 @@ def hidden_order(x: Tensor) -> Tensor:
     return torch.arange(len(x)) + (x[:, 0] > 1e9).long()
 
 
-class Sorted(torch.autograd.Function):
-    """The identity, whose backward pass gives gradients to other records."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.sort(dim=0).values
-
-
-class Read(torch.autograd.Function):
-    """The identity, whose backward pass reads all gradients into Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9))
-
-
-class Shared(torch.autograd.Function):
-    """The identity, whose backward pass gives every record the sum of all gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.sum(dim=0, keepdim=True).expand_as(gradient)
+Sorted = backward("Sorted", lambda gradient: gradient.sort(dim=0).values)
+Read = backward("Read", lambda gradient: gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9)))
+Shared = backward("Shared", lambda gradient: gradient.sum(dim=0, keepdim=True).expand_as(gradient))
 
 
 def seeded(model: Any, x: Tensor) -> Tensor:
@@ -304,131 +271,75 @@ class Keeps(nn.Module):
 
 
 LENGTHS = (draw(6, 5, 4), ids(6))
-REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but one batch, the message
     "sorted by length": (by_length, LENGTHS, "index in Runs takes rows by their place"),
     "unpadded": (unpadded, LENGTHS, "nonzero in Runs has no known rule.*mask them with torch.where"),
-    "rows by a mask": (lambda m, x: m.f(x)[x[:, 0] > -99], (), "index in Runs chooses rows by a mask"),
+    "rows by a mask": (lambda m, x: m.f(x)[x[:, 0] > -99], "index in Runs chooses rows by a mask"),
     "repeated by content": (
         lambda m, x: m.f(x.repeat_interleave((x[:, 0] > 0).long() + 1, dim=0)),
-        (),
-        "repeat_interleave in Runs has no known rule",
+        "repeat_interleave in Runs",
     ),
-    "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), (), "roll in Runs works along the records"),
-    "written one row down": (shifted, (), "slice in Runs moves the rows"),
-    "other views of the memory": (in_other_order, (), "memory that holds them in another order"),
-    "another order of merged rows": (
-        lambda m, x: m.f(x.reshape(4, len(x)).t()),
-        (),
-        "view in Runs moves the rows",
-    ),
-    "largest of the batch": (
-        lambda m, x: m.f(torch.where(x == x.max(dim=0).values, x, 0.0)),
-        (),
-        "max in Runs reduces over the records",
-    ),
+    "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), "roll in Runs works along the records"),
+    "written one row down": (shifted, "slice in Runs moves the rows"),
+    "other views of the memory": (in_other_order, "memory that holds them in another order"),
+    "another order of merged rows": (lambda m, x: m.f(x.reshape(4, len(x)).t()), "view in Runs moves"),
+    "largest of the batch": (lambda m, x: m.f(torch.where(x == x.max(dim=0).values, x, 0.0)), "max in Runs"),
     "statistics of the batch": (
         lambda m, x: functional.batch_norm(m.f(x), None, None, training=True),
-        (),
-        "native_batch_norm in Runs computes statistics over the records",
+        "native_batch_norm in Runs",
     ),
-    "sorted behind autograd": (lambda m, x: m.f(x.data.sort(dim=0).values), (), "sort in Runs works along"),
-    "numpy": (
-        lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))),
-        (),
-        "numpy in Runs hands numbers of the batch",
-    ),
-    "a list": (
-        lambda m, x: m.f(torch.tensor(sorted(x.tolist()))),
-        (),
-        "tolist in Runs hands numbers of the batch",
-    ),
-    "a thread": (in_a_thread, (), "tensor that torch did not compute in this pass"),
-    "a condition": (
-        lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x),
-        (),
-        r"item \(or a condition of Python\) in Runs reads numbers of the batch",
-    ),
-    "the batch's size": (lambda m, x: m.f(x / len(x)), (), "div in Runs takes the number of records"),
-    "places in the batch": (
-        lambda m, x: m.f(x * torch.arange(len(x))[:, None]),
-        (),
-        "mixes the records",
-    ),
-    "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), (), "takes rows by their place"),
-    "parts of fixed size": (
-        lambda m, x: torch.cat([m.f(part) for part in x.split(50)]),
-        (),
-        "split in Runs cuts the batch at a fixed number",
-    ),
-    "what follows a fixed record": (
-        lambda m, x: m.f(x + x[50:].sum(dim=0)),
-        (),
-        "slice in Runs cuts the batch at a fixed number",
-    ),
-    "text of the numbers": (
-        lambda m, x: m.f(x if "inf" in str(x) else 2 * x),
-        (),
-        "__repr__ in Runs hands numbers of the batch",
-    ),
-    "turned at a fixed record": (
-        lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])),
-        (),
-        "slice in Runs cuts the batch at a fixed number",
-    ),
+    "sorted behind autograd": (lambda m, x: m.f(x.data.sort(dim=0).values), "sort in Runs works along"),
+    "numpy": (lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))), "numpy in Runs"),
+    "a list": (lambda m, x: m.f(torch.tensor(sorted(x.tolist()))), "tolist in Runs hands numbers"),
+    "a thread": (in_a_thread, "tensor that torch did not compute in this pass"),
+    "a condition": (lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x), r"item \(or a condition"),
+    "the batch's size": (lambda m, x: m.f(x / len(x)), "div in Runs takes the number of records"),
+    "places in the batch": (lambda m, x: m.f(x * torch.arange(len(x))[:, None]), "mixes the records"),
+    "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
+    "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
+    "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),
+    "text of the numbers": (lambda m, x: m.f(x if "inf" in str(x) else 2 * x), "__repr__ in Runs"),
+    "turned at a fixed record": (lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])), "slice in Runs"),
     "draws of its own": (
         lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))),
-        (),
-        "rand in Runs draws for every place in the batch",
+        "rand in Runs",
     ),
     "draws of its own for records": (
         lambda m, x: m.f(x.clone().normal_(generator=torch.Generator().manual_seed(3))),
-        (),
-        "normal in Runs draws for every place in the batch",
+        "normal in Runs",
     ),
     "seeded draws": (
         Runs(lambda m, x: m.g(seeded(m, x)), f=nn.Linear(4, 3), g=nn.Linear(3, 2)),
-        (),
-        "randn in Runs draws for every place in the batch",
+        "randn in Runs",
     ),
-    "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), (), "batch of one.*x.squeeze"),
-    "backward pass": (
-        lambda m, x: Sorted.apply(m.f(x)),
-        (),
-        "the gradient at linear.*sort in .*SortedBackward works along the records",
-    ),
+    "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), "batch of one.*x.squeeze"),
+    "backward pass": (lambda m, x: Sorted.apply(m.f(x)), "the gradient at linear.*sort"),
     "backward pass through a constant convolution": (
         lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
-        (),
         "the gradient at linear.*sum in .*SharedBackward reduces over the records",
     ),
-    "numbers in the backward pass": (
-        lambda m, x: Read.apply(m.f(x)),
-        (),
-        "backward pass of ReadBackward hands numbers of the batch",
-    ),
-    "earlier batches": (Keeps("attribute"), (), "tensor that torch did not compute in this pass"),
-    "buffer": (Keeps("buffer"), (), "changes buffer 'mean'"),
+    "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), "backward pass of ReadBackward"),
+    "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
+    "buffer": (Keeps("buffer"), "changes buffer 'mean'"),
     "frozen parameter exchanged in the backward pass": (
         Runs(exchanged, f=nn.Linear(4, 3), p=nn.Parameter(draw(3), requires_grad=False)),
-        (),
         "changes parameter 'p'",
     ),
     "gradient inside": (
         lambda m, x: m.f(torch.autograd.grad(m.f(z := x.clone().requires_grad_()).sum(), z)[0]),
-        (),
         "Runs computes gradients in its forward pass",
     ),
-    "torch.func inside": (lambda m, x: torch.vmap(m.f)(x), (), "within torch.vmap or torch.func"),
+    "torch.func inside": (lambda m, x: torch.vmap(m.f)(x), "within torch.vmap or torch.func"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_records_is_refused_by_operator_and_submodule(name: str) -> None:
-    function, args, message = REFUSED[name]
+    function, *given, message = REFUSED[name]
     model = function if isinstance(function, nn.Module) else Runs(function)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message) as caught:
-        RecordTape(model, *(args or (draw(6, 4),)))
+        RecordTape(model, *(given[0] if given else (draw(6, 4),)))
     assert "\n" not in str(caught.value)
     assert "numpy" not in vars(Tensor)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -485,18 +396,9 @@ def test_records_of_another_shape_are_followed_before_they_are_trained_on() -> N
 
 
 def private(model: nn.Module, data: TensorDataset, folder: Path, **options: Any) -> Any:
-    return opusim.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=lambda output, *_: output.sum(),
-        data_loader=DataLoader(data, batch_size=len(data)),
-        noise_multiplier=1e-6,
-        max_grad_norm=1.0,
-        target_delta=1e-5,
-        folder=folder,
-        seed=1,
-        **options,
-    )
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=len(data))
+    given = (model, optimizer, lambda output, *_: output.sum(), loader)
+    return private_loop(folder, given, noise_multiplier=1e-6, **options)
 
 
 def test_a_private_loop_refuses_rows_of_unknown_owners_before_it_looks_at_records(tmp_path: Path) -> None:
@@ -583,7 +485,6 @@ def state_of(function: Callable[[Tensor], Tensor], dim: int) -> tuple[Any, Tenso
         with tracker:
             result = function(x)
         survey = tracker.survey
-    assert tracker is not None
     return tracker.states(result)[0], x
 
 

@@ -204,10 +204,7 @@ def test_records_of_a_gru_have_the_gradients_of_opacus() -> None:
     for key, parameter in reference.named_parameters():
         rows = parameter.grad_sample
         torch.testing.assert_close(
-            found[key.removeprefix("_module.")].float(),
-            rows,
-            rtol=1e-5,
-            atol=1e-5 * float(rows.abs().max()),
+            found[key.removeprefix("_module.")].float(), rows, rtol=1e-5, atol=1e-5 * float(rows.abs().max())
         )
 
 
@@ -558,9 +555,7 @@ def test_recomputed_activations_are_refused() -> None:
     recomputed = Custom(
         lambda m, x: torch.utils.checkpoint.checkpoint(m.inner, x, use_reentrant=False), inner=model
     )
-    with pytest.raises(
-        ValueError, match=r"recomputes activations in the backward pass \(torch.utils.checkpoint"
-    ):
+    with pytest.raises(ValueError, match="recomputes activations in the backward pass"):
         RecordTape(recomputed, batch(3))
 
 

@@ -326,12 +326,7 @@ class Largest(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "layer"),
-    [
-        ("zo", Tokens(trained=True)),
-        ("bp", Tokens(trained=False)),
-        ("zo", Largest()),
-        ("bp", Largest()),
-    ],
+    [("zo", Tokens(trained=True)), ("bp", Tokens(trained=False)), ("zo", Largest()), ("bp", Largest())],
 )
 def test_what_the_probe_s_records_cannot_move_is_refused(tmp_path: Path, kind: str, layer: nn.Module) -> None:
     """Tokens that no invented record has, and numbers beyond theirs, would show in the released model."""

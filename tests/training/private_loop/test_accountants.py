@@ -91,10 +91,7 @@ def test_a_wrong_claim_stays_a_claim(tmp_path: Path, name: str, epsilon: float, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "negative",
-            "accountant = 'negative' of package 'other_lab': epsilon = -1.0, which must be at least 0",
-        ),
+        ("negative", "accountant = 'negative' of package 'other_lab': epsilon = -1.0"),
         ("broken", "KeyError: 'no such kind'; repair that package, or leave accountant out"),
     ],
 )

@@ -95,9 +95,7 @@ def test_settings_that_were_changed_are_refused(loop: opusim.PrivateTraining) ->
         file.write_text(text)
         with pytest.raises(RunFolderError, match=r"private\.json was changed since it was written"):
             loop.settings.require_same(loop.folder, found=found)
-        with pytest.raises(
-            RunFolderError, match=r"private\.json is not the file that private\.pt was written"
-        ):
+        with pytest.raises(RunFolderError, match=r"private\.json is not the file that private\.pt"):
             read_save(loop.folder)
     finally:
         file.write_bytes(sound)
@@ -144,9 +142,7 @@ def test_what_cannot_be_read_back_replaces_no_save(loop: opusim.PrivateTraining,
     loop.save("good")
     before = (loop.folder / CHECKPOINT_FILE).read_bytes()
     value = {"step": 3, "list": [1.0, REFUSED[kind]]}
-    with pytest.raises(
-        TypeError, match=r"^save: extra\['list'\]\[1\] = .* cannot be read back; give tensors"
-    ):
+    with pytest.raises(TypeError, match=r"^save: extra\['list'\]\[1\] = .* cannot be read back"):
         loop.save(value)
     assert (loop.folder / CHECKPOINT_FILE).read_bytes() == before
     assert read_save(loop.folder)[0]["extra"] == "good"
@@ -167,9 +163,7 @@ def test_a_save_of_an_earlier_version_resumes_with_a_warning(tmp_path: Path) -> 
     state, position = read_save(tmp_path)
     old = {"version": 1, **state, "ledger": position.to_json(), "inode": None}
     torch.save(old, tmp_path / CHECKPOINT_FILE)
-    with pytest.warns(
-        UserWarning, match=r"private\.pt: has no digest, like all files of versions before 0\.3"
-    ):
+    with pytest.warns(UserWarning, match=r"private\.pt: has no digest, like all files of versions before"):
         resumed = private_loop(tmp_path, resume=True)
     assert (resumed.step, resumed.extra) == (2, "note")
     write_save(tmp_path, state, ledger=position, bound=False)

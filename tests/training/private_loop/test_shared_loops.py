@@ -241,8 +241,3 @@ def test_torchrun_starts_the_command_of_the_documentation() -> None:
     first, second = done.stdout.splitlines()
     assert first == second
     assert first.endswith("epsilon 8.00")
-
-
-@pytest.mark.slow
-def test_twenty_killed_processes(tmp_path: Path) -> None:
-    require_kills_are_paid(tmp_path, "loop", seed=6, kills=20)

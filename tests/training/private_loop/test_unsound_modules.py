@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import opusim
+from tests.support.record_models import backward
 
 
 class Kept(nn.Module):
@@ -182,28 +183,8 @@ def test_hooks_on_parameters_are_refused(tmp_path: Path) -> None:
         private(module, NUMBERS, tmp_path)
 
 
-class MeanSubtracted(torch.autograd.Function):
-    """Subtracts the batch's mean gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(dim=0)
-
-
-class Numbered(torch.autograd.Function):
-    """Divides the gradient by the number of records."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient / len(gradient)
+MeanSubtracted = backward("MeanSubtracted", lambda gradient: gradient - gradient.mean(dim=0))
+Numbered = backward("Numbered", lambda gradient: gradient / len(gradient))
 
 
 class Calls(nn.Module):

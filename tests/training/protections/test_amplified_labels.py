@@ -94,7 +94,6 @@ def whitened(network: FullyConnected, covariances: list[np.ndarray]) -> np.ndarr
         assert linear.weight.grad is not None
         update = linear.weight.grad
         if linear.bias is not None:
-            assert linear.bias.grad is not None
             update = torch.cat([update, linear.bias.grad[:, None]], dim=1)
         block = np.kron(np.eye(len(update)), p)  # rows are independent, each of covariance P_l
         parts.append(np.linalg.solve(np.linalg.cholesky(block), update.double().numpy().ravel()))
@@ -314,7 +313,6 @@ def covariance_deviation(seed: int) -> float:
     )
     (linear,) = network.linears
     assert linear.weight.grad is not None
-    assert linear.bias.grad is not None
     noise = torch.cat([linear.weight.grad, linear.bias.grad[:, None]], dim=1).double().numpy()
     factor = np.linalg.cholesky(geometry(public)[0]) * NOISE_Z * CLIP / DIVISOR
     white = np.linalg.solve(factor, noise.T)  # (6, rows), of covariance 1 if all is right

@@ -375,24 +375,12 @@ def test_a_resolved_run_states_its_coefficients_and_takes_given_ones() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            changed(protection={"bands": 5}),
-            "protection: bands = 5: times the sampling probability 0.25 is 1.25",
-        ),
-        (
-            changed(protection={"bands": 1, "correlation": (1.0,)}),
-            "correlation.*needs protection.bands above 1",
-        ),
-        (
-            changed(protection={"correlation": (1.0, 0.5)}),
-            "correlation: has 2 coefficients: protection.bands = 3",
-        ),
+        (changed(protection={"bands": 5}), "protection: bands = 5: times the sampling probability 0.25"),
+        (changed(protection={"bands": 1, "correlation": (1.0,)}), "correlation.*needs protection.bands"),
+        (changed(protection={"correlation": (1.0, 0.5)}), "correlation: has 2 coefficients"),
         (changed(sampler={"scheme": "full-batch"}), "sampler.scheme: 'full-batch' draws no subsets in turn"),
         (changed(trainer={"kind": "zo"}), "protection.bands: 3 is for trainers whose gradients"),
-        (
-            changed(trainer={"kind": "convex"}, protection={"relation": "zero_out"}),
-            "protection.bands: 3 is for",
-        ),
+        (changed(trainer={"kind": "convex"}, protection={"relation": "zero_out"}), "protection.bands: 3"),
     ],
 )
 def test_what_no_theorem_covers_is_refused(config: dict[str, Any], message: str) -> None:
@@ -403,9 +391,7 @@ def test_what_no_theorem_covers_is_refused(config: dict[str, Any], message: str)
 def test_other_batches_and_unstated_noise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(CONFIG)
     flat = training.data.samplers.PoissonSampler(N, sampling_probability=0.25, seed=1)
-    with pytest.raises(
-        NoGuarantee, match="scheme = 'poisson': noise that is correlated over 3 steps needs batches"
-    ):
+    with pytest.raises(NoGuarantee, match="scheme = 'poisson': noise that is correlated over 3 steps"):
         replace(found, sampler=flat).protection.require_covered()
     other = replace(found, sampler=replace(found.sampler, subsets=2))
     with pytest.raises(NoGuarantee, match="scheme = 'cyclic-poisson'"):

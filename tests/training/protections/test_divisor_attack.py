@@ -14,7 +14,7 @@ from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.randomness.streams import SeededStream
 from opusim.training.networks.network import FullyConnected
 from opusim.training.protections.record import RecordGradients
-from tests.support.faults.divided_by_realised_size import FAULT
+from tests.support.faults import NAMED
 
 MULTIPLIER, DELTA, BATCH, TRIALS = 2.0, 1e-5, 20, 400
 
@@ -44,7 +44,7 @@ def test_noise_tells_the_size_of_a_batch_only_if_the_divisor_does(at_fault: bool
         noise_multiplier=MULTIPLIER, sampling_probability=1.0, clip_norm=1.0, divisor=float(BATCH)
     )
     (claim,) = RecordCentral.guarantees([step], delta=DELTA, enforced=True)
-    with FAULT.planted() if at_fault else nullcontext():
+    with NAMED["divided_by_realised_size"].planted() if at_fault else nullcontext():
         found = attack(noise=SeededStream(24, "test"))
     assert (found.verdict(claim) is Verdict.REFUTED) == at_fault
     assert (found.epsilon_lower == found.ceiling) == at_fault

@@ -59,7 +59,6 @@ def answers(frames: LabelFrames) -> ArgmaxReadout:
 def realised_delta(readout: CountsReadout, a: int, b: int, light: float) -> tuple[float, float]:
     """E max(0, 1 - e^(epsilon - loss)) for an attacker who also sees the power of the frame, and its standard error."""
     frames, generator = readout.frames, np.random.default_rng(a * K + b)
-    assert frames.power is not None
     power = frames.power.of_normal(generator.standard_normal(N))[:, None]
     shown, other = (frames.light[label, readout.pixels] for label in (a, b))
     dark = frames.dark[readout.pixels]
@@ -182,7 +181,6 @@ def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
         )
         device.attach_certificate(certificate)
         limits = LabelFrames.of(device, K)
-        assert limits.power is not None
         assert limits.power.rms == 0.32
         kept = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
         channel = ArgmaxReadout.within(limits, epsilon=EPSILON, delta=DELTA)
@@ -196,9 +194,7 @@ def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
         assert mechanism.power_error == pytest.approx(POWER_SHARE * (DELTA - 1e-3))
         (found,) = guarantees([mechanism], delta=DELTA)
         assert any("dimmed from the certified light" in each.text for each in found.assumptions)
-    with pytest.raises(
-        ConfigError, match="0.001 leaves nothing .* set it above the beta = 0.001 of device.certificate"
-    ):
+    with pytest.raises(ConfigError, match="0.001 leaves nothing .* set it above the beta = 0.001"):
         ArgmaxReadout.within(limits, epsilon=EPSILON, delta=1e-3)
 
 
@@ -316,7 +312,6 @@ def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
     light = found.share_for(EPSILON, "light")
     assert light is not None
     law = found.law
-    assert law.power is not None
     dark = law.credited_rates(OperatingPoint(light=1e-300))[:4, 0]  # (frames, pixels)
     assert float(dark.max()) < 0.1 * float(
         law.light_e[4:].min()

@@ -186,10 +186,7 @@ def test_responses_follow_the_mechanism(seed: int) -> None:
             device_of(0.5), torch.zeros(3).long(), K, mu=1.0, noise=stream(1), pay=pay
         ),
         lambda pay: randomize(
-            torch.zeros(3).long(),
-            RandomizedResponse.from_epsilon(1.0, K),
-            np.random.default_rng(0),
-            pay=pay,
+            torch.zeros(3).long(), RandomizedResponse.from_epsilon(1.0, K), np.random.default_rng(0), pay=pay
         ),
     ],
 )

@@ -225,11 +225,7 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("stages", "records", "message"),
     [
-        (
-            9,
-            data,
-            "protection.stages = 9: leaves less than 10 of the 80 records in a part; take at most 8; or take",
-        ),
+        (9, data, "protection.stages = 9: leaves less than 10 of the 80 records in a part; take at most 8"),
         (
             2,
             lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3),
@@ -250,9 +246,7 @@ def test_tokens_are_refused(tmp_path: Path) -> None:
         2, data={"inputs": "tokens", "vocabulary": 7, "n_classes": 3, "validation_fraction": 0.0}
     )
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(20, 3))
-    with pytest.raises(
-        (NoGuarantee, ConfigError), match="protection.stages = 2: .*'tokens'.*protection.stages = 1"
-    ):
+    with pytest.raises((NoGuarantee, ConfigError), match="protection.stages = 2: .*'tokens'"):
         training.train(
             {key: value for key, value in settings.items() if key != "model"},
             data=(tokens, np.arange(40) % 3),

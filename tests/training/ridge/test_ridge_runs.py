@@ -62,7 +62,6 @@ def closed_form(ridge: float) -> np.ndarray:
 def test_a_run_without_protection_is_the_closed_form(tmp_path: Path) -> None:
     run = training.train(PLAIN, data=data(), folder=tmp_path / "run")
     assert weights_of(run) == pytest.approx(closed_form(0.05), rel=1e-5, abs=1e-7)
-    assert run.summary is not None
     assert (run.config.epochs, run.config.sampler.scheme, run.summary["steps"]) == (1, "full-batch", 1)
     assert run.summary["train_accuracy"] > 0.8
     assert weights_of(training.load_run(tmp_path / "run")) == pytest.approx(weights_of(run), abs=0)
@@ -272,7 +271,6 @@ def test_an_audit_plays_its_release(tmp_path: Path) -> None:
     run, broken = (
         next(one for one in found.findings if one.role is role) for role in (Role.RUN, Role.BROKEN)
     )
-    assert run.claim is not None
     assert 0 < run.result.epsilon_lower <= run.claim.epsilon < broken.result.epsilon_lower
 
 

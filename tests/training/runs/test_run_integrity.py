@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +21,13 @@ from opusim.accounting.journal import Journal, read_positioned
 from opusim.accounting.ledger import read_ledger
 from opusim.errors import DeviceError
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.cli import main
 from opusim.training.engine import session
 from opusim.training.errors import RunFolderError, RunInterrupted
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.reports.run_report import write_report
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
+from tests.support.command import opusim
 
 STEPS = 8
 BASE: dict[str, Any] = {
@@ -57,16 +56,6 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def train(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> training.Run:
     return training.train(config, data=data(), folder=folder, resume=config is None, **options)
-
-
-def opusim(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *line: str
-) -> tuple[int, str]:
-    """Exit code and errors of a command."""
-    monkeypatch.setattr(sys, "argv", ["opusim", *line])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0), capsys.readouterr().err
 
 
 def paid_steps(folder: Path) -> int:
@@ -105,9 +94,7 @@ def put(folder: Path, files: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def refuses_the_ledger(
-    folder: Path, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def refuses_the_ledger(folder: Path, message: str) -> None:
     """Every reader that states guarantees refuses it; the model is still there."""
     run = training.load_run(RunFolder(folder))
     run.predict(data()[0])
@@ -119,20 +106,12 @@ def refuses_the_ledger(
     ):
         with pytest.raises(LedgerCorrupt, match=message):
             read()
-    for line in (
-        ["report", str(folder)],
-        ["account", "run", str(folder)],
-        ["account", "run", str(folder / "ledger.jsonl")],
-    ):
-        code, errors = opusim(monkeypatch, capsys, *line)
-        assert code == 2
-        (only,) = errors.strip().splitlines()
-        assert "ledger.jsonl: line" in only
+    for line in (["report", folder], ["account", "run", folder], ["account", "run", folder / "ledger.jsonl"]):
+        told = opusim(*line, cwd=folder)
+        assert (told.returncode, told.stderr.count("\n"), "ledger.jsonl: line" in told.stderr) == (2, 1, True)
 
 
-def test_an_old_ledger_put_back_after_three_kills_is_refused(
-    tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_ledger_put_back_after_three_kills_is_refused(tmp_path: Path, stop_at: type) -> None:
     """All kills come before the first checkpoint behind step 0, so a process that resumes has to seal what it finds."""
     kept = {}
     for _ in range(3):
@@ -142,7 +121,7 @@ def test_an_old_ledger_put_back_after_three_kills_is_refused(
     message = "is missing: checkpoint step-0000000000 was written when the ledger had"
     with pytest.raises(LedgerCorrupt, match=message):
         train(tmp_path)
-    refuses_the_ledger(tmp_path, message, monkeypatch, capsys)
+    refuses_the_ledger(tmp_path, message)
 
 
 def weaker(entry: dict[str, Any]) -> dict[str, Any]:
@@ -151,13 +130,7 @@ def weaker(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_rewritten_lines_with_new_hashes_are_refused(
-    tmp_path: Path,
-    finished: bool,
-    ctrl_c_at: type,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rewritten_lines_with_new_hashes_are_refused(tmp_path: Path, finished: bool, ctrl_c_at: type) -> None:
     if finished:
         train(tmp_path, BASE)
     else:
@@ -172,21 +145,19 @@ def test_rewritten_lines_with_new_hashes_are_refused(
     journal.close()
     (lower,) = read_ledger(tmp_path).guarantees()  # by itself it is a ledger
     assert lower.epsilon < 0.5
-    refuses_the_ledger(tmp_path, "is not the line that checkpoint", monkeypatch, capsys)
+    refuses_the_ledger(tmp_path, "is not the line that checkpoint")
     if not finished:
         with pytest.raises(LedgerCorrupt, match="is not the line that checkpoint"):
             train(tmp_path)
 
 
-def test_a_line_behind_the_end_of_a_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_behind_the_end_of_a_run_is_refused(tmp_path: Path) -> None:
     train(tmp_path, RELEASE)
     journal = Journal(tmp_path / "ledger.jsonl")
     journal.append({"returned": {"first_step": 1, "steps": STEPS - 1}})
     journal.close()
     assert paid_steps(tmp_path) == 1
-    refuses_the_ledger(tmp_path, "was added after summary.json was written", monkeypatch, capsys)
+    refuses_the_ledger(tmp_path, "was added after summary.json was written")
 
 
 # The other files
@@ -336,9 +307,7 @@ def test_a_changed_summary_is_refused(whole: dict[bool, Path], tmp_path: Path) -
 # Copies
 
 
-def test_a_copy_of_a_release_run_goes_on_only_when_that_is_confirmed(
-    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_of_a_release_run_goes_on_only_when_that_is_confirmed(tmp_path: Path, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
         train(tmp_path / "run", RELEASE, watcher=ctrl_c_at(3))
     copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
@@ -358,37 +327,17 @@ def test_a_copy_of_an_experiment_goes_on(tmp_path: Path, ctrl_c_at: type) -> Non
     train(Path(shutil.copytree(tmp_path / "run", tmp_path / "copy")))
 
 
-def test_the_command_confirms_a_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ctrl_c_at: type
-) -> None:
+def test_the_command_confirms_a_move(tmp_path: Path, ctrl_c_at: type) -> None:
     settings = ["mode=release", "threads=1", "model.hidden=[4]", "epochs=1", "sampler.scheme=poisson"]
     with pytest.raises(RunInterrupted):
         training.train(settings=settings, folder=tmp_path / "run", watcher=ctrl_c_at(2))
     copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
-    code, errors = opusim(monkeypatch, capsys, "train", "resume", str(copy), "--quiet")
-    assert code == 2
-    assert errors.count("\n") == 1
-    assert "--moved" in errors
-    assert opusim(monkeypatch, capsys, "train", "resume", str(copy), "--quiet", "--moved")[0] == 0
+    told = opusim("train", "resume", copy, "--quiet", cwd=tmp_path)
+    assert (told.returncode, told.stderr.count("\n"), "--moved" in told.stderr) == (2, 1, True)
+    assert opusim("train", "resume", copy, "--quiet", "--moved", cwd=tmp_path).returncode == 0
 
 
 # Clean stops
-
-
-def test_a_clean_stop_of_a_release_run_within_its_budget_resumes_and_finishes(
-    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = {**RELEASE, "protection": {"kind": "record", "epsilon": 2.0}}
-    with counted(monkeypatch) as begun:
-        for number, step in enumerate((3, 5)):
-            with pytest.raises(RunInterrupted):
-                train(tmp_path, None if number else config, watcher=ctrl_c_at(step))
-            assert paid_steps(tmp_path) == len(begun) == step
-        run = train(tmp_path)
-    assert begun == list(range(STEPS))
-    assert paid_steps(tmp_path) == run.step == STEPS
-    (guarantee,) = run.guarantees
-    assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
 
 
 def test_a_device_error_costs_the_step_that_failed_and_no_other(
@@ -427,34 +376,6 @@ def test_labels_that_were_read_are_not_charged_again(
     assert len(read_ledger(tmp_path).payments) == 1
     (guarantee,) = run.guarantees
     assert guarantee.epsilon <= 2.0
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["pdfa", "--protect", "record"], "pay again for the steps since its last checkpoint"),
-        (["pdfa", "--protect", "label-randomized-response"], None),
-    ],
-)
-def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(
-    tmp_path: Path,
-    options: list[str],
-    words: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    said: list[str] = []
-
-    def stops(*arguments: Any, **keywords: Any) -> None:
-        for callback in keywords["callbacks"]:
-            callback.on_start(step=0, total_steps=1)
-        said.append(capsys.readouterr().err)
-        raise RunInterrupted("enough")
-
-    monkeypatch.setattr("opusim.training.engine.session.train", stops)
-    line = ["train", *options, "--epsilon", "2", "--release", "--quiet", "--out", str(tmp_path / "run")]
-    assert opusim(monkeypatch, capsys, *line)[0] == 130
-    assert (words in said[0]) if words else said == [""]
 
 
 # The folder itself
@@ -547,10 +468,7 @@ def test_the_first_line_of_metrics_has_its_name_synced(
 
 
 def test_a_run_of_an_earlier_version_is_refused_by_its_version(
-    whole: dict[bool, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    whole: dict[bool, Path], tmp_path: Path
 ) -> None:
     for finished, source in whole.items():
         folder = Path(shutil.copytree(source, tmp_path / str(finished)))
@@ -559,8 +477,8 @@ def test_a_run_of_an_earlier_version_is_refused_by_its_version(
         for read in (lambda folder=folder: training.load_run(folder), lambda folder=folder: train(folder)):
             with pytest.raises(RunFolderError, match=message):
                 read()
-        code, errors = opusim(monkeypatch, capsys, "evaluate", str(folder))
-        assert (code, "schema_version 1 is not 2" in errors) == (2, True)
+        told = opusim("evaluate", folder, cwd=tmp_path)
+        assert (told.returncode, "schema_version 1 is not 2" in told.stderr) == (2, True)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_version(

@@ -140,9 +140,7 @@ def test_an_edited_record_is_refused(tmp_path: Path) -> None:
     ):
         assert old in sound
         path.write_text(sound.replace(old, new))
-        with pytest.raises(
-            RunFolderError, match=r"record\.json was changed since it was written .*; write it again"
-        ):
+        with pytest.raises(RunFolderError, match=r"record\.json was changed since it was written"):
             read(path)
 
 
@@ -169,7 +167,5 @@ def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
 def test_a_record_of_an_earlier_version_warns(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     storage.write_json(path, storage.record_json(KEPT, 7))
-    with pytest.warns(
-        UserWarning, match=r"record\.json: has no digest, like all files of versions before 0\.3"
-    ):
+    with pytest.warns(UserWarning, match=r"record\.json: has no digest, like all files of versions before"):
         assert read(path) == KEPT

@@ -7,8 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,13 +59,6 @@ def swept_points(tmp_path: Path) -> tuple[Path, list[Point]]:
     file = tmp_path / "spec.toml"
     file.write_text(SPEC)
     return file, points_of(*read_spec(file))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def answers(port: int) -> bool:
@@ -128,9 +120,7 @@ def test_workers_of_another_folder_find_relative_files(
 
 def test_a_worker_without_the_folder_is_named(tmp_path: Path) -> None:
     _, (point, *_) = swept_points(tmp_path)
-    with pytest.raises(
-        SweepStopped, match="cannot enter .*nowhere .*start it in a folder that every worker sees"
-    ):
+    with pytest.raises(SweepStopped, match="cannot enter .*nowhere .*start it in a folder that every worker"):
         run_in(tmp_path / "nowhere", point.config, tmp_path / "run", tmp_path / "row.json")
 
 

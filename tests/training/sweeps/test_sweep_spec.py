@@ -47,9 +47,7 @@ def test_a_series_takes_all_combinations_of_its_axes_and_those_of_the_sweep(tmp_
 
 def test_a_table_of_more_runs_than_anyone_can_mean_is_refused_at_once(tmp_path: Path) -> None:
     axes = "".join(f"optimizer.k{number} = {list(range(100))}\n" for number in range(20))
-    with pytest.raises(
-        ConfigError, match=r"axes: make 10,000,000,.* runs, more than 10,000; divide the table"
-    ):
+    with pytest.raises(ConfigError, match="axes: make 10,000,000,.* runs, more than 10,000"):
         points(tmp_path, f'title = "t"\n[axes]\n{axes}')
 
 
@@ -70,6 +68,10 @@ def test_points_of_one_configuration_share_a_run(tmp_path: Path) -> None:
 PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
 
 
+AXIS = "device.noise.sigma = [0.0, 1.0, 3.0]"
+OTHERS = '[[published]]\nname = "p"\n{}\n[axes]'
+
+
 @pytest.mark.parametrize(
     ("old", "new", "place", "words"),
     [
@@ -81,26 +83,11 @@ PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
         ("epochs = 2", "seed = 5", PHOTONIC, "axes.seed: is set to 5 in config and is an axis"),
         ('kind = "bp"', 'kind = "backprop"', REFERENCE, "trainer.kind: 'backprop' is no trainer"),
         ("device.noise.sigma", "device.noise.sigmas", PHOTONIC, "device.noise.sigmas: "),
+        (AXIS, "device.noise.sigma = [-1.0]", PHOTONIC, "device.noise.sigma: "),
+        (AXIS, "seed = [4, 5]", PHOTONIC, "axes.seed: clashes"),
+        (AXIS, 'device.name = ["nowhere"]', PHOTONIC, "device.*nowhere"),
         (
-            "device.noise.sigma = [0.0, 1.0, 3.0]",
-            "device.noise.sigma = [-1.0]",
-            PHOTONIC,
-            "device.noise.sigma: ",
-        ),
-        (
-            "device.noise.sigma = [0.0, 1.0, 3.0]",
-            "seed = [4, 5]",
-            PHOTONIC,
-            "axes.seed: clashes with the axis seed",
-        ),
-        (
-            "device.noise.sigma = [0.0, 1.0, 3.0]",
-            'device.name = ["nowhere"]',
-            PHOTONIC,
-            "device.*nowhere",
-        ),
-        (
-            "device.noise.sigma = [0.0, 1.0, 3.0]",
+            AXIS,
             "device.noise.sigma = [1.0]\ndevice.noise = [{ sigma = 2.0 }]",
             "",
             "syntax: is not valid TOML",
@@ -108,24 +95,9 @@ PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
         ('data.name = "digits"', 'data.name = "digit"', PHOTONIC, "data.name: 'digit' is not known"),
         ('name = "reference"', 'name = "photonic"', "", "two series are called 'photonic'"),
         ("reference = true", "level = true", "", "series.1.level: is not a key of a sweep"),
-        (
-            "[axes]",
-            '[[published]]\nname = "p"\nepsilon = [1.0]\naccuracy = []\n[axes]',
-            "",
-            "published.0: 'p' has 1 values of epsilon and 0 of accuracy",
-        ),
-        (
-            "[axes]",
-            '[[published]]\nname = "p"\nepsilon = [0.0]\naccuracy = [1.0]\n[axes]',
-            "",
-            "published.0.epsilon.0: .*greater than 0",
-        ),
-        (
-            "[axes]",
-            '[[published]]\nname = "p"\nepsilon = []\naccuracy = []\nyear = 1\n[axes]',
-            "",
-            "published.0.year: is not a key of a sweep; the keys here are name, epsilon, accuracy",
-        ),
+        ("[axes]", OTHERS.format("epsilon = [1.0]\naccuracy = []"), "", "published.0"),
+        ("[axes]", OTHERS.format("epsilon = [0.0]\naccuracy = [1.0]"), "", "published.0.epsilon.0"),
+        ("[axes]", OTHERS.format("epsilon = []\naccuracy = []\nyear = 1"), "", "published.0.year"),
         ('title = "t"', 'title = "t"\nnoise = "sigma"', "", "noise: 'sigma' is not an axis of this sweep"),
     ],
 )
@@ -140,7 +112,7 @@ def test_a_bad_spec_is_refused_with_its_series_and_key(
 
 def test_two_axes_over_one_key_clash_even_where_one_is_a_part_of_the_other(tmp_path: Path) -> None:
     text = SPEC.replace("seed = [0, 1]", "seed = [0, 1]\ndevice.noise.sigma = [2.0]").replace(
-        "device.noise.sigma = [0.0, 1.0, 3.0]", '"device.noise" = [{ sigma = 1.0 }]'
+        AXIS, '"device.noise" = [{ sigma = 1.0 }]'
     )
     with pytest.raises(ConfigError, match=r"axes.device.noise: clashes with the axis device.noise.sigma"):
         points(tmp_path, text)

@@ -17,17 +17,15 @@ from pathlib import Path
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from opusim.tables import energy
-from opusim.training.cli import main
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.engine.session import train_on
 from opusim.training.errors import RunFolderError, RunInterrupted, SweepStopped
-from opusim.training.reports.sweep_report import accuracy_epsilon, write_sweep
+from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_run, load_run
 from opusim.training.sweeps import execution
 from opusim.training.sweeps import sweep as curves
-from opusim.training.sweeps.execution import SweepForecast, run_point, run_sweep
+from opusim.training.sweeps.execution import run_point, run_sweep
 from opusim.training.sweeps.sweep import (
     Point,
     Row,
@@ -97,7 +95,6 @@ def test_every_run_is_an_ordinary_run_folder_with_a_row(finished: tuple[SweepRes
     for point in result.points:
         row, run = result.rows[point.identity], load_run(result.folder.run_path(point))
         assert row.status == "done"
-        assert run.summary is not None
         assert row.accuracy == run.summary["test_accuracy"]
         assert (
             run.config.digest()
@@ -125,29 +122,6 @@ def test_the_curves_are_means_and_standard_errors_of_the_rows(finished: tuple[Sw
     assert epsilon.kind == "proven"
     assert all(math.isinf(level.mean) for level in epsilon.levels)
     assert [curve.name for curve in curves.references(result)] == ["backpropagation"]
-
-
-def test_figures_data_and_report_are_there(finished: tuple[SweepResult, Path]) -> None:
-    result, report = finished
-    page = report.read_text()
-    assert page.count("data:image/png;base64") == 4
-    assert "http" not in page.replace("http://www.w3.org", "")
-    for name in ("accuracy-noise", "epsilon-noise", "accuracy-epsilon", "cost"):
-        assert (result.folder.figures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert _table(result.folder.figures / f"{name}.csv")
-    marks = [
-        row for row in _table(result.folder.figures / "accuracy-epsilon.csv") if row["kind"] == "published"
-    ]
-    assert [(float(row["x"]), float(row["mean"])) for row in marks] == [(2.0, 70.0), (4.0, 75.0)]
-    drawn = accuracy_epsilon(result)
-    assert drawn is not None
-    assert "a method of others" in [text.get_text() for text in drawn.legends[0].get_texts()]
-    table = _table(result.folder.table_file)
-    assert len(table) == len(result.points)
-    assert {row["epsilon_proven"] for row in table if row["series"] == "photonic"} == {"inf"}
-    assert len(json.loads(result.folder.data_file.read_text())["runs"]) == len(result.points)
-    for point in result.points:
-        assert f"opusim train {point.config.trainer.kind} --config" in page
 
 
 def test_a_finished_run_is_never_made_again(tmp_path: Path) -> None:
@@ -274,64 +248,6 @@ def test_a_killed_sweep_goes_on_without_repeating_or_mixing_runs(
             assert len(mine.read_text().splitlines()) == len(theirs.read_text().splitlines())
 
 
-FORETOLD = """\
-title = "Digits"
-[config]
-epochs = 1
-model.hidden = [4]
-[axes]
-seed = [0, 1]
-[[series]]
-name = "photonic"
-[series.axes]
-device.noise.sigma = [0.0, 1.0]
-[[series]]
-name = "monitored"
-config = { device.monitor.every_steps = 3 }
-[[series]]
-name = "no device"
-config = { trainer.kind = "bp" }
-[[series]]
-name = "cannot run"
-config = { sampler.batch_size = 100_000 }
-"""
-
-
-def test_a_sweep_tells_what_its_runs_take_of_their_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The sum of what its runs say; the second time only of runs that are missing."""
-    file, folder = tmp_path / "spec.toml", SweepFolder(tmp_path / "sweep")
-    file.write_text(FORETOLD)
-    command = ["opusim", "curve", str(file), "--jobs", "1", "--out", str(folder.path)]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit):
-        main()
-    points = points_of(*read_spec(file))
-    facts = [
-        RunFolder(folder.run_path(p)).read_facts() for p in points if p.series in ("photonic", "monitored")
-    ]
-    frames, joules = (sum(each["expected"][key] for each in facts) for key in ("frames", "joules"))
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"device: about {frames:,} frames in 6 runs, " in told
-    assert f", {energy(joules)}; a simulation takes its own time; without 2 runs on a device" in told
-    shutil.rmtree(folder.run_path(points[0]))
-    folder.row_path(points[0]).unlink()
-    told_again: list[SweepForecast] = []
-    run_sweep(points, folder, jobs=1, on_forecast=told_again.append)
-    assert [(each.usage.frames, each.runs, each.silent) for each in told_again] == [
-        (facts[0]["expected"]["frames"], 1, 0)
-    ]
-    monkeypatch.setattr(execution, "_FORECAST_S", -1.0)
-    hasty = SweepForecast.of(points)
-    assert (hasty.runs, hasty.silent, hasty.usage.frames) == (0, 8, 0)
-
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 def _command(file: Path, out: Path) -> list[str]:
     code = "from opusim.training.cli import main; main()"
     return [sys.executable, "-c", code, "curve", str(file), "--out", str(out), "--jobs", "2"]
@@ -367,3 +283,32 @@ def test_an_edited_row_is_refused_and_an_old_one_warns(tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
     with pytest.warns(UserWarning, match="rows: has no digest"):
         assert read_row(file) == row
+
+
+def test_figures_and_data_are_there(finished: tuple[SweepResult, Path]) -> None:
+    result, report = finished
+    assert "http" not in report.read_text().replace("http://www.w3.org", "")  # self-contained
+    tables = {}
+    for name in ("accuracy-noise", "epsilon-noise", "accuracy-epsilon", "cost"):
+        assert (result.folder.figures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        tables[name] = list(csv.DictReader((result.folder.figures / f"{name}.csv").read_text().splitlines()))
+        assert tables[name]
+    marks = [row for row in tables["accuracy-epsilon"] if row["kind"] == "published"]
+    assert [(float(row["x"]), float(row["mean"])) for row in marks] == [(2.0, 70.0), (4.0, 75.0)]
+    table = list(csv.DictReader(result.folder.table_file.read_text().splitlines()))
+    assert len(table) == len(result.points) == len(json.loads(result.folder.data_file.read_text())["runs"])
+    assert {row["epsilon_proven"] for row in table if row["series"] == "photonic"} == {"inf"}
+
+
+def test_a_sweep_tells_what_its_missing_runs_take_of_their_devices(tmp_path: Path) -> None:
+    more = '[[series]]\nname = "cannot run"\nconfig = {{ sampler.batch_size = 100_000 }}\n'
+    points = points_of(*read_spec(written(tmp_path, seeds="[0]", text=SPEC + more)))
+    folder, told = SweepFolder(tmp_path / "sweep"), []
+    run_sweep(points, folder, jobs=1, on_forecast=told.append)
+    runs = [RunFolder(folder.run_path(p)).read_facts() for p in points if p.series == "photonic"]
+    frames = [facts["expected"]["frames"] for facts in runs]
+    shutil.rmtree(folder.run_path(points[0]))
+    folder.row_path(points[0]).unlink()
+    run_sweep(points, folder, jobs=1, on_forecast=told.append)
+    found = [(each.usage.frames, each.runs, each.silent) for each in told]
+    assert found == [(sum(frames), 3, 1), (frames[0], 1, 0)]

@@ -87,23 +87,6 @@ def test_kept_runs_are_those_of_the_same_inputs(
     assert not set(table.frame().run) & {run for other in others for run in other.frame().run}
 
 
-def test_a_sweep_draws_accuracy_against_its_axis(table: Sweep, tmp_path: Path) -> None:
-    axes = table.plot().axes[0]
-    assert "standard deviation of the device's noise" in axes.get_xlabel()
-    assert table.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    spec = {
-        "config": {**SPEC["config"], "trainer": {"kind": "bp"}},
-        "axes": {"seed": [0], "optimizer.lr": [0.1, 1.0]},
-    }
-    rates = sweep(spec, data=records(), folder=tmp_path / "sweep", jobs=1)
-    assert rates.plot().axes[0].get_xlabel() == "optimizer.lr"
-    assert repr(rates) == f"Sweep(folder={str(tmp_path / 'sweep')!r}, runs=2)"
-    assert rates._repr_html_().count("<tr>") == 3
-    losses = {**SPEC, "axes": {"loss": ["cross-entropy"]}}
-    with pytest.raises(ValueError, match="no axis of numbers"):
-        sweep(losses, data=records(), folder=tmp_path / "other", jobs=1).plot()
-
-
 def test_a_run_that_fails_has_a_row_with_its_reason(tmp_path: Path) -> None:
     x, y = records()
     spec = {"config": {"epochs": 1}, "axes": {"sampler.batch_size": [16, 100_000]}}

@@ -231,9 +231,7 @@ def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trainer.language.text: is missing"):
         training.train({"trainer": {"kind": "zo", "language": options}}, folder=tmp_path / "run")
     options["text"] = str(tmp_path / "texts.tsv")
-    with pytest.raises(
-        ConfigError, match="data.n_classes: 3 differs from the number of trainer.language.classes, 2"
-    ):
+    with pytest.raises(ConfigError, match="data.n_classes: 3 differs from the number"):
         training.train(
             {"data": {"n_classes": 3}, "trainer": {"kind": "zo", "language": options}},
             folder=tmp_path / "run",
@@ -391,7 +389,5 @@ def test_two_adapters_are_refused() -> None:
 
 
 def test_a_masked_model_takes_no_prefix(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="prefix_tokens = 5: BertForMaskedLM takes no prefix .*; use lora_rank"
-    ):
+    with pytest.raises(ValueError, match="prefix_tokens = 5: BertForMaskedLM takes no prefix"):
         load_classifier(make(tmp_path, "bert"), MASKED, prefix=Prefix())

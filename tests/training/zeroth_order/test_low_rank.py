@@ -26,6 +26,7 @@ from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, factors
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease
+from tests.support.private_loops import private_loop
 from tests.support.zeroth_order import require_mean_move
 
 SEEDS = (5, 6, 7)
@@ -538,9 +539,7 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
     optimizer = ZerothOrder(model, lr=0.1, rank=1)
     with pytest.raises(RuntimeError, match="nothing was measured; give losses and a batch"):
         optimizer.step()
-    with pytest.raises(
-        ValueError, match="losses: must return the loss of each record, .* take reduction='none'"
-    ):
+    with pytest.raises(ValueError, match="losses: must return the loss of each record"):
         optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
     optimizer.step(losses_of(model), x, y)
     with pytest.raises(ValueError, match="rank = 9: must be an integer in"):
@@ -548,19 +547,8 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         ZerothOrder(perceptron().requires_grad_(False), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
-    with pytest.raises(
-        TypeError, match="ZerothOrder takes no gradients, .* by opusim.train with trainer.kind"
-    ):
-        training.make_private(
-            module=model,
-            optimizer=optimizer,
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=loader,
-            max_grad_norm=1.0,
-            target_delta=1e-5,
-            noise_multiplier=1.0,
-            folder=tmp_path / "private",
-        )
+    with pytest.raises(TypeError, match="ZerothOrder takes no gradients"):
+        private_loop(tmp_path / "private", (model, optimizer, nn.CrossEntropyLoss(), loader))
 
 
 @pytest.mark.slow

@@ -1,0 +1,287 @@
+"""Train a model of each kind through a noisy device, against the control in which only its top learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from opusim import FeedbackAlignment, open_device
+from opusim.training.feedback.projection import DeviceProjection
+
+SIDE, CLASSES, WIDTH, HEADS = 8, 10, 16, 2
+LEVELS, LENGTH = 16, 16  # vocabulary and length of a digit as text
+N_TRAIN, BATCH, SIGMA = 1200, 64, 0.5
+
+
+# Parts
+
+
+class Subclass(nn.Module):
+    """Attributes and a forward of its own, as in a tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act1 = nn.Linear(SIDE * SIDE, WIDTH), nn.ReLU()
+        self.fc2, self.act2 = nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act2(self.fc2(self.act1(self.fc1(x)))))
+
+
+class OwnForward(nn.Module):
+    """Two inputs by keyword, functional activations, and a mapping as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = SIDE * SIDE // 2
+        self.left, self.right = nn.Linear(half, WIDTH), nn.Linear(half, WIDTH)
+        self.mixed, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, *, pixels: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        upper, lower = pixels.chunk(2, dim=1)
+        h = torch.cat([self.left(upper).tanh(), self.right(lower).tanh()], dim=1)
+        return {"logits": self.head(self.mixed(h).tanh()) * scale, "width": h.shape[1]}
+
+
+class Residual(nn.Module):
+    """norm(x + f(x))."""
+
+    def __init__(self, f: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.f, self.norm = f, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.f(x))
+
+
+def dense_block() -> nn.Module:
+    return Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), nn.LayerNorm(WIDTH))
+
+
+class Encoder(nn.Module):
+    """A digit's eight rows are the tokens of two post-norm layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.positions = nn.Linear(SIDE, WIDTH), nn.Parameter(torch.randn(SIDE, WIDTH))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.rows(x.view(-1, SIDE, SIDE)) + self.positions
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h.mean(dim=1))
+
+
+class Bag(nn.Module):
+    """Embeddings of levels of grey, one for each pixel, and a small network behind their concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(LEVELS * LENGTH, 2)
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(2 * LENGTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.embedding(tokens + LEVELS * torch.arange(LENGTH)))
+
+
+class Recurrent(nn.Module):
+    """A GRU over a digit's rows; its point lies on the outputs of all rows, of which the head reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(SIDE, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x.view(-1, SIDE, SIDE))[0][:, -1])
+
+
+def convolutional() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, SIDE, SIDE)),
+        nn.Conv2d(1, 4, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 8, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(32, CLASSES),
+    )
+
+
+# The table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, what it is trained on, and its feedback points."""
+
+    build: Callable[[], nn.Module]
+    tokens: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 60
+    by_name: bool = False
+    """Whether the model takes a keyword and returns a mapping."""
+
+
+def dense_residual() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(SIDE * SIDE, WIDTH), dense_block(), dense_block(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
+CASES = {
+    "module subclass": Case(build=Subclass),
+    "Conv2d": Case(build=convolutional, options={"spread": "full"}),
+    "residual": Case(build=dense_residual, options={"points": Residual}),
+    "encoder transformer": Case(build=Encoder, options={"points": "layers.*"}, steps=100),
+    "Embedding": Case(build=Bag, tokens=True, options={"points": ["embedding", "body.2"], "spread": "full"}),
+    "GRU": Case(build=Recurrent, options={"points": "gru"}),
+    "own forward": Case(
+        build=OwnForward, options={"points": ["left", "right", "mixed"], "error_at": "head"}, by_name=True
+    ),
+}
+
+
+@cache
+def records(tokens: bool) -> tuple[Tensor, Tensor]:
+    """Digits, or some of their levels of grey, and their classes."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    pixels = torch.tensor(digits.data, dtype=torch.float32)[order]
+    levels = (pixels.view(-1, SIDE, SIDE)[:, 2:6:2].flatten(1) * (LEVELS / 16.01)).long()
+    return levels if tokens else pixels / 16, torch.tensor(digits.target)[order]
+
+
+def losses(case: Case, model: nn.Module, rows: Tensor | slice) -> Tensor:
+    """Cross-entropy of each of some records."""
+    x, y = (part[rows] for part in records(case.tokens))
+    return cross_entropy(model(pixels=x)["logits"] if case.by_name else model(x), y, reduction="none")
+
+
+def held_out_losses(case: Case, *, seed: int, learns: bool = True) -> Tensor:
+    """Train on the first records and return the loss of each of the others.
+
+    Args:
+        case: The model.
+        seed: Seed of the initial weights, the batches and the device's noise.
+        learns: Whether feedback reaches the points; False is the control.
+    """
+    torch.manual_seed(seed)
+    model = FeedbackAlignment(case.build(), gain=float(learns), **case.options)
+    if learns:
+        x = records(case.tokens)[0][:2]
+        n_inputs, n_outputs = model.shape(pixels=x) if case.by_name else model.shape(x)
+        model.noisy_device = open_device(
+            "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, noise={"sigma": SIGMA}
+        )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(case.steps):
+        optimizer.zero_grad()
+        losses(case, model, torch.randint(0, N_TRAIN, (BATCH,))).mean().backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return losses(case, model, slice(N_TRAIN, None))
+
+
+def standard_errors(gain: Tensor) -> float:
+    """A mean in units of its standard error."""
+    return float(gain.mean() / (gain.std() / len(gain) ** 0.5))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_beats_the_control_in_which_only_its_top_learns(name: str) -> None:
+    """On records that neither saw, by five standard errors over the records."""
+    case = CASES[name]
+    gain = held_out_losses(case, seed=1, learns=False) - held_out_losses(case, seed=1)
+    assert standard_errors(gain) > 5
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["module subclass", "GRU"])
+def test_planted_fault_feedback_of_another_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above fails if each record receives its neighbour's feedback, which has the same law."""
+    read = DeviceProjection.read
+    monkeypatch.setattr(DeviceProjection, "read", lambda self, error: read(self, error).roll(1, dims=0))
+    with pytest.raises(AssertionError, match="standard_errors"):
+        test_the_model_beats_the_control_in_which_only_its_top_learns(name)
+
+
+# What is refused, and the remedy that the message names
+
+
+class TimeFirst(nn.Module):
+    """A recurrent network over (time, batch, features) with an output for each record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(SIDE, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0][-1])
+
+
+class WrittenOut(nn.Module):
+    """Two layers written out, whose parameters belong to the model, and a submodule without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(SIDE, WIDTH))
+        self.second = nn.Parameter(torch.randn(WIDTH, CLASSES))
+        self.hidden = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden((x @ self.first).tanh()) @ self.second
+
+
+HIDDEN = {"points": ["left", "right", "mixed"]}
+REFUSED = {  # model, shape of its input, options, reason, options that follow the message
+    "no blocks": (WrittenOut, (3, SIDE), {}, "finds no repeated block in WrittenOut", {"points": "hidden"}),
+    "time first": (
+        TimeFirst,
+        (5, 3, SIDE),
+        {"points": "gru"},
+        "point 'gru' has 5 records of 3 positions and the error 3 of 1; give batch_dim",
+        {"points": "gru", "batch_dim": 1},
+    ),
+    "mapping": (OwnForward, (3, SIDE * SIDE), HIDDEN, "the model returns", {**HIDDEN, "error_at": "head"}),
+    "late point": (
+        lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)),
+        (3, SIDE),
+        {"points": nn.Linear},
+        "the error is taken at the output of point '2'; leave it out of points",
+        {"points": ["0"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_a_remedy_that_works(name: str) -> None:
+    build, shape, options, reason, remedy = REFUSED[name]
+
+    def step(options: Mapping[str, Any]) -> nn.Module:
+        model = FeedbackAlignment(build(), **options)
+        x = torch.rand(shape)
+        output = model(pixels=x)["logits"] if isinstance(model.model, OwnForward) else model(x)
+        cross_entropy(output, torch.arange(3)).backward()
+        return model
+
+    with pytest.raises(ValueError, match=reason):
+        step(options)
+    assert all(p.grad.any() for p in step(remedy).parameters())

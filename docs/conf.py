@@ -29,7 +29,9 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 templates_path: list[str] = []
-autosummary_generate = False  # the tables of api.md link to the entries of that page
+autosummary_generate = (
+    False  # the tables of api.md link to the entries, which stand on a page for each section
+)
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "inventories/python.txt"),
     "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.txt"),
@@ -114,32 +116,37 @@ def _linked(text: str, file: Path, page: Path) -> str:
 
 
 def _show_files(app: Any) -> None:
-    """Write the pages that show files of the repository; those of the benchmarks' folders below their index."""
+    """Write the pages that show files of the repository, and the reference; parts stand below their index."""
     _GENERATED.mkdir(exist_ok=True)
+    for old in _GENERATED.glob("*.md"):
+        old.unlink()
     reference.write_reference(_GENERATED)
     for file, page in _SHOWN.items():
         page.write_text(_linked(file.read_text(), file, page))
     folders = [page.stem for page in _SHOWN.values() if page.stem.startswith("benchmarks-")]
     with (_GENERATED / "benchmarks.md").open("a") as index:
-        index.write("\n".join(("", "```{toctree}", ":hidden:", "", *folders, "```", "")))
+        index.write(reference.toctree(folders))
+    for name, text in reference.api_sections((DOCS / "api.md").read_text()).items():
+        page = _GENERATED / f"{name}.md"
+        page.write_text(_linked(text, DOCS / "api.md", page))
 
 
 def _with_tables(text: str) -> str:
-    """Put a table of names and first lines in front of the entries of each section of the API page."""
+    """Put a table of names and first lines in the place of the entries of each section of the API page."""
 
-    def tables(match: re.Match[str]) -> str:
+    def table(match: re.Match[str]) -> str:
         names = re.findall(r"^\.\. auto\w+:: ([\w.]+)", match[0], re.MULTILINE)
-        listed = "".join(f"   {name}\n" for name in names)
-        return f"```{{eval-rst}}\n.. autosummary::\n\n{listed}```\n\n{match[0]}"
+        return "\n".join(("```{eval-rst}", ".. autosummary::", "", *(f"   {name}" for name in names), "```"))
 
-    return re.sub(r"^```\{eval-rst\}\n.*?^```$", tables, text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```\{eval-rst\}\n.*?^```$", table, text, flags=re.MULTILINE | re.DOTALL)
 
 
 def _repository_links(app: Any, page: str, source: list[str]) -> None:
-    """Point links to files that the site shows at their pages, and open the sections of the API page by a table."""
+    """Point links to files that the site shows at their pages, and show tables on the index of the API."""
     file = DOCS / f"{page}.md"
     if page == "api":
-        source[0] = _with_tables(source[0])
+        parts = [f"generated/{name}" for name in reference.api_sections(source[0])]
+        source[0] = _with_tables(source[0]) + reference.toctree(parts)
     if _GENERATED not in file.parents:
         source[0] = _linked(source[0], file, file)
 

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,21 +201,44 @@ def _option_row(parameter: Any, defaults: Mapping[str, str]) -> tuple[str, ...]:
     return name, shown, cell(re.sub(r"\\\[", "[", parameter.help or ""))
 
 
-def commands_page() -> str:
-    """Return the reference of the command line: every command with its options."""
-    parts = [
-        "# Commands",
+def commands_pages() -> dict[str, str]:
+    """Return the reference of the command line by page: an index, and a page for each first word and each trainer."""
+    pages: dict[str, list[tuple[str, Any]]] = {}
+    for words, command in commands(typer.main.get_command(app)):
+        _, first, *rest = words.split()
+        subject = rest[0] if first in ("train", "tune") and rest[0] in TRAINERS.every() else first
+        pages.setdefault(f"commands-{subject}", []).append((words, command))
+    index, texts = [], {}
+    for name, listed in pages.items():
+        titles = [words for words, _ in listed]
+        firsts = {" ".join(words.split()[:2]) for words in titles}
+        parts = ["# " + ", ".join(firsts if len(firsts) == 1 else titles)] if len(titles) > 1 else []
+        for words, command in listed:
+            defaults, about = _defaults(words), cell((command.help or "").replace("\b", ""))
+            anchor = re.sub(r"\W+", "-", words)
+            index.append((f"[`{words}`]({name}.md#{anchor})", about.split(". ")[0].rstrip(".")))
+            rows = [_option_row(parameter, defaults) for parameter in command.params if not parameter.hidden]
+            parts += [f"{'#' if len(titles) == 1 else '##'} {words}", about]
+            parts += [table(("option", "default", "meaning"), rows)] if rows else []
+        texts[name] = "\n\n".join(parts) + "\n"
+    head = (
         "Any command takes `--help`, `--debug`, which shows the traceback of an error, and `--wait SECONDS`, "
         "to wait for a device that is in use. "
-        "[Getting started](../getting-started.md#exit-codes) lists the exit codes.",
-    ]
-    for words, command in commands(typer.main.get_command(app)):
-        defaults = _defaults(words)
-        rows = [_option_row(parameter, defaults) for parameter in command.params if not parameter.hidden]
-        parts += [f"## {words}", cell((command.help or "").replace("\b", ""))]
-        if rows:
-            parts.append(table(("option", "default", "meaning"), rows))
-    return "\n\n".join(parts) + "\n"
+        "[Getting started](../getting-started.md#exit-codes) lists the exit codes."
+    )
+    listing = table(("command", "what it does"), index)
+    return {"commands": "\n\n".join(("# Commands", head, listing)) + toctree(texts)} | texts
+
+
+def toctree(pages: Iterable[str]) -> str:
+    """Return a hidden table of the pages below an index."""
+    return "\n".join(("", "", "```{toctree}", ":hidden:", "", *pages, "```", ""))
+
+
+def api_sections(text: str) -> dict[str, str]:
+    """Return the sections of the page of public names, each as a page."""
+    found = re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE)
+    return {f"api-{re.sub(r'[^a-z]+', '-', title.lower())}": f"# {title}\n{body}" for title, body in found}
 
 
 def theorems_page() -> str:
@@ -237,10 +260,10 @@ def theorems_page() -> str:
     return "\n\n".join(["# Theorems", head, table(("theorem", "about", "page"), rows), *parts]) + "\n"
 
 
-PAGES = {
+PAGES: dict[str, tuple[Callable[[], str], str]] = {
     "device-description": (device_description_page, "opusim/description/schema.py"),
     "configuration": (configuration_page, "training/config/run.py"),
-    "commands": (commands_page, "training/cli/app.py"),
+    "commands": (lambda: commands_pages()["commands"], "training/cli/app.py"),
     "theorems": (theorems_page, "accounting/theorems.py"),
 }
 """Pages by name, each with the file of the repository that a link to it names."""
@@ -248,5 +271,6 @@ PAGES = {
 
 def write_reference(folder: Path) -> None:
     """Write the pages into a folder."""
-    for name, (page, _) in PAGES.items():
-        (folder / f"{name}.md").write_text(page())
+    texts = {name: page() for name, (page, _) in PAGES.items()} | commands_pages()
+    for name, text in texts.items():
+        (folder / f"{name}.md").write_text(text)

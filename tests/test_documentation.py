@@ -11,6 +11,7 @@ import pytest
 
 import opusim
 from benchmarks.results_file import load_results
+from tests.support.imports import product_files
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -253,3 +254,42 @@ def test_pages_are_in_plain_words(page: Path) -> None:
 
 def test_unwelcome_words_are_caught() -> None:
     assert unwelcome("It goes on with `alone`, as nobody knows.") == ["nobody", "goes on"]
+
+
+def printed(lines: list[str]) -> set[str]:
+    """Texts of the code that may print some lines, with "..." for what varies; names of constants are filled in."""
+    parts = [part for line in lines for part in re.findall(r"[\w' ]{16}", line)]
+    sources = (file.read_text() for file in product_files().values())
+    trees = [ast.parse(source) for source in sources if any(part in source for part in parts)]
+    texts = {
+        target.id: node.value.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
+    }
+
+    def text(part: ast.expr) -> str:
+        if isinstance(part, ast.Constant):
+            return str(part.value)
+        name = part.value if isinstance(part, ast.FormattedValue) else None
+        return texts.get(name.id, "...") if isinstance(name, ast.Name) else "..."
+
+    found = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.JoinedStr):
+            found.add(re.sub(r"(\.\.\.)+", "...", "".join(map(text, node.values))))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+def test_troubleshooting_quotes_what_the_program_prints() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^```text\n(.+)\n```$", text, re.MULTILINE)
+    known = printed(quoted)
+    assert len(quoted) >= 10
+    assert len(text.split()) <= 700
+    assert [line for line in quoted if not any(line in each for each in known)] == []
+    assert not any(quoted[0].replace("guessing", "chance") in each for each in known)

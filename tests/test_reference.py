@@ -29,6 +29,10 @@ def loaded(name: str) -> ModuleType:
 
 
 reference = loaded("reference")
+COMMANDS = reference.commands_pages()
+API = (DOCS / "api.md").read_text()
+_ROWS_OF_A_PAGE = 250
+"""Most rows of the tables of a page of commands; one page of all has 900."""
 
 
 def silent(page: str) -> list[str]:
@@ -55,12 +59,31 @@ def test_every_key_of_a_device_is_listed() -> None:
 
 def test_every_command_is_listed() -> None:
     found = {words for words, _ in reference.commands(typer.main.get_command(app))}
-    assert found == set(re.findall(r"^## (opusim .+)$", reference.commands_page(), re.MULTILINE))
     assert {"opusim train pdfa", "opusim device calibrate", "opusim doctor"} <= found
+    shown = [words for words, _ in reference.commands(typer.main.get_command(app))]
+    titled = {
+        name: re.findall(r"^##? (opusim [^,\n]+)$", text, re.MULTILINE) for name, text in COMMANDS.items()
+    }
+    listed = dict(re.findall(r"^\| \[`(opusim .+?)`\]\(([\w-]+)\.md#", COMMANDS["commands"], re.MULTILINE))
+    assert set(listed) == found == set(shown)
+    assert [words for words, name in listed.items() if words not in titled[name]] == []
+
+
+def test_a_page_of_commands_has_one_subject() -> None:
+    rows = {name: len(re.findall(r"^\| `", text, re.MULTILINE)) for name, text in COMMANDS.items()}
+    assert len(rows) > 15
+    assert {name: count for name, count in rows.items() if count > _ROWS_OF_A_PAGE} == {}
+
+
+def test_every_public_name_stands_on_a_page_of_its_section() -> None:
+    entries = re.compile(r"^\.\. auto\w+:: (.+)$", re.MULTILINE)
+    pages = reference.api_sections(API)
+    assert len(pages) == API.count("\n## ") > 10
+    assert [name for text in pages.values() for name in entries.findall(text)] == entries.findall(API)
 
 
 def test_commands_show_what_is_taken_without_an_option() -> None:
-    page = reference.commands_page().split("## opusim train pdfa\n")[1].split("\n## ")[0]
+    page = COMMANDS["commands-pdfa"].split("## opusim train pdfa\n")[1].split("\n## ")[0]
     shown = dict(re.findall(r"^\| `(--[\w-]+)`.*? \| (\S+) \|", page, re.MULTILINE))
     config = load_config({"trainer": {"kind": "pdfa"}})
     assert shown["--epochs"] == f"`{config.epochs}`"

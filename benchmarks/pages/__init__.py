@@ -73,6 +73,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Speed",
         (
             "pages.ratios:page_section",
+            "trak:page_section",
             "gpu:page_section",
             "card_steps:page_section",
             "operators:page_section",

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import typer
 from joblib import Parallel, cpu_count, delayed
-from rich.console import Console
 
 from benchmarks.markdown import markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import load_run, train, write_comparison
+from opusim.progress import Progress
 from opusim.tables import print_table
 from opusim.training.runs import drawing as figures
 from opusim.training.runs.run import Run
@@ -57,7 +56,7 @@ def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = No
     return train(config, folder=FOLDER / name).folder.path
 
 
-def run_all(console: Console) -> None:
+def run_all() -> None:
     """Make all runs, one on each core at a time; each writes its own folder."""
     runs: list[tuple[Any, ...]] = [(kind, seed, f"{kind}-{seed}") for kind in KINDS for seed in SEEDS]
     for sigma in SIGMAS:
@@ -66,9 +65,10 @@ def run_all(console: Console) -> None:
     finished = Parallel(n_jobs=cpu_count(), return_as="generator_unordered")(
         delayed(run_once)(*run) for run in runs
     )
-    with console.status(f"{len(runs)} runs") as status:
-        for done, folder in enumerate(finished, start=1):
-            status.update(f"{done} of {len(runs)} runs done, the last one in {folder}")
+    with Progress("demo", "runs") as progress:
+        progress.start(len(runs))
+        for _ in finished:
+            progress.advance()
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -144,9 +144,8 @@ def draw_noise(noise: dict[float, list[float]], accuracies: dict[str, list[float
 def main(save: bool = False) -> None:
     """Train, print the tables, write the report; --save renews benchmarks/results/demo_digits.json."""
     started = time.perf_counter()
-    console = Console(width=None if sys.stdout.isatty() else 100)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    run_all(console)
+    run_all()
     accuracies, shown = compare_feedbacks()
     noise = sweep_noise()
     named = {f"{sigma:g}": values for sigma, values in noise.items()}

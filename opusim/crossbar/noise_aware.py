@@ -93,6 +93,11 @@ def noise_aware(
             for each in module.parametrizations["weight"]  # type: ignore[index]
         ):
             raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
+        if module._parameters.get("weight") is None and not parametrize.is_parametrized(module, "weight"):
+            raise ValueError(
+                f"model: a hook computes the weight of layer {name!r}, as pruning and the older weight_norm do; take "
+                "it off, as by torch.nn.utils.prune.remove(layer, 'weight')"
+            )
         if named and isinstance(module, nn.Conv2d):
             zero_padding(module)
     for name, module in layers:

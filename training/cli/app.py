@@ -331,6 +331,9 @@ class CommandLine:
             return rule + did_you_mean(
                 word, commands, otherwise=here if len(commands) <= _FEW_COMMANDS else ""
             )
+        extra = re.match(r"Got unexpected extra arguments? \(([\w.]+=\S+?)[\s)]", rule)
+        if extra and "--set" in self._options():
+            return f"{rule}; write --set {extra[1]}"
         name = str(getattr(error, "option_name", "")).removeprefix("--")
         if not rule.startswith("No such option") or not self.path.startswith(
             ("opusim train ", "opusim tune ")

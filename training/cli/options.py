@@ -35,6 +35,14 @@ Out = Annotated[Path | None, typer.Option(help="The run folder; a new one under 
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="No progress bar and no table; print only the run folder.")
 ]
+Callbacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--callback",
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that returns an opusim.Callback, such as a logger; repeatable.",
+    ),
+]
 TrustCode = Annotated[
     bool,
     typer.Option(
@@ -240,16 +248,19 @@ def resolved(kind: str, config: Path | None, settings: Sequence[str], changes: d
     return found
 
 
-def with_signature(command: Callable[..., None], options: Sequence[KeyOption]) -> Callable[..., None]:
+def with_signature(
+    command: Callable[..., None], options: Sequence[KeyOption], more: Mapping[str, tuple[Any, Any]] = {}
+) -> Callable[..., None]:
     """A command `(..., **values)` with the parameters that typer shows and reads in place of `values`.
 
-    These are its own parameters, then config, settings, those of the options, out and quiet.
+    These are its own parameters, then config, settings, those of the options, more (annotations and defaults), out and
+    quiet.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     shown = {p.name: (hints[p.name], p.default) for p in own}
     shown |= {"config": (Config, None), "settings": (Settings, None)}
-    shown |= {option.parameter: (option.option, None) for option in options}
+    shown |= {option.parameter: (option.option, None) for option in options} | dict(more)
     shown = {**shown, "out": shown.get("out", (Out, None)), "quiet": (Quiet, False)}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [

@@ -21,6 +21,7 @@ from opusim.progress import Progress
 from opusim.training.cli.groups import LazyGroup, built
 from opusim.training.cli.options import (
     EPSILON,
+    Callbacks,
     Quiet,
     TrustCode,
     changes_of,
@@ -84,11 +85,32 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
         from opusim.training.engine.session import train
 
         folder = values["out"]
-        watched(config, values["quiet"], lambda **shown: train(config, folder=folder, **shown))
+        own = values["callbacks"]
+        watched(config, values["quiet"], lambda **shown: train(config, folder=folder, **shown), own)
 
     lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
     epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
-    return built(kind, with_signature(command, options), help=section.summary, epilog=epilog)
+    shown = with_signature(command, options, {"callbacks": (Callbacks, None)})
+    return built(kind, shown, help=section.summary, epilog=epilog)
+
+
+def _callbacks(paths: Sequence[str] | None) -> list[Callback]:
+    """Return what the functions of --callback return.
+
+    Raises:
+        ConfigError: A path names no function, or one that returns something else.
+    """
+    if not paths:
+        return []
+    from opusim.errors import ConfigError
+    from opusim.training.networks.user_code import load_object
+
+    found = [load_object(path, key="callback")() for path in paths]
+    for path, each in zip(paths, found, strict=True):
+        if not isinstance(each, Callback):
+            reason = f"{path!r} returned a {type(each).__name__}; return an opusim.Callback"
+            raise ConfigError("configuration", "callback", reason)
+    return found
 
 
 def _follows(config: RunConfig) -> bool:
@@ -111,6 +133,7 @@ def resume(
         ),
     ] = False,
     trust_code: TrustCode = False,
+    callbacks: Callbacks = None,
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
     from opusim.description.schema import parse_description
@@ -132,7 +155,7 @@ def resume(
     def work(**shown: Any) -> Run:
         return train(folder=run, resume=True, moved=moved, trust_code=trust_code, **shown)
 
-    watched(config, quiet, work)
+    watched(config, quiet, work, callbacks)
 
 
 def options(
@@ -184,7 +207,7 @@ def small_batch(config: RunConfig) -> str | None:
     )
 
 
-def watched(config: RunConfig, quiet: bool, work: Callable[..., Run]) -> None:
+def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Sequence[str] | None) -> None:
     """Train with a progress bar, then print the table and write the report.
 
     The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
@@ -193,6 +216,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run]) -> None:
         config: The configuration.
         quiet: Whether only the run folder is printed.
         work: Trains, and takes `callbacks` and `progress` of `opusim.train`.
+        own: Import paths of functions of the user that return callbacks.
     """
     from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
@@ -202,7 +226,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run]) -> None:
         return
     hints = () if quiet else (place_text(config.torch_device), small_batch(config))
     lines = [line for line in (caution(config), *hints) if line is not None]
-    callbacks: list[Callback] = [Announced(line) for line in lines]
+    callbacks: list[Callback] = [*_callbacks(own), *(Announced(line) for line in lines)]
     if not quiet:
         callbacks.append(AnnouncedUsage())
     run = work(callbacks=callbacks, progress=False if quiet else "lines")

@@ -162,6 +162,8 @@ def split_records(
     return kept, held_out
 
 
+_MANY_CLASSES = 10**6
+"""A label from here on is a code: so many outputs are not trained."""
 _WHOLE = re.compile("0|-?[1-9][0-9]*")
 
 
@@ -614,7 +616,8 @@ def _distinct(labels: torch.Tensor) -> int:
             f"y must hold labels from 0, got {least} to {most}: subtract {least} from y, or state n_classes if the "
             "lower classes have no record"
         )
-    remedy = f", or state n_classes = {most + 1} if the other classes have no record" if least >= 0 else ""
+    remedy = f", or state n_classes = {most + 1} if the other classes have no record"
+    remedy = remedy if least >= 0 and most < _MANY_CLASSES else ""  # codes such as 10^9 count nothing
     raise ValueError(
         f"y holds {found} different labels from {least} to {most}: classes are numbered from 0 and leave none out; "
         "number them by numpy.unique(y, return_inverse=True)[1], name those of a table's column in data.classes"

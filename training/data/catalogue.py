@@ -30,7 +30,7 @@ from torch import Tensor
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from opusim.training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
+from opusim.training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import from_arrays, split_by_index
 from opusim.training.data.dataset import Dataset, Split, Standardisation
 from opusim.training.data.formats import (
@@ -38,6 +38,7 @@ from opusim.training.data.formats import (
     IMAGE_FILES,
     VARIABLE,
     Parts,
+    named_file,
     read_cifar10,
     read_labelled_images,
     required_library,
@@ -206,15 +207,6 @@ def _read(path: Path, limit: int, what: str) -> bytes:
     return content
 
 
-_KIND_OF_ENDING: dict[str, FileKind] = {
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".parquet", ".pq"), "parquet"),
-    ".txt": "text",
-    ".npz": "npz",
-}
-"""What a file of such an ending probably holds."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpenmlSource:
     """A data set on openml.org whose first records are for training and whose last are for testing.
@@ -315,11 +307,8 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
 def unknown_name(name: str) -> ValueError:
     """Return the refusal of a data.name that names nothing, with what was probably meant."""
-    path = Path(str(name))
-    ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    kind = _KIND_OF_ENDING.get(ending.lower()) or ("folder" if path.is_dir() else None)
     close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
-    meant = f"{kind}:{name}" if kind else close[0] if close else ""
+    meant = named_file(str(name)) or (close[0] if close else "")
     hint = f"; did you mean {meant!r}?" if meant else ""
     files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
     return ValueError(

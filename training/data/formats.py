@@ -59,6 +59,23 @@ def required_library(name: str, missing: str) -> Any:
         raise ModuleNotFoundError(missing) from error
 
 
+_KIND_OF_ENDING = {
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    ".txt": "text",
+    ".npz": "npz",
+}
+"""What a file of such an ending probably holds."""
+
+
+def named_file(name: str) -> str | None:
+    """Return the data.name of a file or a folder by its ending, such as "csv:PATH", or None if it tells nothing."""
+    path = Path(name)
+    ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    kind = _KIND_OF_ENDING.get(ending.lower()) or ("folder" if path.is_dir() else None)
+    return f"{kind}:{name}" if kind else None
+
+
 SEPARATORS = (",", ";", "\t", "|")
 """What may stand between the columns of a CSV file."""
 _TEXT_BYTES_ALLOWED = 2**26
@@ -67,6 +84,8 @@ _TEXT_RATIO_LIMIT = 100
 _HEADER_BYTES = 2**20
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 """Encodings by the bytes that a text begins with."""
+_PACKED = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""Compressions that are not read, by the bytes that a file begins with."""
 
 
 def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
@@ -91,6 +110,8 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
     file.seek(0)
     if begin == b"PK\x03\x04":
         raise DataError(f"{path} is a zip archive, as a spreadsheet is; save the table as CSV in UTF-8")
+    if packed := next((name for mark, name in _PACKED.items() if begin.startswith(mark)), None):
+        raise DataError(f"{path} is compressed by {packed}; unpack it, or compress it by gzip")
     if begin[:2] == b"\x1f\x8b":
         content = _unpacked(file, path)
         begin = content.read(4)
@@ -99,6 +120,11 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
     try:
         head = content.read(_HEADER_BYTES).decode(encoding, errors="ignore")
         content.seek(0)
+        if "\0" in head:
+            raise DataError(
+                f"{path} is no text in UTF-8, because it holds zero bytes, as UTF-16 without its mark does; save it in "
+                "UTF-8"
+            )
         names, separator = _header(head, tab=".tsv" in path.suffixes)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pandas.errors.ParserWarning)

@@ -28,7 +28,13 @@ from opusim.files import open_to_read
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
-from opusim.training.data.formats import read_csv, read_image_folder, read_npz, required_library
+from opusim.training.data.formats import (
+    named_file,
+    read_csv,
+    read_image_folder,
+    read_npz,
+    required_library,
+)
 from opusim.training.data.users import keys_of
 from opusim.training.errors import DataError
 
@@ -387,6 +393,14 @@ def _require_numbers(column: Any, name: str, what: str) -> None:
             f"column {name!r} of {what} holds {column.dtype}, and features are numbers; drop it, or convert it to "
             "numbers"
         )
+    values = column.to_numpy(dtype="float64")
+    large = ~(np.abs(values) <= np.finfo(np.float32).max)
+    if large.any():
+        row = int(large.argmax())
+        raise ValueError(
+            f"column {name!r} of {what} holds {values[row]:g} in row {row} counted from 0, which float32 cannot hold; "
+            "correct this cell, or drop its row"
+        )
 
 
 def _require_complete(column: Any, name: str, what: str) -> None:
@@ -436,7 +450,10 @@ def as_arrays(data: object, name: str) -> tuple[Any, ...]:
     elif isinstance(data, TorchDataset):
         return _collected(data, name)
     elif isinstance(data, str | Path):
-        remedy = f"name files and known data sets in the configuration: config={{'data': {{'name': {str(data)!r}}}}}"
+        named = str(data) if ":" in str(data) else named_file(str(data)) or str(data)
+        remedy = (
+            f"name files and known data sets in the configuration: config={{'data': {{'name': {named!r}}}}}"
+        )
     raise TypeError(
         f"{name} must be (x, y), a TensorDataset or another Dataset of torch, a DataFrame or a Dataset of opusim, got "
         f"{type(data).__name__}; {remedy}"
@@ -516,6 +533,8 @@ def _dataset(
     name: str = "arrays",
 ) -> Dataset:
     """Make a data set of arrays under the keys of a configuration."""
+    if columns and options.target in ("auto", "class") and _counts_from_zero(arrays[1]):
+        arrays, test = _whole(arrays), test and _whole(test)
     dataset = from_arrays(
         *arrays,
         n_classes=options.n_classes,
@@ -533,6 +552,22 @@ def _dataset(
     )
     dataset = replace(dataset, columns=columns)
     return standardised_by_records(dataset) if options.standardise == "records" else dataset
+
+
+def _counts_from_zero(y: Any) -> bool:
+    """Return whether labels are the floats 0.0, 1.0, ..., which pandas makes of whole numbers, all of them."""
+    if not isinstance(y, np.ndarray) or y.dtype.kind != "f":
+        return False
+    found = np.unique(y)
+    return np.array_equal(found, np.arange(len(found)))
+
+
+def _whole(pair: Pair) -> Pair:
+    """Return labels that are whole numbers as integers."""
+    x, y = pair
+    if isinstance(y, np.ndarray) and y.dtype.kind == "f" and np.array_equal(y, np.rint(y)):
+        return x, y.astype(np.int64)
+    return pair
 
 
 def _listed(names: Sequence[str]) -> str:

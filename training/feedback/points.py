@@ -58,6 +58,7 @@ from opusim.training.feedback.projection import (
     make_encoding,
 )
 from opusim.training.feedback.streams import Followed
+from opusim.training.networks.base import require_not_of_opacus
 from opusim.training.networks.clipping import finite_rows
 from opusim.training.networks.record_independence import restore_buffers
 
@@ -178,6 +179,7 @@ class FeedbackAlignment(PointHooks):
             _require_device(device)
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         refuse_second(model)
+        require_not_of_opacus(model)
         view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         super().__init__(model, rows=rows, shared=slices == "shared", view=view, device=device)
         self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)

@@ -15,7 +15,14 @@ from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import OWN_MODULE
 from opusim.training.data import Dataset
 from opusim.training.errors import RunFolderError
-from opusim.training.networks.base import DescribedModule, Network, parameters_digest, tensor_facts
+from opusim.training.networks.base import (
+    DescribedModule,
+    Network,
+    other_numbers,
+    parameters_digest,
+    require_not_of_opacus,
+    tensor_facts,
+)
 from opusim.training.networks.models import MODELS, build_model
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.network import build_model as build_mlp
@@ -51,6 +58,7 @@ class AnyModule(Network):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        require_not_of_opacus(model)
         self.model, self._n_inputs, self._recipe = model.eval(), n_inputs, recipe or {}
         self._holds_all = record_shape is not None
         self.record_shape = (n_inputs,) if record_shape is None else tuple(record_shape)
@@ -226,9 +234,8 @@ def _remedy(model: nn.Module, dataset: Dataset, found: str) -> str:
         if not found.startswith("gives ("):
             return "return only the tensor of the outputs, such as the first entry of a tuple"
         return "change its last layer, or data.target and data.n_classes"
-    other = [p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
-    if other:
-        return f"the module holds {other[0]} and records are torch.float32; give model.float()"
+    if remedy := other_numbers(model):
+        return remedy
     embeds = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.modules())
     if dataset.holds_tokens and not embeds:
         fitting = "'transformer-lm'" if dataset.target == "tokens" else "'transformer-encoder' or 'gru'"

@@ -96,6 +96,13 @@ class DescribedModule(nn.Module):
         return nullcontext()
 
 
+def other_numbers(model: object) -> str | None:
+    """Return what to do about a module whose parameters are not float32, as records are; None for one of float32."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    other = [p.dtype for p in parameters if p.is_floating_point() and p.dtype != torch.float32]
+    return f"the module holds {other[0]} and records are torch.float32; give model.float()" if other else None
+
+
 def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_classes: int) -> None:
     """Refuse a user-supplied model whose output for some records is not a table of class scores.
 
@@ -112,14 +119,33 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
             output = model(records)
     except (RuntimeError, IndexError) as error:  # torch raises them for shapes or tokens that do not fit
         reason = str(error).partition("\n")[0]
+        remedy = other_numbers(model) or "change its first module, or the data"
         raise ValueError(
-            f"model cannot take records of {records.shape[1]} features ({reason}); change its first module, or the data"
+            f"model cannot take records of {records.shape[1]} features ({reason}); {remedy}"
         ) from error
     found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if found != (len(records), n_classes):
         raise ValueError(
             f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
             "shape (batch, n_classes)"
+        )
+
+
+def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:
+    """Refuse a module of Opacus, or one with its hooks: they take gradients of single records in every backward pass.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if type(module).__module__.startswith("opacus.grad_sample"):
+        raise ValueError(
+            f"{name} is a {type(module).__name__} of Opacus, which opusim replaces; give the plain module, which "
+            f"{name}.to_standard_module() returns"
+        )
+    if any(hasattr(parameter, "grad_sample") for parameter in module.parameters()):
+        raise ValueError(
+            f"{name} has hooks of Opacus; take them off by to_standard_module() of its GradSampleModule, or build it "
+            "anew"
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.networks.base import require_not_of_opacus
 from opusim.training.networks.record_gradients.layers import PACKED
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.probe import invented_rows
@@ -39,14 +40,14 @@ _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
 
 
-def require_not_of_opacus(module: nn.Module, optimizer: object, loader: object) -> None:
+def require_plain_parts(module: nn.Module, optimizer: object, loader: object) -> None:
     """Refuse what Opacus has prepared already: it would clip and draw a second time, and its hooks stay.
 
     Raises:
         ValueError: The module, the optimizer or the loader is of Opacus, or hooks of Opacus are on the module.
     """
+    require_not_of_opacus(module, "module")
     remedies = {
-        "module": (module, "grad_sample", "give the plain module, which module.to_standard_module() returns"),
         "optimizer": (optimizer, "optimizers", "give the plain one, optimizer.original_optimizer"),
         "data_loader": (loader, "data_loader", "give the loader from before PrivacyEngine"),
     }
@@ -54,11 +55,6 @@ def require_not_of_opacus(module: nn.Module, optimizer: object, loader: object) 
         kind = type(given)
         if kind.__module__.startswith(f"opacus.{package}"):
             raise ValueError(f"{name} is a {kind.__name__} of Opacus, which make_private replaces; {remedy}")
-    if any(hasattr(parameter, "grad_sample") for parameter in module.parameters()):
-        raise ValueError(
-            "module has hooks of Opacus; take them off by to_standard_module() of its GradSampleModule, or build it "
-            "anew"
-        )
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

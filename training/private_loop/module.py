@@ -268,7 +268,10 @@ class PrivateModule:
         elif (rows := rows_of(leaves)) != batch.records:
             reason = f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
         elif batch.written:
-            reason = "the module ran again on a batch whose gradients were written"
+            reason = (
+                "the module ran again on a batch whose gradients were written (for a GAN, give the real and the "
+                "generated record to one call of the module and of the criterion)"
+            )
         if reason is not None or batch is None:
             if torch.is_grad_enabled():
                 self._plain = reason or self._plain

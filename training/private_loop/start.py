@@ -31,9 +31,9 @@ from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
     arguments_for,
     feedback_of,
-    require_not_of_opacus,
     require_own_parameters,
     require_own_readings,
+    require_plain_parts,
     warn_of_parameters_left_out,
 )
 from opusim.training.private_loop.loader import batch_size_of
@@ -154,8 +154,8 @@ def make_private(
     }
     with ExitStack() as stack, ranks.handing_errors():
         checks.instance(nn.Module, module=module)
-        require_not_of_opacus(module, optimizer, data_loader)
-        if isinstance(optimizer, list | tuple):
+        require_plain_parts(module, optimizer, data_loader)
+        if isinstance(optimizer, list | tuple | dict):
             raise TypeError(
                 f"optimizer: must be one torch.optim.Optimizer, got a {type(optimizer).__name__} of {len(optimizer)}; "
                 "give one optimizer with a group for each of them, such as torch.optim.SGD([{'params': ..., 'lr': ...}"

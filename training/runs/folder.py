@@ -100,6 +100,10 @@ class RunFolder:
         self._made_here = False
         self._sealed_metrics = GrowingFile(self.metrics_file)
 
+    def __fspath__(self) -> str:
+        """Return the folder's path, so that `opusim.load_run(run.folder)` reads it."""
+        return str(self.path)
+
     @classmethod
     def claimed(cls, path: Path) -> Self | None:
         """Make a folder that no other process can take, or return None if the name is taken.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import opusim
@@ -429,6 +429,14 @@ def described(crossbar: dict[str, None]) -> Path:
 def test_what_cannot_run_on_a_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model: layer '0' is noise-aware already"):
         noise_aware(noise_aware(nn.Sequential(nn.Linear(2, 2)), 0.1), 0.1)
+    pruned = nn.Sequential(nn.Linear(2, 2))
+    prune.l1_unstructured(pruned[0], "weight", amount=1)
+    with pytest.raises(
+        ValueError, match=r"weight of layer '0', as pruning .*prune.remove\(layer, 'weight'\)"
+    ):
+        noise_aware(pruned, 0.1)
+    prune.remove(pruned[0], "weight")
+    assert noise_aware(pruned, 0.1) is pruned
     same = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 2, 3, padding="same"))
     with pytest.raises(ValueError, match=r"padding=same.*: a device takes one group"):
         noise_aware(same, "pcm")

@@ -66,6 +66,7 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
     [
         ("trian", "no such command 'trian'; did you mean 'train'?"),
         ("train PDFA", "did you mean 'pdfa'"),
+        ("train pdfa model.hidden=256,256", "(model.hidden=256,256); write --set model.hidden=256,256;"),
         ("train pdfaa", "did you mean 'pdfa'"),
         ("train backprop", "did you mean 'bp'"),
         ("sweep noise.toml", "did you mean 'curve'"),

@@ -251,7 +251,8 @@ class TestOtherForms:
             (lambda: _Pairs([(object(), 1)]), "data: record 0 is (object, int), and must be (x, y), x a tensor"),
             (lambda: _Pairs([torch.ones(2)]), "data: record 0 is (Tensor), and must be (x, y)"),
             (lambda: _Pairs([(torch.ones(2), 1)] * 3, noise=0.1), "gives another record 0 each time, as a random"),
-            (lambda: "flowers.csv", "name files and known data sets in the configuration: config={'data': {"),
+            (lambda: "flowers.csv", "in the configuration: config={'data': {'name': 'csv:flowers.csv'}}"),
+            (lambda: Path(__file__).parent, f"config={{'data': {{'name': 'folder:{Path(__file__).parent}'}}}}"),
             (lambda: [np.ones((3, 2)), np.ones(3)], "got list; give data=(x, y)"),
             (lambda: (FRAME[["count"]], FRAME["count"]), "torch tensor, got DataFrame: use numpy.asarray(x)"),
             (lambda: (sparse.csr_matrix(np.eye(3)), np.arange(3)), "got csr_matrix: use x.toarray()"),
@@ -557,6 +558,20 @@ class TestFiles:
         assert data.columns == ("length, in cm|m", "count", "wild")
         assert fingerprint(data.train) == fingerprint(_load(FRAME).train)
 
+    def test_labels_that_pandas_holds_as_floats_are_classes(self) -> None:
+        numbers = np.arange(40) % 3
+        frame = pandas.DataFrame(np.c_[FRAME["length"], numbers, FRAME["count"]])
+        data = tables_module.own_dataset(DataConfig(label=("1",)), "index", frame, test=frame[:5])
+        assert data.n_classes == 3
+        assert sorted(torch.cat([data.train.y, data.validation.y]).tolist()) == sorted(numbers.tolist())
+        assert data.test is not None
+        assert data.test.y.tolist() == numbers[:5].tolist()
+        for label in (2.0 * numbers, numbers + 0.5):  # gaps, and no whole numbers
+            with pytest.raises((TypeError, ValueError), match="y must hold whole numbers"):
+                tables_module.own_dataset(
+                    DataConfig(label=("1",)), "index", frame.assign(**{"1": label}).drop(columns=1)
+                )
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -583,6 +598,16 @@ class TestFiles:
                 "{} has more cells in each row than names in its header (a, b, y, ...)",
             ),
             ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
+            (
+                "a,b,y\n1,2,0\n3,-inf,1\n",
+                "'b' of {} holds -inf in row 1 counted from 0, which float32 cannot hold",
+            ),
+            ("a,b,y\n1e39,2,0\n3,4,1\n", "'a' of {} holds 1e+39 in row 0 counted from 0, which float32"),
+            (
+                "a\0,\0y\0\n\0",
+                "{} is no text in UTF-8, because it holds zero bytes, as UTF-16 without its mark does",
+            ),
+            ("BZh91AY&SY", "{} is compressed by bzip2; unpack it, or compress it by gzip"),
             ("PK\x03\x04", "{} is a zip archive, as a spreadsheet is; save the table as CSV"),
             ("\x1f\x8b broken", "{} is a damaged gzip file"),
         ],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from benchmarks.bare import feedback_trainer
-from opusim import open_device, training
+from opusim import FeedbackAlignment, open_device, training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError, DeviceError
 from opusim.training.config.sections import OptimizerConfig
@@ -342,6 +342,27 @@ def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run")
+    config = {"trainer": {"kind": "zo"}, "epochs": 1}
+    with pytest.raises(ValueError, match=r"the module holds torch.bfloat16 .*; give model.float\(\)"):
+        training.train(config, data=images(), model=module().bfloat16(), folder=tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_module_of_opacus_is_refused(tmp_path: Path) -> None:
+    wrapped = pytest.importorskip("opacus").GradSampleModule(
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3))
+    )
+    for inner in (wrapped, nn.Sequential(wrapped)):
+        for take in (
+            FeedbackAlignment,
+            lambda model: training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run"),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"model (is a GradSampleModule|has hooks) of Opacus[,;] .*to_standard_module",
+            ):
+                take(inner)
+    assert FeedbackAlignment(wrapped.to_standard_module())
 
 
 def test_a_device_that_fails_leaves_parameters_and_buffers(

@@ -608,8 +608,12 @@ def test_several_optimizers_become_groups_of_one(tmp_path: Path) -> None:
         torch.optim.SGD(module[0].parameters(), lr=1.0),
         torch.optim.SGD(module[2].parameters(), lr=2.0),
     ]
-    with pytest.raises(TypeError, match=r"got a list of 2; give one optimizer with a group for each of them"):
-        private_loop(tmp_path, (module, both, criterion, loader))
+    for several in (both, dict(enumerate(both))):
+        kind = type(several).__name__
+        with pytest.raises(
+            TypeError, match=f"got a {kind} of 2; give one optimizer with a group for each of them"
+        ):
+            private_loop(tmp_path, (module, several, criterion, loader))
 
 
 class Unfit(nn.Module):

@@ -96,7 +96,7 @@ def put(folder: Path, files: dict[str, bytes]) -> None:
 
 def refuses_the_ledger(folder: Path, message: str) -> None:
     """Every reader that states guarantees refuses it; the model is still there."""
-    run = training.load_run(folder)
+    run = training.load_run(RunFolder(folder))
     run.predict(data()[0])
     out = folder.parent / f"{folder.name}-audit"
     for read in (

@@ -31,6 +31,7 @@ from opusim.training.config import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.config import PdfaConfig
 from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.clipping import Clipping
 from opusim.training.protections.record import RecordGradients
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
@@ -72,7 +73,7 @@ def likelihood_step(x: torch.Tensor, y: torch.Tensor) -> Step:
         noise_multiplier=NOISE_MULTIPLIER,
         divisor=len(x),
         noise=noise_stream("experiment", 0, "central-noise"),
-        by_layer=True,
+        clipping=Clipping(kind="per_layer"),
     )
     update = PlainUpdate(
         network,

@@ -296,7 +296,7 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
 
         def noting(writer: PrivateGradients) -> PrivateGradients:
             """Note outer products, if the writer writes clipped sums."""
-            plain = type(writer) is RecordGradients and not plan.protection.clipping.is_adaptive
+            plain = type(writer) is RecordGradients and plan.protection.clipping.kind != "adaptive"
             return NotedTerms(writer, divisor) if plain else writer
 
         silent = replace(silent, wrap_writer=noting)

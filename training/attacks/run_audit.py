@@ -103,7 +103,7 @@ def applicable_attacks(
             groups = [list(names) for _, names in groupby(groups[0], lambda name: name.partition(".")[0])]
         if algorithm.layer_signals == "exact" and not protected:
             groups = groups[-1:]
-        if plan.protection.clipping.is_adaptive:
+        if plan.protection.clipping.kind == "adaptive":
             groups.append([RELEASED_COUNTS])
         attacks.append(DifferenceAttack(noiseless, groups=groups))
     return attacks

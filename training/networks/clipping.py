@@ -43,7 +43,7 @@ _LARGEST_NORM = 2.0**60
 """Float32 norms from here on count as infinite; products of two numbers below it do not overflow."""
 _VANISHED = 2.0**-62
 """Largest number whose square may vanish in float32, even if subnormal numbers are flushed to zero."""
-_LEAST_FACTOR = 2.0**-100
+LEAST_FACTOR = 2.0**-100
 """Factors below it are 0: float32 would hold them with few digits."""
 CLIP_RANGE = (1e-12, 1e12)
 """Range of a clip norm and of a divisor in which clipped float32 rows and their sums keep all their digits."""
@@ -275,13 +275,13 @@ def norm_bounds(rows: Tensor) -> Tensor:
     return resolved([measured(rows)])[0]
 
 
-def bounded_factors(norms: Tensor, bound: float | Tensor, most: float = 1.0) -> Tensor:
-    """Return min(most, bound / norm) for each record, float64, of the shape of the norms.
+def bounded_factors(norms: Tensor, bound: float) -> Tensor:
+    """Return min(1, bound / norm) for each record, float64, shape (batch,).
 
     0 if the norm is not finite, or above 2^100 bounds, whose factor float32 would not hold.
     """
-    factors = (bound / norms.double()).clamp(max=most)
-    return torch.where(factors >= _LEAST_FACTOR, factors, 0.0)  # NaN and 1 / infinity are not
+    factors = (bound / norms.double()).clamp(max=1.0)
+    return torch.where(factors >= LEAST_FACTOR, factors, 0.0)  # NaN and 1 / infinity are not
 
 
 def multipliers(factors: Tensor) -> Tensor:

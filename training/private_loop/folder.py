@@ -143,7 +143,7 @@ class PrivacySettings:
             relation=self.relation,
             records_per_user=self.records_per_user,
             clipping=self.clipping.kind,
-            count_noise=self.clipping.released_count_noise,
+            count_noise=self.clipping.count_noise,
         )
 
     @property

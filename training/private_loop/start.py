@@ -149,7 +149,7 @@ def make_private(
     steps = PaidSteps(ranks, "the private loop")
     given = {
         "max_grad_norm": tuple(max_grad_norm) if isinstance(max_grad_norm, list | tuple) else max_grad_norm,
-        "clipping": clipping if isinstance(clipping, Clipping) else Clipping(kind=clipping),  # type: ignore[arg-type]
+        "clipping": Clipping(kind=clipping) if isinstance(clipping, str) else clipping,  # type: ignore[arg-type]
         "target_delta": target_delta,
         "noise_multiplier": noise_multiplier,
         "target_epsilon": target_epsilon,
@@ -162,6 +162,7 @@ def make_private(
     }
     with ExitStack() as stack, ranks.handing_errors():
         checks.instance(nn.Module, module=module)
+        checks.instance((str, Clipping), clipping=clipping)
         require_not_of_opacus(module, optimizer, data_loader)
         if isinstance(optimizer, list | tuple):
             raise TypeError(

@@ -24,7 +24,10 @@ from torch import Tensor
 
 from opusim import checks
 from opusim.accounting.mechanisms.records import CLIPPINGS, share_of_sum
-from opusim.training.networks.clipping import CLIP_RANGE, bounded_factors
+from opusim.training.networks.clipping import CLIP_RANGE, LEAST_FACTOR
+
+_COUNT_NOISE = 5.0
+"""Noise of a count over the noise multiplier if none is given: the sum's noise grows by 0.5 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,8 @@ class Clipping:
         stability: s, under automatic, in units of a gradient's norm, in [1e-6, 1e6].
         target_quantile: The share of records whose norm the bound exceeds in the end, under adaptive, in (0, 1).
         bound_rate: eta, under adaptive: C_(t+1) = C_t exp(-eta (share below C_t - target_quantile)), above 0.
-        count_noise: r, under adaptive, above 1/2: the noise of a step's count over the noise multiplier.
+        count_noise: r, the noise of a step's count over the noise multiplier, at least 0.6; None unless adaptive, which
+            takes 5 then.
 
     Raises:
         ValueError: A constant is out of its range.
@@ -48,10 +52,11 @@ class Clipping:
     stability: float = 0.01
     target_quantile: float = 0.5
     bound_rate: float = 0.2
-    count_noise: float = 5.0
+    count_noise: float | None = None
 
     def __post_init__(self) -> None:
-        checks.choice(CLIPPINGS, clipping=self.kind)
+        if self.kind not in CLIPPINGS:
+            checks.choice(CLIPPINGS, clipping=self.kind)
         if self.layer_norms is not None:
             norms = tuple(map(float, self.layer_norms))
             object.__setattr__(self, "layer_norms", norms)
@@ -61,15 +66,19 @@ class Clipping:
                 f"layer_norms = {self.layer_norms}: are for clipping = 'per_layer', not for {self.kind!r}; give one "
                 "norm for all layers together"
             )
-        checks.in_range(1e-6, 1e6, stability=self.stability)
-        checks.in_unit_interval(closed="neither", target_quantile=self.target_quantile)
-        checks.in_range(1e-6, 10.0, bound_rate=self.bound_rate)
-        share_of_sum(self.count_noise)
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the bound follows from earlier releases."""
-        return self.kind == "adaptive"
+        if self.kind == "automatic":
+            checks.in_range(1e-6, 1e6, stability=self.stability)
+        if self.kind == "adaptive":
+            checks.in_unit_interval(closed="neither", target_quantile=self.target_quantile)
+            checks.in_range(1e-6, 10.0, bound_rate=self.bound_rate)
+            object.__setattr__(
+                self, "count_noise", _COUNT_NOISE if self.count_noise is None else self.count_noise
+            )
+            share_of_sum(self.count_noise)
+        elif self.count_noise is not None:
+            raise ValueError(
+                f"count_noise = {self.count_noise}: is for clipping = 'adaptive', not for {self.kind!r}; leave it out"
+            )
 
     def with_norms(self, norms: float | tuple[float, ...]) -> tuple[Self, float]:
         """Return the rule, with norms of layers if these are given, and C.
@@ -90,11 +99,6 @@ class Clipping:
         found = replace(self, layer_norms=norms)
         return found, math.hypot(*norms)
 
-    @property
-    def released_count_noise(self) -> float | None:
-        """The noise of released counts over the noise multiplier, or None if none are released."""
-        return self.count_noise if self.is_adaptive else None
-
     def factors(self, squares: Tensor, bound: float) -> Tensor:
         """Return what multiplies the contribution of each record in each layer, float64, shape (layers, batch).
 
@@ -105,15 +109,17 @@ class Clipping:
         Raises:
             ValueError: There are other layers than `layer_norms`.
         """
-        whole = squares.sum(dim=0)  # infinite if any layer's is, so that its factor is 0
-        if self.kind == "per_layer":
-            factors = bounded_factors(squares.sqrt(), self._bounds(len(squares), bound).to(squares.device))
-            return torch.where(whole < torch.inf, factors, 0.0)
+        whole = squares.sum(dim=0)  # infinite if any layer's is
         if self.kind == "automatic":
-            found = bounded_factors(whole.sqrt() + self.stability, bound, most=torch.inf)
+            factors = bound / (whole.sqrt() + self.stability)
+        elif self.kind == "per_layer":
+            factors = (self._bounds(len(squares), bound).to(squares.device) / squares.sqrt()).clamp(max=1.0)
         else:
-            found = bounded_factors(whole.sqrt(), bound)
-        return found.expand(len(squares), -1)
+            factors = (bound / whole.sqrt()).clamp(max=1.0)
+        kept = factors >= LEAST_FACTOR  # neither NaN nor 1 / infinity is
+        if self.kind == "per_layer":
+            kept &= whole < torch.inf
+        return torch.where(kept, factors, 0.0).expand(len(squares), -1)
 
     def _bounds(self, layers: int, bound: float) -> Tensor:
         """Return C_l of each layer, shape (layers, 1)."""

@@ -417,15 +417,17 @@ class RecordGradients(PrivateGradients):
         super().__init__(noise)
         self._counted = counted
         self._ranks = ranks or Ranks.one()
-        self._clipping, self._clip_norm = clipping, clip_norm
-        self._moving = MovingBound(clipping, clip_norm) if clipping.is_adaptive else None
-        self._count_std = noise_multiplier * clipping.count_noise
-        self._multiplier = noise_multiplier / (share_of_sum(clipping.count_noise) if self._moving else 1.0)
-        self._divisor = divisor
-        self._noise_std = self._std_at(clip_norm)
-
-    def _std_at(self, bound: float) -> float:
-        return noise_std(clip_norm=bound, noise_multiplier=self._multiplier, divisor=self._divisor)
+        self._clipping, self._clip_norm, self._divisor = clipping, clip_norm, divisor
+        self._moving: MovingBound | None = None
+        self._count_std = 0.0
+        if clipping.count_noise is not None:  # adaptive
+            self._moving, self._count_std = (
+                MovingBound(clipping, clip_norm),
+                noise_multiplier * clipping.count_noise,
+            )
+            noise_multiplier /= share_of_sum(clipping.count_noise)
+        self._multiplier = noise_multiplier
+        self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -453,7 +455,9 @@ class RecordGradients(PrivateGradients):
         count: Tensor | None = None
         if self._moving is not None:
             self._clip_norm = self._moving.value
-            self._noise_std = self._std_at(self._clip_norm)
+            self._noise_std = noise_std(
+                clip_norm=self._clip_norm, noise_multiplier=self._multiplier, divisor=self._divisor
+            )
         several, parameters, sizes = False, list[nn.Parameter](), list[int]()
         counted, block, rows = self._counted, None, 0
         for part in parts:

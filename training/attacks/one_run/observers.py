@@ -183,7 +183,7 @@ class CraftedGradients(WrappedGradients):
         clipping: Clipping,
     ) -> None:
         super().__init__(writer)
-        if clipping.is_adaptive:
+        if clipping.kind == "adaptive":
             raise NoGuarantee(
                 "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
                 "play the game of single steps: opusim audit RUN"

@@ -406,8 +406,8 @@ class ClippedRecords(CertifiedMechanism):
         require_bands(self.bands, self.sampling_probability)
         if (self.clipping == "adaptive") != (self.count_noise is not None):
             raise ValueError(
-                f"count_noise = {self.count_noise}: belongs to clipping = 'adaptive', and clipping is "
-                f"{self.clipping!r}; give both or neither"
+                f"count_noise = {self.count_noise} under clipping = {self.clipping!r}: is for 'adaptive', which needs "
+                "it; give both or neither"
             )
         if self.clipping == "adaptive" and self.bands > 1:
             raise ValueError(

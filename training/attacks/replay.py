@@ -296,8 +296,9 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
 
         def noting(writer: PrivateGradients) -> PrivateGradients:
             """Note outer products, if the writer writes clipped sums."""
-            plain = type(writer) is RecordGradients and plan.protection.clipping.kind != "adaptive"
-            return NotedTerms(writer, divisor) if plain else writer
+            if type(writer) is not RecordGradients or plan.protection.clipping.kind == "adaptive":
+                return writer
+            return NotedTerms(writer, divisor)
 
         silent = replace(silent, wrap_writer=noting)
     silent = run.on_own_network(silent)

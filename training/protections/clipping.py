@@ -71,10 +71,9 @@ class Clipping:
         if self.kind == "adaptive":
             checks.in_unit_interval(closed="neither", target_quantile=self.target_quantile)
             checks.in_range(1e-6, 10.0, bound_rate=self.bound_rate)
-            object.__setattr__(
-                self, "count_noise", _COUNT_NOISE if self.count_noise is None else self.count_noise
-            )
-            share_of_sum(self.count_noise)
+            noise = _COUNT_NOISE if self.count_noise is None else self.count_noise
+            share_of_sum(noise)
+            object.__setattr__(self, "count_noise", noise)
         elif self.count_noise is not None:
             raise ValueError(
                 f"count_noise = {self.count_noise}: is for clipping = 'adaptive', not for {self.kind!r}; leave it out"

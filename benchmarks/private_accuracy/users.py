@@ -50,8 +50,8 @@ ROWS = {
     "conversion": "groups of 20 by conversion",
     **RULES,
 }
-RATES = {"users": (0.03, 0.1, 0.3), "records": (0.3, 1.0, 3.0, 10.0), "conversion": (0.3, 1.0, 3.0)}
-RATES |= dict.fromkeys(RULES, (1.0, 3.0, 10.0))
+RATES = {"users": (0.03, 0.1, 0.3), "records": (0.3, 1.0, 3.0), "conversion": (0.3, 1.0, 3.0)}
+RATES |= dict.fromkeys(RULES, (1.0, 3.0))
 TUNING_SEED, MOST = 9, 1.1
 TIMED_USERS, REPEATS = 25, 20
 

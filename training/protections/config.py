@@ -224,12 +224,11 @@ class RecordConfig(_NoisyStrength):
                 "protection.bands", f"{self.bands} is not for protection.unit = 'user'; leave it out"
             )
         if self.layer_norms is not None:
-            low, high = 1e-12, 1e12
-            if not self.layer_norms or not all(low <= norm <= high for norm in self.layer_norms):
-                reason = (
-                    f"{list(self.layer_norms)} must be numbers in [{low:g}, {high:g}], one for each layer"
+            norms = list(self.layer_norms)
+            if not norms or not all(1e-12 <= norm <= 1e12 for norm in norms):
+                raise BadKey(
+                    "protection.layer_norms", f"{norms} must be numbers in [1e-12, 1e12], one for each layer"
                 )
-                raise BadKey("protection.layer_norms", reason)
             if self.clip_norm is not None:
                 reason = f"{self.clip_norm:g} follows from protection.layer_norms; leave one of them out"
                 raise BadKey("protection.clip_norm", reason)

@@ -6,9 +6,10 @@ over all layers is known without forming it:
     ||g_i||^2 = sum_l ||delta_(l,i)||^2 (||h_(l-1,i)||^2 + 1),
 
 with the 1 for a bias (other uses of parameters measure themselves: `Contributions.squared_norms`). One factor
-min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
-added to every entry of the sum, and a constant divides it. On the processor a sum with its noise is one exactly rounded
-number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
+min(1, C / ||g_i||) scales all of a record's deltas, or another rule of `opusim.training.protections.clipping` does. One
+matrix product per layer sums the records. N(0, (z C)^2) is added to every entry of the sum, and a constant divides it.
+On the processor a sum with its noise is one exactly rounded number (`NoiseStream.add_rounded`), unless the noise is a
+device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
 records in turn (theorem `opusim.accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the
@@ -94,11 +95,9 @@ class RecordProtection(PoissonProtection):
     @cached_property
     @override
     def clipping(self) -> Clipping:
-        return (
-            Clipping(kind="per_layer")
-            if self.algorithm.clips_by_layer
-            else Clipping(**self.options.clipping_rule)
-        )
+        if self.algorithm.clips_by_layer:
+            return Clipping(kind="per_layer")
+        return Clipping(**self.options.clipping_rule)
 
     @cached_property
     def physical_batches(self) -> PhysicalBatches:
@@ -421,10 +420,8 @@ class RecordGradients(PrivateGradients):
         self._moving: MovingBound | None = None
         self._count_std = 0.0
         if clipping.count_noise is not None:  # adaptive
-            self._moving, self._count_std = (
-                MovingBound(clipping, clip_norm),
-                noise_multiplier * clipping.count_noise,
-            )
+            self._moving = MovingBound(clipping, clip_norm)
+            self._count_std = noise_multiplier * clipping.count_noise
             noise_multiplier /= share_of_sum(clipping.count_noise)
         self._multiplier = noise_multiplier
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
@@ -488,9 +485,7 @@ class RecordGradients(PrivateGradients):
         self._finish(total, error=rounding, count=count)
         for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter).float()
-        if (
-            self._moving is not None and count is not None
-        ):  # once nothing can fail: a step that fails is taken again
+        if self._moving is not None and count is not None:  # last, as a step that failed may be taken again
             self._moving.move(float(count) / self._divisor)
 
     def _finish(self, total: Tensor, *, error: float, count: Tensor | None = None) -> None:

@@ -12,13 +12,13 @@ WINDOW = 4
 
 
 def _with_earlier_sums(finish: Callable[..., None]) -> Callable[..., None]:
-    def finished(self: Any, total: Tensor, *, error: float) -> None:
+    def finished(self: Any, total: Tensor, **options: Any) -> None:
         window = self.__dict__.setdefault("window", [])
         window.append(total.clone())
         del window[:-WINDOW]
         for earlier in window[:-1]:
             total += earlier
-        finish(self, total, error=error)
+        finish(self, total, **options)
 
     return finished
 

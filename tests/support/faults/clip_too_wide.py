@@ -9,8 +9,8 @@ from tests.support.faults.base import STEPWISE, Fault, all_replaced
 
 
 def _wider(clip: Callable[..., Any]) -> Callable[..., Any]:
-    def widened(values: Any, bound: float) -> Any:
-        return clip(values, 2**0.5 * bound)
+    def widened(*values: Any) -> Any:
+        return clip(*values[:-1], 2**0.5 * values[-1])
 
     return widened
 
@@ -33,7 +33,7 @@ def _wider_differences(clip: Callable[..., Any]) -> Callable[..., Any]:
 def plant() -> AbstractContextManager[None]:
     return all_replaced(
         {
-            "opusim.training.protections.record:bounded_factors": _wider,
+            "opusim.training.protections.clipping:Clipping.factors": _wider,
             "opusim.training.protections.amplified_labels:bounded_factors": _wider,
             "opusim.training.convex.trainer:ConvexTrainer.open": _wider_residuals,
             "opusim.training.zeroth_order.trainer:loss_differences": _wider_differences,

@@ -186,7 +186,7 @@ class CraftedGradients(WrappedGradients):
         if clipping.kind == "adaptive":
             raise NoGuarantee(
                 "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
-                "play the game of single steps: opusim audit RUN"
+                "train a run with this clipping and play the game of single steps: opusim audit RUN"
             )
         self._network, self._canaries = network, canaries
         self._clip_norm, self._clipping = clip_norm, clipping

@@ -253,7 +253,7 @@ def page_section() -> str:
         f"{RATE:g}, so that each row expects 3,000 rows in a step ({results['date']}, {command(MODULE, 'tune')}, then "
         "`measure` and `speed`). Users and groups by conversion have epsilon 3 at delta 1e-5 for all 20 records of a "
         "user; records have it for one. Rates were chosen among three on 6,000 held-out records by one other seed "
-        "(in the results file); the choice is not paid for."
+        "(in the results file; of other rules of clipping among two); the choice is not paid for."
     )
     header = ("protected", "stated", "noise multiplier", "rate", "test [%]", "seeds")
     steps = [

@@ -252,8 +252,8 @@ def page_section() -> str:
         f"FashionMNIST, 60,000 records of {USERS:,} users with {EACH} each, a network 784-128-10, {STEPS} steps at q = "
         f"{RATE:g}, so that each row expects 3,000 rows in a step ({results['date']}, {command(MODULE, 'tune')}, then "
         "`measure` and `speed`). Users and groups by conversion have epsilon 3 at delta 1e-5 for all 20 records of a "
-        "user; records have it for one. Rates were chosen among three on 6,000 held-out records by one other seed "
-        "(in the results file; of other rules of clipping among two); the choice is not paid for."
+        "user; records have it for one. Rates were chosen on 6,000 held-out records by one other seed, among three or, "
+        "in the last three rows, two (in the results file); the choice is not paid for. Flat clipping elsewhere."
     )
     header = ("protected", "stated", "noise multiplier", "rate", "test [%]", "seeds")
     steps = [

@@ -384,7 +384,6 @@ class ClippedRecords(CertifiedMechanism):
             "How an update is brought within clip_norm: flat, per_layer, automatic, or adaptive, whose first bound is "
             "clip_norm."
         ),
-        partial(checks.choice, CLIPPINGS),
         Absent("flat"),
     ] = "flat"
     count_noise: Annotated[
@@ -404,6 +403,8 @@ class ClippedRecords(CertifiedMechanism):
         super().__post_init__()
         object.__setattr__(self, "correlation", tuple(map(float, self.correlation)))
         require_bands(self.bands, self.sampling_probability)
+        if self.clipping not in CLIPPINGS:
+            checks.choice(CLIPPINGS, clipping=self.clipping)
         if (self.clipping == "adaptive") != (self.count_noise is not None):
             raise ValueError(
                 f"count_noise = {self.count_noise} under clipping = {self.clipping!r}: is for 'adaptive', which needs "

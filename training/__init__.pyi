@@ -23,6 +23,7 @@ from .private_loop.start import make_private as make_private
 from .protections.base import PoissonProtection as PoissonProtection
 from .protections.base import PrivateGradients as PrivateGradients
 from .protections.base import Protection as Protection
+from .protections.clipping import Clipping as Clipping
 from .protections.record import RecordGradients as RecordGradients
 from .reports.dossier import write_dossier as write_dossier
 from .reports.run_report import write_comparison as write_comparison

@@ -97,22 +97,25 @@ SAMPLED_LAPLACE = Theorem(
 CLIPPED_RECORDS = Theorem(
     name="clipped-records",
     title="Poisson-sampled Gaussian noise on clipped updates",
-    statement="[sum over a secret Poisson(q) batch of min(1, C / ||u_i||) u_i + N(0, (z C)^2)] / divisor is the "
-    "Poisson-sampled Gaussian mechanism with multiplier z. For add_or_remove_one q, the number of steps, z "
-    "and the divisor must be constants; for zero_out they may come from the number of records, which is "
-    "then public; for replace_one the sum moves by up to 2 C.",
-    proof="Fix the device's readings: a step is then a sum of contributions of norm at most C, and averaging over "
-    "readings cannot raise a jointly convex divergence, so device noise before the clip neither harms nor "
-    "helps. Dividing by a constant is post-processing. For zero_out every constant is the same for both data "
+    statement="[sum over a secret Poisson(q) batch of v_i + N(0, (z C)^2)] / divisor is the Poisson-sampled Gaussian "
+    "mechanism with multiplier z. v_i is the update u_i of record i, clipped to norm C: min(1, C / ||u_i||) u_i "
+    "(flat), or by layer to norms C_l whose squares add up to C^2 (per_layer), or C u_i / (||u_i|| + s) with a "
+    "constant s > 0 (automatic). For add_or_remove_one q, the number of steps, z and the divisor must be constants; "
+    "for zero_out they may come from the number of records, which is then public; for replace_one the sum moves by "
+    "up to 2 C.",
+    proof="v_i depends on record i only and has norm at most C: the squares of the layers' norms add up, and ||u|| / "
+    "(||u|| + s) is below 1. Fix the device's readings: a step is then a sum of contributions of norm at most C, and "
+    "averaging over readings cannot raise a jointly convex divergence, so device noise before the clip neither harms "
+    "nor helps. Dividing by a constant is post-processing. For zero_out every constant is the same for both data "
     "sets, and the null record contributes nothing. The rest is theorem sampled-gaussian.",
-    reference="Abadi et al. 2016; Zhu, Dong and Wang 2022",
+    reference="Abadi et al. 2016; Bu et al. 2023; Zhu, Dong and Wang 2022",
     code="opusim.accounting.mechanisms.records.RecordCentral",
     page="privacy-records.md, sections 1 and 2",
     checked_by_code=(
         "every record enters every batch independently with probability q, by a new draw at each step",
         "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
-        "one factor min(1, C / norm) over all layers clips each record's update, and a value that is not finite counts "
-        "as 0",
+        "each record's update is clipped to norm C over all layers by the stated rule, and a value that is not finite "
+        "counts as 0",
         STANDARDISED,
         "the noise is fresh at each step, Gaussian, and not quantised before it is added",
     ),
@@ -126,12 +129,12 @@ CLIPPED_RECORDS = Theorem(
 CLIPPED_USERS = Theorem(
     name="clipped-users",
     title="Poisson-sampled Gaussian noise on clipped updates of users",
-    statement="[sum over the users of a secret Poisson(q) batch of min(1, C / ||u_i||) u_i + N(0, (z C)^2)] / divisor, "
-    "where u_i is the mean gradient of at most k records of user i, is the Poisson-sampled Gaussian mechanism with "
-    "multiplier z for a user with all its records. k has no influence on it. For add_or_remove_one q, the number of "
-    "steps, z and the divisor must be constants; for zero_out they may come from the number of users, which is then "
-    "public.",
-    proof="Which k records of a user a step takes is drawn from that user's records only, so u_i is a random function "
+    statement="[sum over the users of a secret Poisson(q) batch of v_i + N(0, (z C)^2)] / divisor, where v_i is the "
+    "mean gradient of at most k records of user i, clipped to norm C by a rule of theorem clipped-records, is the "
+    "Poisson-sampled Gaussian mechanism with multiplier z for a user with all its records. k has no influence on it. "
+    "For add_or_remove_one q, the number of steps, z and the divisor must be constants; for zero_out they may come "
+    "from the number of users, which is then public.",
+    proof="Which k records of a user a step takes is drawn from that user's records only, so v_i is a random function "
     "of user i. Fix these draws: divergences are jointly convex, and those of the other users have the same law for "
     "both data sets. A step is then theorem clipped-records with users in the place of records.",
     reference="McMahan et al. 2018; Chua et al. 2024",
@@ -140,8 +143,8 @@ CLIPPED_USERS = Theorem(
     checked_by_code=(
         "every user enters every batch independently with probability q, by a new draw at each step",
         "at most k records of a user enter a step, chosen by a draw that sees no other user",
-        "one factor min(1, C / norm) over all layers clips the mean gradient of a user's records once, and a value "
-        "that is not finite counts as 0",
+        "the mean gradient of a user's records is clipped once to norm C over all layers by the stated rule, and a "
+        "value that is not finite counts as 0",
         *(CLIPPED_RECORDS.checked_by_code[n] for n in (1, 3, 4)),
     ),
     trusted=(
@@ -160,11 +163,12 @@ BANDED_RECORDS = Theorem(
     name="banded-records",
     title="Banded noise on clipped updates from cyclic Poisson batches",
     statement="Let C be lower triangular with C_(t+k, t) = c_k for 0 <= k < b, and 0 elsewhere. T steps release [sum "
-    "over the batch of min(1, L / ||u_i||) u_i + row t of inverse(C) Z] / divisor, where L is the clip and Z has "
-    "independent entries of N(0, (z L)^2). Each record is in one of b subsets by a uniform coin of its own, and step t "
-    "draws each record of subset t mod b with probability b q. All steps together are dominated by ceil(T / b) "
-    "releases of the Poisson(b q)-sampled Gaussian mechanism with multiplier z / |c|, where |c| is the largest norm of "
-    "a column of C, for the relations of theorem clipped-records.",
+    "over the batch of v_i + row t of inverse(C) Z] / divisor, where v_i is the update of record i, clipped to norm "
+    "L by a rule of theorem clipped-records, and Z has independent entries of N(0, (z L)^2). Each record is in one "
+    "of b subsets by a uniform coin of its own, and step t draws each record of subset t mod b with probability b q. "
+    "All steps together are dominated by ceil(T / b) releases of the Poisson(b q)-sampled Gaussian mechanism with "
+    "multiplier z / |c|, where |c| is the largest norm of a column of C, for the relations of theorem "
+    "clipped-records.",
     proof="C is invertible and public, so C G + Z is released, where G holds the sums as rows; C is lower triangular, "
     "so what is known before step t is the same. Fix the coins of all other records and the subset of this one: "
     "divergences are jointly convex, and these coins have the same law for both data sets. The record may be drawn at "
@@ -181,7 +185,7 @@ BANDED_RECORDS = Theorem(
         "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",
         "step t draws each record of subset t mod b independently with probability b q, and no other record",
         "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
-        "one factor min(1, L / norm) over all layers clips each record's update, with the same L at every step, and a "
+        "each record's update is clipped to norm L over all layers by the stated rule, the same at every step, and a "
         "value that is not finite counts as 0",
         STANDARDISED,
         "the rows of Z are fresh at each step and Gaussian; a run that resumes in release mode begins C anew and pays "
@@ -189,6 +193,53 @@ BANDED_RECORDS = Theorem(
     ),
     trusted=CLIPPED_RECORDS.trusted,
 )
+
+
+def _adaptive(base: Theorem, unit: str) -> Theorem:
+    """Return the theorem for a bound that follows from released counts, of records or of users."""
+    return replace(
+        base,
+        name=f"adaptive-{base.name}",
+        title=f"Poisson-sampled Gaussian noise on updates of {unit}s, clipped to a bound that released counts move",
+        statement="Step t releases [sum over a secret Poisson(q) batch of min(1, C_t / ||u_i||) u_i + N(0, (z_s "
+        "C_t)^2)] / divisor, and the sum over the same batch of b_i + N(0, (r z)^2), where b_i is 1/2 if the update "
+        f"u_i of {unit} i has norm at most C_t, and else -1/2. r > 1/2, z_s = z / sqrt(1 - 1 / (2 r)^2), and C_t is a "
+        "function of earlier releases and of constants. Both together are the Poisson-sampled Gaussian mechanism "
+        f"with multiplier z, under the relations of theorem {base.name}.",
+        proof="Given the earlier releases C_t is a constant. Divide both sums by the standard deviations of their "
+        f"noise: a {unit} then adds a vector with the square 1 / z_s^2 + 1 / (2 r z)^2 = 1 / z^2 at most, and the "
+        "noise is standard in every direction. Dominating pairs compose adaptively, so C_t may depend on earlier "
+        f"releases. The rest is theorem {base.name}.",
+        reference="Andrew et al. 2021; Zhu, Dong and Wang 2022",
+        checked_by_code=(
+            *base.checked_by_code,
+            f"every step, also one without {unit}s, releases the count of {unit}s below the bound with noise of its "
+            "own, exactly rounded, and the ledger's multiplier counts it",
+            "the bound of a step follows from constants and from counts that were released before, also in a run that "
+            "was resumed",
+        ),
+    )
+
+
+ADAPTIVE_RECORDS, ADAPTIVE_USERS = _adaptive(CLIPPED_RECORDS, "record"), _adaptive(CLIPPED_USERS, "user")
+
+CLIPPINGS = ("flat", "per_layer", "automatic", "adaptive")
+"""Rules that bring a record's update within norm C."""
+_LEAST_COUNT_NOISE = 0.6
+"""Least noise of a count over the multiplier: at 1/2 nothing is left for the sum."""
+
+
+def share_of_sum(count_noise: float) -> float:
+    """Return z / z_s = sqrt(1 - 1 / (2 r)^2), what a release of a sum and a count leaves of the sum's precision.
+
+    Args:
+        count_noise: r, the count's noise over z.
+
+    Raises:
+        ValueError: r is out of its range.
+    """
+    checks.in_range(_LEAST_COUNT_NOISE, 1e6, count_noise=count_noise)
+    return math.sqrt(1 - 0.25 / count_noise**2) * (1 - 2.0**-40)  # rounded down: more noise on the sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +378,22 @@ class ClippedRecords(CertifiedMechanism):
     ] = (1.0,)
     exactly_rounded: ExactlyRounded = False
     counts_sums: CountsSums = False
+    clipping: Annotated[
+        str,
+        Doc(
+            "How an update is brought within clip_norm: flat, per_layer, automatic, or adaptive, whose first bound is "
+            "clip_norm."
+        ),
+        Absent("flat"),
+    ] = "flat"
+    count_noise: Annotated[
+        float | None,
+        Doc(
+            "r, the noise of a step's count of records below the bound over noise_multiplier, if clipping is adaptive."
+        ),
+        share_of_sum,
+        Absent(None),
+    ] = None
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
     audited: ClassVar[bool] = True
@@ -336,6 +403,23 @@ class ClippedRecords(CertifiedMechanism):
         super().__post_init__()
         object.__setattr__(self, "correlation", tuple(map(float, self.correlation)))
         require_bands(self.bands, self.sampling_probability)
+        if self.clipping not in CLIPPINGS:
+            checks.choice(CLIPPINGS, clipping=self.clipping)
+        if (self.clipping == "adaptive") != (self.count_noise is not None):
+            raise ValueError(
+                f"count_noise = {self.count_noise} under clipping = {self.clipping!r}: is for 'adaptive', which needs "
+                "it; give both or neither"
+            )
+        if self.clipping == "adaptive" and self.bands > 1:
+            raise ValueError(
+                f"clipping = 'adaptive': noise that is correlated over {self.bands} steps needs the same bound at "
+                "each; take another clipping, or leave the correlation out"
+            )
+
+    @property
+    def sum_multiplier(self) -> float:
+        """The noise on a step's sum over its bound: more than noise_multiplier if a count is released with it."""
+        return self.noise_multiplier / (1.0 if self.count_noise is None else share_of_sum(self.count_noise))
 
     @property
     def additive(self) -> bool:
@@ -345,6 +429,8 @@ class ClippedRecords(CertifiedMechanism):
     @property
     def theorem(self) -> Theorem:
         """What proves its guarantee."""
+        if self.clipping == "adaptive":
+            return ADAPTIVE_RECORDS
         return CLIPPED_RECORDS if self.bands == 1 else BANDED_RECORDS
 
     @property
@@ -372,10 +458,19 @@ class ClippedRecords(CertifiedMechanism):
         batches = "Poisson batches" if self.bands == 1 else f"cyclic Poisson batches of {self.bands} subsets"
         over = "" if self.bands == 1 else f" correlated over {self.bands} steps"
         return (
-            f"records clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise{over} with "
+            f"records {self._clipped}, {'device' if self.device_noise else 'Gaussian'} noise{over} with "
             f"multiplier {self.noise_multiplier:g}, {batches} (q = {self.sampling_probability:g}), "
             f"{counted(self.steps, 'step')}, divided by {self.divisor:g}"
         )
+
+    @property
+    def _clipped(self) -> str:
+        return {
+            "per_layer": f"clipped by layer, to {self.clip_norm:g} over all",
+            "automatic": f"scaled below {self.clip_norm:g}",
+            "adaptive": f"clipped to a bound that noisy counts move (count noise {self.count_noise or 0:g} of the "
+            f"multiplier), from {self.clip_norm:g}",
+        }.get(self.clipping, f"clipped to {self.clip_norm:g}")
 
     @property
     def public_records(self) -> float | None:
@@ -429,7 +524,9 @@ class RecordCentral(ClippedRecords):
     @property
     def theorem(self) -> Theorem:
         """See ClippedRecords.theorem."""
-        return super().theorem if self.records_per_user is None else CLIPPED_USERS
+        if self.records_per_user is None:
+            return super().theorem
+        return ADAPTIVE_USERS if self.clipping == "adaptive" else CLIPPED_USERS
 
     def describe(self) -> str:
         """Return what ran, in a few words."""

@@ -34,6 +34,7 @@ from benchmarks.ulr.resnet import resnet5
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from opusim.tables import print_table
+from opusim.training.protections.clipping import Clipping
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate
 
@@ -69,7 +70,8 @@ def likelihood_step(x: torch.Tensor, y: torch.Tensor) -> Step:
     """A step of likelihood ratio training of ResNet-5 with clipped records and central noise."""
     network = ModuleSequence(resnet5(0).to(x.device), n_inputs=x.shape[1])
     estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal", matched=True)
-    noise, protection = noise_stream("experiment", 0, "output-noise"), clipped(len(x), by_layer=True)
+    noise = noise_stream("experiment", 0, "output-noise")
+    protection = clipped(len(x), clipping=Clipping(kind="per_layer"))
     update = PlainUpdate(network, estimator, sigma=SIGMA, noise=noise, protection=protection)
     return ulr_step(x, y, network, update)
 

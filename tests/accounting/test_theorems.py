@@ -64,7 +64,7 @@ def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(
-        ValueError, match=r"theorem 'nothing': is not known; choose one of banded-records, clipped-records, "
+        ValueError, match=r"theorem 'nothing': is not known; choose one of adaptive-clipped-records, "
     ):
         theorem("nothing")
 

@@ -189,6 +189,7 @@ RELEASE: Options = {"mode": "release", "seed": None}
 
 LOOPS: Mapping[str, Loop] = {
     "plain": Loop(),
+    "adaptive": Loop(options={"clipping": "adaptive"}),
     "in parts": Loop(batch_size=12, options={"max_physical_batch_size": 2}),
     "fixed": Loop(batch_size=8, options={"fixed_batches": True, "max_physical_batch_size": 4}),
     "users": Loop(

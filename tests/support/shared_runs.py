@@ -120,11 +120,11 @@ class Run:
 def both_draw(rank: int) -> None:
     """Each process adds noise."""
 
-    def finish(self: RecordGradients, parameters: list[Tensor], error: float = 0.0) -> None:
-        for gradient in (gradients := self._ranks.gradients(parameters)):
-            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(rank))
-            gradient += noise * (self._noise_std * (1 + error) / self._divisor)
-        self._ranks.sum(gradients)
+    steps = torch.Generator().manual_seed(rank)
+
+    def finish(self: RecordGradients, total: Tensor, *, error: float, count: Tensor | None = None) -> None:
+        total += torch.randn(total.shape, generator=steps) * (self._noise_std * (1 + error))
+        self._ranks.sum([total.div_(self._divisor)])
 
     RecordGradients._finish = finish  # type: ignore[method-assign]
 
@@ -133,10 +133,9 @@ def mean_of_ranks(rank: int) -> None:
     """The sum and its noise are divided by the number of processes, as by an average of gradients."""
     real = RecordGradients._finish
 
-    def finish(self: RecordGradients, parameters: list[Tensor], error: float = 0.0) -> None:
-        real(self, parameters, error)
-        for gradient in self._ranks.gradients(parameters):
-            gradient /= self._ranks.world
+    def finish(self: RecordGradients, total: Tensor, *, error: float, count: Tensor | None = None) -> None:
+        real(self, total, error=error, count=count)
+        total /= self._ranks.world
 
     RecordGradients._finish = finish  # type: ignore[method-assign]
 

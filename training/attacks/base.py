@@ -26,6 +26,7 @@ from opusim.training.data.dataset import Dataset, Split, Standardisation
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.network import FullyConnected
 from opusim.training.protections.base import WrappedGradients, linear_uses, with_constant
+from opusim.training.protections.clipping import RELEASED_COUNTS
 from opusim.training.protections.record import RecordGradients
 
 _NESTEROV_STEPS = 40
@@ -146,6 +147,11 @@ class EarlierSteps:
         return torch.sub(self._before[name], after).mul_(self._factor).sub_(self._others_rounded[name])
 
 
+def change_of_counts(before: Tensor, after: Tensor) -> Tensor:
+    """Return the noisy count that a step released, with the sign of a gradient, shape (1,); see `MovingBound`."""
+    return (before - after)[:1]
+
+
 def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:
     """The gradient of a layer (0 ..) as a matrix of shape (n_l, n_(l-1)), one column more for a bias.
 
@@ -247,9 +253,11 @@ class Observation:
     batch_size: int
 
     def gradients(self, prefix: str = "") -> dict[str, Tensor]:
-        """The last step's gradients, float64, of the parameters whose names begin so."""
+        """The last step's gradients, float64, of the parameters whose names begin so, and its released count."""
         return {
-            name: self.earlier.gradient(name, after)
+            name: change_of_counts(self.before[name], after)
+            if name == RELEASED_COUNTS
+            else self.earlier.gradient(name, after)
             for name, after in self.after.items()
             if name.startswith(prefix)
         }

@@ -34,6 +34,7 @@ from opusim.training.attacks.base import (
     OuterProducts,
     Records,
     Trial,
+    change_of_counts,
     steps_needed,
 )
 from opusim.training.data import Split
@@ -43,6 +44,7 @@ from opusim.training.networks.base import Network
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from opusim.training.protections.base import PrivateGradients
+from opusim.training.protections.clipping import RELEASED_COUNTS
 from opusim.training.protections.config import RecordConfig
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import Checkpoint, copy_parameters
@@ -86,6 +88,11 @@ class AuditedRun:
         return plan.on_network(network)
 
 
+def released_counts(trainer: Trainer) -> dict[str, Tensor]:
+    """Return what moves the bound of a trainer's clip, by name, if it moves; a step releases how it changed."""
+    return {name: tensor.clone() for name, tensor in trainer.state.items() if name == RELEASED_COUNTS}
+
+
 class ReplayedStep:
     """Repeats one step: resets the trainer to the same state before each trial.
 
@@ -102,6 +109,8 @@ class ReplayedStep:
         set_learning_rate(trainer.optimizer, options, min(run.progress, _LATEST_PROGRESS))
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         load_optimizer_tensors(trainer.optimizer, run.checkpoint.named("optimizer."))
+        if RELEASED_COUNTS in trainer.state:  # the bound of the clip is that of the checkpoint
+            trainer.state[RELEASED_COUNTS].copy_(run.checkpoint.named("state.")[RELEASED_COUNTS])
         self._earlier = steps_needed(options)
         history = [self._parameters()]
         for number in range(self._earlier):
@@ -116,6 +125,7 @@ class ReplayedStep:
         else:
             self.earlier = EarlierSteps.of_weights(history, options, rate)
         self._state = {name: tensor.clone() for name, tensor in trainer.state.items()}
+        self.before |= released_counts(trainer)
         self._optimizer_state = {k: t.clone() for k, t in optimizer_tensors(trainer.optimizer).items()}
 
     def records(self, index: Tensor, step: int) -> Records:
@@ -150,9 +160,10 @@ class ReplayedStep:
             for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
                 tensor.copy_(self._optimizer_state[name])
         self._step(batch, self.step_of(trial))
+        counts = released_counts(self._trainer)
         if self._reads_means:
-            return self._means()
-        return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
+            return self._means() | counts
+        return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()} | counts
 
     def _means(self) -> dict[str, Tensor]:
         """Return the running means of the gradients by the names of their tensors, 0 of those that are not trained."""
@@ -214,10 +225,11 @@ class NoiselessStep(Generic[NetworkT]):
             step: The step's number.
         """
         self._step(weights, records, step)
+        counts = released_counts(self._trainer)
         return {
             name: weights[name].to(torch.float64, copy=True).sub_(t.detach())
             for name, t in self._trainer.tensors.items()
-        }
+        } | {name: change_of_counts(weights[name], after) for name, after in counts.items()}
 
     def terms(self, weights: Mapping[str, Tensor], records: Records) -> list[OuterProducts] | None:
         """Return what each record contributes to each layer's gradient, or None if it cannot be told.
@@ -256,6 +268,8 @@ class NoiselessStep(Generic[NetworkT]):
 
     def _step(self, weights: Mapping[str, Tensor], records: Records, step: int) -> None:
         self.network_at(weights)
+        for name in released_counts(self._trainer):
+            self._trainer.state[name].copy_(weights[name])
         index = torch.zeros(len(records.x), dtype=torch.int64, device=records.x.device)
         self._trainer.step(records.x, records.y, step=step, observe=False, records=index, **records.filling)
 
@@ -285,7 +299,9 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
 
         def noting(writer: PrivateGradients) -> PrivateGradients:
             """Note outer products, if the writer writes clipped sums."""
-            return NotedTerms(writer, divisor) if type(writer) is RecordGradients else writer
+            if type(writer) is not RecordGradients or plan.protection.clipping.kind == "adaptive":
+                return writer
+            return NotedTerms(writer, divisor)
 
         silent = replace(silent, wrap_writer=noting)
     silent = run.on_own_network(silent)

@@ -56,6 +56,7 @@ from opusim.training.engine.steps import torch_threads
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.network import LayerShape
+from opusim.training.protections.clipping import RELEASED_COUNTS
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import require_kind
@@ -102,6 +103,8 @@ def applicable_attacks(
             groups = [list(names) for _, names in groupby(groups[0], lambda name: name.partition(".")[0])]
         if algorithm.layer_signals == "exact" and not protected:
             groups = groups[-1:]
+        if plan.protection.clipping.kind == "adaptive":
+            groups.append([RELEASED_COUNTS])
         attacks.append(DifferenceAttack(noiseless, groups=groups))
     return attacks
 

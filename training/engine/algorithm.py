@@ -452,6 +452,8 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
             "counts_sums": exact
             and ("gradients" in self.applies or self.counts_own_sums)
             and self.protection.counted_sums is not None,
+            "clipping": self.protection.clipping.kind,
+            "count_noise": self.protection.clipping.count_noise,
             **self.plan.credit,
         }
         if relation is Adjacency.REPLACE_ONE:

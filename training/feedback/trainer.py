@@ -265,6 +265,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             self._physical = self.protection.physical_batches
         self.optimizer = make_optimizer(network.parameters, config.optimizer)
         if isinstance(network, FullyConnected):
+            self.protection.clipping.require_layers(network.depth)
             self.gradients(device)
             noise = None
             if self.options.digital_sigma:
@@ -286,6 +287,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
                     tape = RecordTape(network.model, network.shaped(x))
                     size, divisor = "sampler.batch_size", float(config.divisor) * config.group
                     require_counted_sums(tape, divisor, processes=self.ranks.world, name=size)
+                    self.protection.clipping.require_layers(tape.depth, tape.names)
                 finally:
                     network.model.eval()
             if feedback is not None and self.ranks.world > 1:

@@ -43,8 +43,10 @@ _LARGEST_NORM = 2.0**60
 """Float32 norms from here on count as infinite; products of two numbers below it do not overflow."""
 _VANISHED = 2.0**-62
 """Largest number whose square may vanish in float32, even if subnormal numbers are flushed to zero."""
-_LEAST_FACTOR = 2.0**-100
+LEAST_FACTOR = 2.0**-100
 """Factors below it are 0: float32 would hold them with few digits."""
+CLIP_RANGE = (1e-12, 1e12)
+"""Range of a clip norm and of a divisor in which clipped float32 rows and their sums keep all their digits."""
 WITHOUT_FLOAT64 = {"mps"}
 """Kinds of torch devices that have no float64."""
 CANCELLED = 2.0**-14
@@ -130,7 +132,8 @@ class Clip:
     """Factors that scale the contributions of a batch's records to one layer.
 
     Attributes:
-        factors: Multiply the contributions, in [0, 1], float64, shape (batch,); 0 removes a record, whatever it holds.
+        factors: Multiply the contributions, in [0, 2^60], float64, shape (batch,); 0 removes a record, whatever it
+            holds.
         rounded: The factors in float32.
         squares: Squares of the norms from which the factors were computed, float64, shape (batch,). A layer that
             computes a contribution again must keep it within factor times norm.
@@ -278,7 +281,7 @@ def bounded_factors(norms: Tensor, bound: float) -> Tensor:
     0 if the norm is not finite, or above 2^100 bounds, whose factor float32 would not hold.
     """
     factors = (bound / norms.double()).clamp(max=1.0)
-    return torch.where(factors >= _LEAST_FACTOR, factors, 0.0)  # NaN and 1 / infinity are not
+    return torch.where(factors >= LEAST_FACTOR, factors, 0.0)  # NaN and 1 / infinity are not
 
 
 def multipliers(factors: Tensor) -> Tensor:

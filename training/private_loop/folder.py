@@ -36,8 +36,8 @@ from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee, Unit
 from opusim.accounting.journal import Position
 from opusim.accounting.ledger import LEDGER_FILE, Mode
 from opusim.accounting.mechanisms.records import (
-    CLIPPED_RECORDS,
-    CLIPPED_USERS,
+    ADAPTIVE_RECORDS,
+    ADAPTIVE_USERS,
     STANDARDISED,
     RecordCentral,
 )
@@ -46,6 +46,7 @@ from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.randomness.seeds import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
+from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.runs.storage import (
     digest_of,
     read_record,
@@ -106,6 +107,7 @@ class PrivacySettings:
         records_per_user: k, the records of a user that a step uses at most, if users are drawn in the place of records;
             else None.
         users: Digest of which records are one user's. None in release mode, which keeps nothing of the records.
+        clipping: How a gradient is brought within C.
     """
 
     mode: Mode
@@ -120,6 +122,7 @@ class PrivacySettings:
     epochs: int | None
     records_per_user: int | None = None
     users: str | None = None
+    clipping: Clipping = FLAT
 
     @property
     def steps_per_epoch(self) -> int:
@@ -141,6 +144,8 @@ class PrivacySettings:
             divisor=float(self.batch_size),
             relation=self.relation,
             records_per_user=self.records_per_user,
+            clipping=self.clipping.kind,
+            count_noise=self.clipping.count_noise,
         )
 
     @property
@@ -166,6 +171,7 @@ class PrivacySettings:
         given["seed"] = _seed(given["mode"], given["seed"])
         given["relation"] = Adjacency(_relation(given["relation"]))
         given["sample_rate"] = _sample_rate(records, given)
+        given["clipping"], given["max_grad_norm"] = given["clipping"].with_norms(given["max_grad_norm"])
         checks.positive(max_grad_norm=given["max_grad_norm"])
         checks.in_unit_interval(closed="left", target_delta=given["target_delta"])
         given["max_grad_norm"] = float(given["max_grad_norm"])
@@ -258,7 +264,7 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
     """
     of_users, unit = guarantee.unit is Unit.USER, guarantee.unit
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True, unit=unit)
-    theorem = CLIPPED_USERS if of_users else CLIPPED_RECORDS
+    theorem = ADAPTIVE_USERS if of_users else ADAPTIVE_RECORDS  # which names what the others do, and more
     enforced = {text for text in theorem.checked_by_code if text != STANDARDISED}
     enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]

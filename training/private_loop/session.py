@@ -489,6 +489,7 @@ class PrivateTraining(Shown):
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
+                "writer": dict(self._private.gradients.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
                 "extra": extra,
             }
@@ -537,6 +538,8 @@ class PrivateTraining(Shown):
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
+        for name, tensor in self._private.gradients.state.items():
+            tensor.copy_(state["writer"][name])
         self._steps.step, self.extra, self._private.factor = state["step"], state["extra"], state["factor"]
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
         if state["generators"] is not None and self._steps.ranks.is_first:

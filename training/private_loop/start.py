@@ -39,6 +39,7 @@ from opusim.training.private_loop.inputs import (
 from opusim.training.private_loop.loader import batch_size_of
 from opusim.training.private_loop.module import PrivateModule
 from opusim.training.private_loop.session import NamedAccountant, PrivateTraining
+from opusim.training.protections.clipping import Clipping
 from opusim.training.protections.record import RecordGradients, require_counted_sums
 from opusim.training.runs.storage import only_writer
 from opusim.training.zeroth_order.optimizer import ZerothOrder
@@ -53,7 +54,7 @@ def make_private(
     optimizer: torch.optim.Optimizer,
     criterion: Callable[..., Tensor],
     data_loader: DataLoader[Any],
-    max_grad_norm: float,
+    max_grad_norm: float | Sequence[float],
     target_delta: float,
     folder: str | Path,
     noise_multiplier: float | None = None,
@@ -69,6 +70,7 @@ def make_private(
     accountant: str | None = None,
     user_ids: OwnIds | None = None,
     records_per_user: int | None = None,
+    clipping: Clipping | str = "flat",
     resume: bool = False,
 ) -> PrivateTraining:
     """Make a training loop private: DP-SGD on whole records, with a ledger that every step is paid in first.
@@ -102,7 +104,8 @@ def make_private(
         criterion: Maps outputs and targets to a loss, with any reduction.
         data_loader: A loader with batch_size over a data set with a length; its order is replaced. Several processes
             share each batch, so that batch_size is that of all together.
-        max_grad_norm: C, above 0.
+        max_grad_norm: C, above 0. Under clipping = "per_layer" also a norm for each layer (a weight with its bias) in
+            the order of the module; C is then the root of the sum of their squares.
         target_delta: Delta of every statement, in [0, 1); well below 1 / n.
         folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
@@ -127,6 +130,10 @@ def make_private(
         user_ids: The ID of each record's user, a number or a text, in the order of the data set; None, NaN or a blank
             text for none. The collate function is called on the records of one user at a time.
         records_per_user: k, at least 1. A step draws which k records of a user with more it takes.
+        clipping: How a record's gradient g is brought within C: "flat", by one factor; "per_layer", by one for each
+            layer; "automatic", as C g / (|g| + 0.01); "adaptive", by a bound that begins at C and follows the median
+            of the norms, as noisy counts show it, which the noise multiplier pays for. An `opusim.training.Clipping`
+            also sets the constants.
         resume: Resume from the last `save` in `folder`, with the same arguments.
 
     Returns:
@@ -141,7 +148,8 @@ def make_private(
     ranks = Ranks()
     steps = PaidSteps(ranks, "the private loop")
     given = {
-        "max_grad_norm": max_grad_norm,
+        "max_grad_norm": tuple(max_grad_norm) if isinstance(max_grad_norm, list | tuple) else max_grad_norm,
+        "clipping": Clipping(kind=clipping) if isinstance(clipping, str) else clipping,  # type: ignore[arg-type]
         "target_delta": target_delta,
         "noise_multiplier": noise_multiplier,
         "target_epsilon": target_epsilon,
@@ -154,6 +162,7 @@ def make_private(
     }
     with ExitStack() as stack, ranks.handing_errors():
         checks.instance(nn.Module, module=module)
+        checks.instance((str, Clipping), clipping=clipping)
         require_plain_parts(module, optimizer, data_loader)
         if isinstance(optimizer, list | tuple | dict):
             raise TypeError(
@@ -217,6 +226,7 @@ def make_private(
             noise_multiplier=settings.noise_multiplier,
             divisor=float(settings.batch_size),
             noise=noise_stream(settings.mode, settings.seed, "private-loop"),
+            clipping=settings.clipping,
             ranks=ranks,
             counted=CountedSums.of(physical.most(**drawn), processes=ranks.world)
             if mode == "release"
@@ -236,6 +246,7 @@ def make_private(
         require_counted_sums(
             private.tape, batch_size * group, processes=ranks.world, name="data_loader.batch_size"
         )
+        settings.clipping.require_layers(private.tape.depth, private.tape.names)
         return PrivateTraining(
             private,
             optimizer,

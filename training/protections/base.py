@@ -25,9 +25,10 @@ from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
 from opusim.training.config.run import RunConfig
-from opusim.training.networks.clipping import CountedSums
+from opusim.training.networks.clipping import CLIP_RANGE, CountedSums
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
+from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.protections.planning import Plan, ProtectedAlgorithm, require_covered
 from opusim.training.runs.folder import RunFolder
 
@@ -85,6 +86,11 @@ class Protection:
     def correlation(self) -> tuple[float, ...]:
         """Coefficients of noise that is correlated over as many steps (theorem banded-records); (1,) if it is not."""
         return (1.0,)
+
+    @property
+    def clipping(self) -> Clipping:
+        """How contributions are brought within C."""
+        return FLAT
 
     @property
     def rounds_exactly(self) -> bool:
@@ -359,8 +365,6 @@ class PrivateGradients(ABC):
         """Write the private gradient of every parameter; the arguments are those of `set_gradients`."""
 
 
-CLIP_RANGE = (1e-12, 1e12)
-"""Range of a clip norm and of a divisor in which clipped float32 rows and their sums keep all their digits."""
 NOISE_RANGE = (1e-30, 1e30)
 """Range of a standard deviation of noise, far from the numbers that float32 rounds to 0 or to infinity."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
@@ -82,6 +84,18 @@ class _NoisyStrength(_Strength):
     device: the device, whose noise must be Gaussian."""
 
 
+_CLIPPING_KEYS: Mapping[str, tuple[str, ...]] = {
+    "per_layer": ("layer_norms",),
+    "automatic": ("stability",),
+    "adaptive": ("target_quantile", "bound_rate", "count_noise"),
+}
+"""Keys of the rules of `protection.clipping`."""
+
+
+def _clips_so(kind: str, run: Any) -> bool:
+    return bool(run.protection.clipping == kind)
+
+
 class RecordConfig(_NoisyStrength):
     """Whole records: clipped contributions, central Gaussian noise, Poisson batches."""
 
@@ -100,6 +114,14 @@ class RecordConfig(_NoisyStrength):
             needs="protection.unit = 'user'",
             holds=lambda run: run.of_users,
         ),
+        *(
+            Effect(
+                keys=tuple(f"protection.{key}" for key in keys),
+                needs=f"protection.clipping = {kind!r}",
+                holds=partial(_clips_so, kind),
+            )
+            for kind, keys in _CLIPPING_KEYS.items()
+        ),
     )
 
     kind: Literal["record"] = "record"
@@ -116,6 +138,22 @@ class RecordConfig(_NoisyStrength):
     clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm of a record's contribution over all layers; 1 by default. zo: of its loss difference, 0.05 by
     default. convex takes trainer.clip instead."""
+    clipping: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
+    """How a record's contribution is brought within clip_norm, C (bp, dfa, tdfa, pdfa). flat: one factor min(1, C /
+    norm). per_layer: one for each layer. automatic: C / (norm + stability), for every record. adaptive: flat, with a
+    bound that begins at C and follows a quantile of the norms by noisy counts; the noise multiplier pays for these."""
+    layer_norms: tuple[float, ...] | None = None
+    """Bound of each layer in place of clip_norm, which is then the root of the sum of their squares; None takes C /
+    sqrt(layers) for each. A layer is a weight with its bias."""
+    stability: float = Field(0.01, ge=1e-6, le=1e6)
+    """What is added to a record's norm before C is divided by it, so that short gradients stay short."""
+    target_quantile: float = Field(0.5, gt=0.0, lt=1.0)
+    """Share of the records whose norm the bound exceeds in the long run."""
+    bound_rate: float = Field(0.2, ge=1e-6, le=10.0)
+    """eta: a step multiplies the bound by exp(-eta (noisy share within it - target_quantile))."""
+    count_noise: float = Field(5.0, ge=0.6, le=1e6)
+    """Noise of a step's count of records within the bound, over noise_multiplier. The sum's noise grows by 1 / sqrt(1 -
+    1 / (2 count_noise)^2), so that both together cost what noise_multiplier says."""
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
     bands: int = Field(1, ge=1, le=256)
@@ -140,7 +178,23 @@ class RecordConfig(_NoisyStrength):
         if self.unit == "record":
             found.pop("unit", None)
             found.pop("records_per_user", None)
+        if self.clipping == "flat":
+            found.pop("clipping", None)
+        for kind, keys in _CLIPPING_KEYS.items():
+            for key in keys if kind != self.clipping else ():
+                found.pop(key, None)
         return found
+
+    @property
+    def clip(self) -> float:
+        """C: clip_norm or its default, or the root of the sum of squares of layer_norms."""
+        return super().clip if self.layer_norms is None else math.hypot(*self.layer_norms)
+
+    @property
+    def clipping_rule(self) -> dict[str, Any]:
+        """The rule as `opusim.training.protections.clipping.Clipping` takes it."""
+        keys = _CLIPPING_KEYS.get(self.clipping, ())
+        return {"kind": self.clipping, **{key: getattr(self, key) for key in keys}}
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
@@ -169,6 +223,19 @@ class RecordConfig(_NoisyStrength):
             raise BadKey(
                 "protection.bands", f"{self.bands} is not for protection.unit = 'user'; leave it out"
             )
+        if self.layer_norms is not None:
+            norms = list(self.layer_norms)
+            if not norms or not all(1e-12 <= norm <= 1e12 for norm in norms):
+                raise BadKey(
+                    "protection.layer_norms", f"{norms} must be numbers in [1e-12, 1e12], one for each layer"
+                )
+            if self.clip_norm is not None:
+                reason = f"{self.clip_norm:g} follows from protection.layer_norms; leave one of them out"
+                raise BadKey("protection.clip_norm", reason)
+        if self.clipping == "adaptive" and (self.bands > 1 or self.noise == "device"):
+            key, value = ("bands", self.bands) if self.bands > 1 else ("noise", "'device'")
+            reason = f"{value} is not for protection.clipping = 'adaptive', whose noise is digital and fresh each step"
+            raise BadKey(f"protection.{key}", f"{reason}; leave it out, or take another clipping")
         if self.bands > 1 and run.sampler.scheme != "poisson":
             reason = f"{run.sampler.scheme!r} draws no subsets in turn; protection.bands = {self.bands} needs 'poisson'"
             raise BadKey("sampler.scheme", reason)

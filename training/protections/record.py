@@ -6,9 +6,10 @@ over all layers is known without forming it:
     ||g_i||^2 = sum_l ||delta_(l,i)||^2 (||h_(l-1,i)||^2 + 1),
 
 with the 1 for a bias (other uses of parameters measure themselves: `Contributions.squared_norms`). One factor
-min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
-added to every entry of the sum, and a constant divides it. On the processor a sum with its noise is one exactly rounded
-number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
+min(1, C / ||g_i||) scales all of a record's deltas, or another rule of `opusim.training.protections.clipping` does. One
+matrix product per layer sums the records. N(0, (z C)^2) is added to every entry of the sum, and a constant divides it.
+On the processor a sum with its noise is one exactly rounded number (`NoiseStream.add_rounded`), unless the noise is a
+device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
 records in turn (theorem `opusim.accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the
@@ -31,7 +32,7 @@ from typing_extensions import override
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanism import Mechanism
-from opusim.accounting.mechanisms.records import require_bands
+from opusim.accounting.mechanisms.records import require_bands, share_of_sum
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
@@ -46,7 +47,6 @@ from opusim.training.networks.clipping import (
     SUM_ERROR,
     Clip,
     CountedSums,
-    bounded_factors,
 )
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.optimizers import rate_share
@@ -58,6 +58,7 @@ from opusim.training.protections.base import (
     noise_std,
     rounds_exactly,
 )
+from opusim.training.protections.clipping import FLAT, RELEASED_COUNTS, Clipping, MovingBound
 from opusim.training.runs.folder import RunFolder
 
 signal, optimize = Deferred("scipy.signal"), Deferred("scipy.optimize")
@@ -90,6 +91,13 @@ class RecordProtection(PoissonProtection):
         if section.correlation is not None:  # as float32, in which the noise is computed
             return tuple(float(np.float32(value)) for value in section.correlation)
         return banded_coefficients(section.bands, self.plan.total_steps, self.config.optimizer)
+
+    @cached_property
+    @override
+    def clipping(self) -> Clipping:
+        if self.algorithm.clips_by_layer:
+            return Clipping(kind="per_layer")
+        return Clipping(**self.options.clipping_rule)
 
     @cached_property
     def physical_batches(self) -> PhysicalBatches:
@@ -139,6 +147,13 @@ class RecordProtection(PoissonProtection):
                 f"True is for bp, dfa, tdfa and pdfa, not for trainer.kind = {self.config.trainer.kind!r}"
             )
             raise ConfigError("configuration", "protection.fixed_batches", f"{reason}; leave it out")
+        if self.options.clipping != "flat" and not self.algorithm.fills_batches:
+            kind = self.config.trainer.kind
+            reason = (
+                f"{self.options.clipping!r} is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}"
+            )
+            other = "take trainer.clip = 'module'" if kind == "ulr" else "leave it out"
+            raise ConfigError("configuration", "protection.clipping", f"{reason}; {other}")
         if self.config.of_users and not self.algorithm.fills_batches:
             kind = self.config.trainer.kind
             reason = f"'user' is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}; take 'record'"
@@ -179,7 +194,7 @@ class RecordProtection(PoissonProtection):
             noise_multiplier=self.noise_multiplier,
             divisor=self.config.divisor,
             noise=self._noise(device) if ranks.is_first else self.central_noise(device),
-            by_layer=self.algorithm.clips_by_layer,
+            clipping=self.clipping,
             ranks=ranks,
             counted=self.counted_sums,
         )
@@ -361,8 +376,10 @@ class RecordGradients(PrivateGradients):
 
     Guarantees, for every batch whatever it holds:
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
-          numbers the record holds (opusim.training.networks.clipping); so adding or removing a record changes the sum
-          of contributions by at most that, up to the rounding of the sum itself;
+          numbers the record holds (opusim.training.networks.clipping) and whatever the rule; so adding or removing a
+          record changes the sum of contributions by at most that, up to the rounding of the sum itself;
+        - under adaptive clipping C is C_t, a function of what was released before. A step also releases how many more
+          norms lie within C_t than beyond, halved, with noise of r z: an exact sum, exactly rounded with its noise;
         - with `counted`, on the processor, that rounding counts, too: the noise is (1 + counted.error) z C;
         - if a module uses a parameter several times, the rounding of such sums counts in any case: `SUM_ERROR` more;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
@@ -377,8 +394,7 @@ class RecordGradients(PrivateGradients):
         noise_multiplier: z >= 0; the noise has standard deviation z C in every entry of the sum.
         divisor: The constant that the noisy sum is divided by, in [1e-12, 1e12]; never the realised batch size.
         noise: Source of independent N(0, 1), apart from every other stream of the run.
-        by_layer: Clip each layer's contribution to C / sqrt(layers), so that all together stay within C, instead of
-            the whole contribution to C.
+        clipping: How a contribution is brought within C; C is the first bound if it is adaptive.
         ranks: The processes that share each batch; None for one.
         counted: How sums are added so that their rounding counts; None, and on a graphics card, as they come.
 
@@ -393,22 +409,27 @@ class RecordGradients(PrivateGradients):
         noise_multiplier: float,
         divisor: float,
         noise: NoiseStream,
-        by_layer: bool = False,
+        clipping: Clipping = FLAT,
         ranks: Ranks | None = None,
         counted: CountedSums | None = None,
     ) -> None:
         super().__init__(noise)
         self._counted = counted
         self._ranks = ranks or Ranks.one()
-        self._by_layer = by_layer
-        self._clip_norm = clip_norm
+        self._clipping, self._clip_norm, self._divisor = clipping, clip_norm, divisor
+        self._moving: MovingBound | None = None
+        self._count_std = 0.0
+        if clipping.count_noise is not None:  # adaptive
+            self._moving = MovingBound(clipping, clip_norm)
+            self._count_std = noise_multiplier * clipping.count_noise
+            noise_multiplier /= share_of_sum(clipping.count_noise)
+        self._multiplier = noise_multiplier
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
-        self._divisor = divisor
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """See PrivateGradients.state: that of correlated noise."""
-        return self._noise.state
+        """See PrivateGradients.state: that of correlated noise, or what moved the bound."""
+        return self._noise.state if self._moving is None else {RELEASED_COUNTS: self._moving.released}
 
     def clips(self, found: Contributions) -> list[Clip]:
         """Return the factor of each record in each layer."""
@@ -428,6 +449,12 @@ class RecordGradients(PrivateGradients):
             ValueError: There is no part.
         """
         flat: Tensor | None = None
+        count: Tensor | None = None
+        if self._moving is not None:
+            self._clip_norm = self._moving.value
+            self._noise_std = noise_std(
+                clip_norm=self._clip_norm, noise_multiplier=self._multiplier, divisor=self._divisor
+            )
         several, parameters, sizes = False, list[nn.Parameter](), list[int]()
         counted, block, rows = self._counted, None, 0
         for part in parts:
@@ -442,6 +469,9 @@ class RecordGradients(PrivateGradients):
             own = torch.empty(sum(sizes), device=parameters[0].device, dtype=kind)
             into = {id(p): place.view_as(p) for place, p in zip(own.split(sizes), parameters, strict=True)}
             found = part.totals(self._factors(part.squared_norms()), into if block != 0 else {}, block)
+            if self._moving is not None:
+                within = self._clipping.within(part.squared_norms(), self._clip_norm)
+                count = within if count is None else count + within
             formed = [(into[id(p)], total) for p, total in found if total is not into[id(p)]]
             if formed:
                 torch._foreach_copy_([place for place, _ in formed], [total for _, total in formed])
@@ -451,11 +481,14 @@ class RecordGradients(PrivateGradients):
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         exact = counted is not None and (block == 0 or self._ranks.world > 1)
         total = flat.double() if exact else flat.float()
-        self._finish(total, error=SUM_ERROR * several + (0.0 if counted is None else counted.error))
+        rounding = SUM_ERROR * several + (0.0 if counted is None else counted.error)
+        self._finish(total, error=rounding, count=count)
         for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter).float()
+        if self._moving is not None and count is not None:  # last, as a step that failed may be taken again
+            self._moving.move(float(count) / self._divisor)
 
-    def _finish(self, total: Tensor, *, error: float) -> None:
+    def _finish(self, total: Tensor, *, error: float, count: Tensor | None = None) -> None:
         """Turn sums into private gradients, the same in each process: add all processes' sums, add noise, divide.
 
         Noise is added to the sum and rounded with it to a public grid, of which float32 holds the 2^24 steps next to 0:
@@ -465,21 +498,21 @@ class RecordGradients(PrivateGradients):
             total: Sum of this process's records, of all parameters, float32, or float64 where float32 would round it
                 by more than `error`; changed in place.
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
+            count: The count that is released with the sum, float64, shape (1,); changed in place.
         """
         ranks = self._ranks
+        both = [total] if count is None else [total, count]
         if ranks.world > 1:
-            ranks.sum_on_first([total])
+            ranks.sum_on_first(both)
         if ranks.rank == 0:
             if self._noise_std:
                 self._noise.add_rounded(total, self._noise_std * (1 + error))
             total.div_(self._divisor)
+            if count is not None and self._count_std:
+                count.copy_(self._noise.rounded(1, self._count_std).added_to(count.cpu()))
         if ranks.world > 1:
-            ranks.broadcast_tensors([total])
+            ranks.broadcast_tensors(both)
 
     def _factors(self, squares: Tensor) -> Tensor:
         """Return the factor of each layer of each record, float64, shape (layers, batch)."""
-        whole = squares.sum(dim=0)  # infinite if any layer's is, so that its factor is 0
-        if not self._by_layer:
-            return bounded_factors(whole.sqrt(), self._clip_norm).expand(len(squares), -1)
-        factors = bounded_factors(squares.sqrt(), self._clip_norm / len(squares) ** 0.5)
-        return torch.where(whole < torch.inf, factors, 0.0)
+        return self._clipping.factors(squares, self._clip_norm)

@@ -81,7 +81,7 @@ def _by_batch(set_gradients: Callable[..., None]) -> Callable[..., None]:
 
 
 _WIDE = {
-    "opusim.training.protections.record:bounded_factors": _wider,
+    "opusim.training.protections.clipping:Clipping.factors": _wider,
     "opusim.training.protections.amplified_labels:bounded_factors": _wider,
     "opusim.training.convex.trainer:ConvexTrainer.open": _wider_residuals,
     "opusim.training.zeroth_order.trainer:loss_differences": _wider_differences,

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from opusim.training.networks.clipping import (
 from opusim.training.networks.network import FullyConnected, LayeredNetwork
 from opusim.training.protections.amplified_labels import AmplifiedLabels
 from opusim.training.protections.base import with_constant
+from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.protections.record import RecordGradients
 from opusim.training.protections.released_model import Metric
 from opusim.training.ulr.estimator import ModuleSequence
@@ -77,9 +79,9 @@ def shapes(network: LayeredNetwork) -> list[tuple[tuple[int, ...], tuple[int, ..
     ]
 
 
-def shield(clip: float, *, by_layer: bool = False) -> RecordGradients:
+def shield(clip: float, *, clipping: Clipping = FLAT) -> RecordGradients:
     return RecordGradients(
-        clip_norm=clip, noise_multiplier=0.0, divisor=1.0, noise=SystemStream(), by_layer=by_layer
+        clip_norm=clip, noise_multiplier=0.0, divisor=1.0, noise=SystemStream(), clipping=clipping
     )
 
 
@@ -112,28 +114,29 @@ def records(network: LayeredNetwork, count: int) -> Iterator[tuple[list[Tensor],
         )
 
 
-def largest_share(name: str, *, by_layer: bool, count: int) -> float:
+def largest_share(name: str, *, clipping: Clipping = FLAT, count: int) -> float:
     """The largest contribution of one record over C."""
     network, worst = layered()[name], 0.0
     for number, (deltas, inputs) in enumerate(records(network, count)):
         clip = CLIPS[number % len(CLIPS)]
-        total = added(network, shield(clip, by_layer=by_layer), deltas, inputs)
+        total = added(network, shield(clip, clipping=clipping), deltas, inputs)
         norm = float(total.norm())
         worst = max(worst, norm / clip if math.isfinite(norm) else math.inf)
     return worst
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("name", list(layered()))
-def test_no_record_adds_more_than_the_clip(name: str, by_layer: bool) -> None:
-    worst = largest_share(name, by_layer=by_layer, count=60)
+def test_no_record_adds_more_than_the_clip(name: str, kind: Any) -> None:
+    stability = {"stability": 1e-6} if kind == "automatic" else {}  # the largest factors
+    worst = largest_share(name, clipping=Clipping(kind=kind, **stability), count=60)
     assert 0.5 < worst <= 1 + ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(layered()))
 def test_no_record_of_a_larger_part_of_the_grid_adds_more_than_the_clip(name: str) -> None:
-    assert largest_share(name, by_layer=False, count=800) <= 1 + ROUNDING
+    assert largest_share(name, count=800) <= 1 + ROUNDING
 
 
 def cancelling(shape: tuple[int, ...], size: float, seed: int) -> Tensor:

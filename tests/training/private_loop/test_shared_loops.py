@@ -31,6 +31,7 @@ MORE = [
     "fixed=2+1",
     "users=2",
     "users=3+2",
+    "adaptive=2+1",
 ]
 ALIKE = ["budget", "wrapped", "other starts", "feedback in parts", "release=2+2"]
 NOISES = ["noise", "noise in release"]

@@ -21,6 +21,7 @@ from opusim.training.networks.functions import cross_entropy
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.base import DeviceNormals
+from opusim.training.protections.clipping import Clipping
 from opusim.training.protections.record import RecordGradients
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
@@ -64,7 +65,7 @@ def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradien
         noise_multiplier=0.0,
         divisor=DIVISOR,
         noise=noise_stream("experiment", 6, "central-noise"),
-        by_layer=by_layer,
+        clipping=Clipping(kind="per_layer" if by_layer else "flat"),
     )
 
 

@@ -595,6 +595,13 @@ def _configured(
             f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"
         )
         raise ConfigError("--set", "protection.kind", reason)
+    clipping = options["protection"].get("clipping", "flat")
+    if clipping not in ("flat", "per_layer") or "layer_norms" in options["protection"]:
+        reason = (
+            f"{clipping!r} is not read by this self-test, which knows one clip over all layers and equal ones by "
+            "layer; train with it and play the game of single steps: opusim audit RUN"
+        )
+        raise ConfigError("--set", "protection.clipping", reason)
     # the subject's keys, and the strength at which the protection is tested, if its section has those keys
     strength = dict(protection.tested_with)
     if "epsilon" in options["protection"] and "epsilon" not in strength:

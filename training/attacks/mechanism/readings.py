@@ -273,7 +273,7 @@ def read_amounts(run: FinishedRun) -> Amounts:
     if config.trainer.kind == "convex":
         expected = [convex_contribution(config, run.dataset, clip, row=row) for row in rows]
     else:
-        by_layer, expected = getattr(config.trainer, "clip", "joint") == "module", []
+        by_layer, expected = mechanism.clipping == "per_layer", []
         for gradient in record_gradients(run, [(run.states[0], row) for row in rows], single=True):
             layers = layers_of(list(gradient)) if by_layer else [list(gradient)]
             require_beyond([float(np.linalg.norm(flattened(gradient, names))) for names in layers], clip)
@@ -414,7 +414,7 @@ def released_steps(run: FinishedRun) -> Released:
             float(np.linalg.norm(flattened(gradients[0], names))) for names in layers_of(list(gradients[0]))
         ]
         require_beyond(norms, config.protection.clip)
-        by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
+        by_layer = mechanism.clipping == "per_layer"
         expected = [clipped(g, config.protection.clip, by_layer=by_layer) for g in gradients]
         return _record_sums(sums, expected, dataset, mechanism)
     return _label_sums(run, sums, gradients)

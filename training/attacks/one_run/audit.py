@@ -425,7 +425,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
             joined.network,
             canaries,
             clip_norm=clip,
-            by_layer=algorithm.clips_by_layer,
+            clipping=algorithm.protection.clipping,
             rows=_rows_of(joined),
         )
         return observer.writer
@@ -619,7 +619,7 @@ def audit_private_loop(
         )
 
         def wrap(writer: PrivateGradients) -> PrivateGradients:
-            observer.writer = _Watched(writer, network, drawn, settings.max_grad_norm, observer, private)
+            observer.writer = _Watched(writer, network, drawn, observer, private)
             return observer.writer
 
         private.wrap_writer(wrap)
@@ -763,11 +763,13 @@ class _Watched(CraftedGradients):
         writer: PrivateGradients,
         network: AnyModule,
         canaries: Canaries,
-        clip_norm: float,
         observer: GradientObserver,
         private: PrivateTraining,
     ) -> None:
-        super().__init__(writer, network, canaries, clip_norm=clip_norm, by_layer=False)
+        settings = private.settings
+        super().__init__(
+            writer, network, canaries, clip_norm=settings.max_grad_norm, clipping=settings.clipping
+        )
         self._observer, self._private, self._step = observer, private, 0
 
     @override

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from opusim import checks
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import WEIGHTS_AND_STATE, Adversary, Descent
@@ -38,6 +39,7 @@ from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUs
 from opusim.training.networks.network import LayeredNetwork, ModuleUse
 from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
 from opusim.training.protections.base import PrivateGradients, WrappedGradients, with_constant
+from opusim.training.protections.clipping import Clipping
 from opusim.training.protections.record import CyclicPoissonSampler
 
 _EXCESS = 2.0**10
@@ -165,8 +167,11 @@ class CraftedGradients(WrappedGradients):
         network: What is trained.
         canaries: The canaries.
         clip_norm: C.
-        by_layer: Whether each layer's contribution is clipped to C / sqrt(layers).
+        clipping: How contributions are brought within C.
         rows: Returns how many rows run for some that are drawn; None if they are as many.
+
+    Raises:
+        NoGuarantee: The bound moves.
     """
 
     def __init__(
@@ -176,12 +181,17 @@ class CraftedGradients(WrappedGradients):
         canaries: Canaries,
         *,
         clip_norm: float,
-        by_layer: bool,
+        clipping: Clipping,
         rows: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(writer)
+        if clipping.kind == "adaptive":
+            raise NoGuarantee(
+                "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
+                "train a run with this clipping and play the game of single steps: opusim audit RUN"
+            )
         self._network, self._canaries, self._rows_of = network, canaries, rows or (lambda drawn: drawn)
-        self._clip_norm, self._by_layer = clip_norm, by_layer
+        self._clip_norm, self._clipping = clip_norm, clipping
         self._planted = canaries.planted
         self.others = np.zeros(len(canaries.inside))
         """What other records contributed along each canary's direction in the last step, in units of C, shape (m,)."""
@@ -268,10 +278,14 @@ class CraftedGradients(WrappedGradients):
     def _others(self, found: Contributions, canaries: Tensor) -> np.ndarray:
         """Return the clipped sum of the other records along each canary's direction, in units of C, shape (m,)."""
         squares = found.squared_norms()
-        norms, bound = squares.sum(dim=0).sqrt().repeat(len(squares), 1), self._clip_norm
-        if self._by_layer:
-            norms, bound = squares.sqrt(), bound / math.sqrt(len(squares))
-        factors = (bound / norms.clamp_min(1e-300)).clamp(max=1.0)
+        norms, bound = squares.sum(dim=0).sqrt().repeat(len(squares), 1), squares.new_tensor(self._clip_norm)
+        if self._clipping.kind == "per_layer":
+            equal = [self._clip_norm / math.sqrt(len(squares))] * len(squares)
+            norms, bound = squares.sqrt(), squares.new_tensor(self._clipping.layer_norms or equal)[:, None]
+        if self._clipping.kind == "automatic":
+            factors = bound / (norms + self._clipping.stability)
+        else:
+            factors = (bound / norms.clamp_min(1e-300)).clamp(max=1.0)
         factors = torch.where(torch.isfinite(norms), factors, 0.0)
         factors[:, canaries] = 0.0
         sums = {parameter.data_ptr(): total for parameter, total in found.totals(factors)}

@@ -104,7 +104,7 @@ class Contributions:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
         Args:
-            factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record. One
+            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record. One
                 whose gradient is not finite is removed in any case.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
             block: Of `CountedSums`, whose error the sums then have at most; None if the noise does not count it.

@@ -219,7 +219,7 @@ class RecordTape:
         """Write (1/divisor) sum_i f_i g_i into the gradients of all parameters.
 
         Args:
-            factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record.
+            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record.
             divisor: The batch size, or a constant in its place.
         """
         for parameter, total in self.contributions.totals(factors):

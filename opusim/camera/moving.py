@@ -28,9 +28,9 @@ loses the factor rho within the time log(1 / rho), so a hop is a jump of the med
 and two media correlate by rho^n exp(-|t - s| / tau), with n hops between t and s. The phase that a hop gives to all
 fields alike is left out; intensities do not tell it.
 
-Sources: for the bridge Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends; for hops Heumier and Carlsten,
-Mode Hopping in Semiconductor Lasers, ILX Lightwave application note 8 (jumps of 0.3 nm at erratic times); for the
-correlation Goodman, Speckle Phenomena in Optics (2007): the Fourier transform of the distribution of path lengths.
+Sources: for the bridge Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends; for hops Heumier and
+Carlsten, Mode Hopping in Semiconductor Lasers, ILX Lightwave application note 8 (jumps of 0.3 nm at erratic times); for
+the correlation Goodman, Speckle Phenomena in Optics (2007): the Fourier transform of the path lengths' distribution.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from opusim.randomness.streams import NoiseStream, SeededStream
 
 _LEAST_FRAMES, _MOST_FRAMES, _FRAMES_PER_ROOT = 128, 1024, 50
 """Frames of a block, in proportion to the root of the mirrors: its end then costs about as much as its frames."""
-_HOPS_AT_ONCE, _MOST_HOPS = 1024, 2**24
+_HOPS_AT_ONCE, _MOST_HOPS = 1024, 2**24  # the latter take 128 MiB
 _JITTER = 1e-12
 """Added variance, relative to the largest, that keeps frames without light and repeated ones from a factor of zero."""
 
@@ -111,10 +111,12 @@ class Hops:
                 f"time = {last:g} decorrelation times: some {self._rate * last:.3g} hops come before, and at most "
                 f"{_MOST_HOPS} may; begin a new medium, or lower drift.hops_per_s"
             )
-        while self._times[-1] <= last:
+        blocks = [self._times]
+        while blocks[-1][-1] <= last:
             normals = self._stream.normal((2, _HOPS_AT_ONCE)).double().numpy()
             waits = 0.5 * np.square(normals).sum(axis=0) / self._rate  # exponential: chi-squared of 2 degrees
-            self._times = np.concatenate([self._times, self._times[-1] + np.cumsum(waits)])
+            blocks.append(blocks[-1][-1] + np.cumsum(waits))
+        self._times = np.concatenate(blocks)
         return np.asarray(self.jump * (np.searchsorted(self._times, times, side="right") - 1))
 
     def own_time(self, time: float) -> float:

@@ -494,9 +494,9 @@ class CameraDevice(NoisyDevice):
         """Move the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
-        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`), less by a factor for each hop of
-        the laser's wavelength between them (`opusim.camera.moving`). With ``drift.within_call`` the next frame is
-        exposed at that time, and the medium moves on with every frame.
+        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`), times a factor for each hop
+        of the laser (`opusim.camera.moving`). With ``drift.within_call`` the next frame is exposed at that time, and
+        the medium moves on with every frame.
 
         Raises:
             ConfigError: the description has no drift.

@@ -1,7 +1,7 @@
 """Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on.
 
-`Statement` is what a ledger's run may state, as one versioned JSON document for a reviewer (docs/statement-json.md
-lists its keys): the guarantees that `opusim account run RUN` prints, unrounded, and each of its warnings. `large_delta`
+`Statement` is what a ledger's run may state, as one versioned JSON document for a reviewer (docs/privacy.md lists its
+keys): the guarantees that `opusim account run RUN` prints, unrounded, and each of its warnings. `large_delta`
 is the one rule of every command and statement for a delta that is too large for the number of records.
 """
 
@@ -79,7 +79,7 @@ def explain_theorem(theorem: Theorem) -> str:
         *_listed("Hypotheses taken on trust:", theorem.trusted),
         f"Reference: {theorem.reference}." if theorem.reference else "",
         f"Computed by: {theorem.code}.",
-        f"Derived in the documentation: {theorem.page}." if theorem.page else "",
+        f"More in the documentation: {theorem.page}." if theorem.page else "",
     ]
     return "\n".join(part for part in parts if part)
 

@@ -72,7 +72,7 @@ class Theorem:
         proof: The proof in a few steps.
         code: The function or class that computes the number, dotted.
         reference: Papers; empty if the proof is this project's own.
-        page: Where the documentation derives it, such as "privacy-records.md, section 1"; empty if nowhere.
+        page: Where the documentation uses it, such as "privacy-records.md, section 1"; empty if nowhere.
         checked_by_code: Hypotheses that training code can check or enforce.
         trusted: Hypotheses that no code can check.
 

@@ -219,12 +219,12 @@ def commands_page() -> str:
 
 
 def theorems_page() -> str:
-    """Return the reference of theorems: what `opusim explain` prints of each, with links to their derivations."""
+    """Return the reference of theorems: what `opusim explain` prints of each, with links to the pages that use them."""
     mechanism_classes()  # import what defines theorems
     rows, parts = [], []
     for one in known_theorems():
-        derived = re.sub(r"^([\w-]+\.md)", r"[\1](../\1)", cell(one.page))
-        rows.append((f"[`{one.name}`](#{one.name})", cell(one.title), derived))
+        page = re.sub(r"^([\w-]+\.md)", r"[\1](../\1)", cell(one.page))
+        rows.append((f"[`{one.name}`](#{one.name})", cell(one.title), page))
         parts += [f"## {one.name}", f"**Theorem.** {cell(one.statement)}", f"**Proof.** {cell(one.proof)}"]
         for heading, texts in (
             ("Hypotheses that training code checks:", one.checked_by_code),
@@ -232,9 +232,9 @@ def theorems_page() -> str:
         ):
             parts += ["\n".join([heading, "", *(f"- {cell(text)}" for text in texts)])] if texts else []
         reference = f" {cell(one.reference)}." if one.reference else ""
-        parts.append(f"Computed by `{one.code}`. Derived in {derived}.{reference}")
+        parts.append(f"Computed by `{one.code}`. More in {page}.{reference}")
     head = "A statement cites its theorem by name. `opusim explain THEOREM` prints one."
-    return "\n\n".join(["# Theorems", head, table(("theorem", "about", "derived in"), rows), *parts]) + "\n"
+    return "\n\n".join(["# Theorems", head, table(("theorem", "about", "page"), rows), *parts]) + "\n"
 
 
 PAGES = {

@@ -9,20 +9,18 @@ from tests.support.code_blocks import Block, code_blocks, run_page, shortened
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-RUN = ("getting-started", "calibrate", "audit", "sweeps", "release", "privacy-labels")
+RUN = ("getting-started", "calibrate", "audits", "sweeps", "release", "privacy-labels")
 """Pages whose commands are run in order, at a quick size."""
 NOT_RUN = {
     "README": "the commands of getting-started.md, which are run",
     "analog": "minutes on FashionMNIST; the commands are validated",
     "any-module": "minutes, or files of the reader; tests/training/networks run the same models",
-    "camera": "minutes of camera frames; tests/training/cli/test_count_chain.py runs the sequence",
-    "coming-from-opacus": "downloads, or several processes; tests/test_examples.py runs the scripts",
+    "private-loops": "downloads, or several processes; tests/test_examples.py runs the scripts",
     "convex": "minutes on MNIST; the commands are validated",
-    "devices": "needs LightOn's hardware and library",
+    "devices": "minutes of camera frames, or LightOn's hardware and library",
     "extending": "installs a package; tests/opusim/devices/test_third_party_device.py does it",
     "optical-features": "minutes on FashionMNIST; tests/test_gallery.py runs the scripts",
     "own-instrument": "needs instruments; tests/opusim/devices/test_bench.py runs it on doubles of their libraries",
-    "privacy-devices": "minutes on FashionMNIST; the commands are validated",
     "privacy-records": "minutes on FashionMNIST; the commands are validated",
     "serving": "needs a server and keys; tests/opusim/serving starts both",
     "zeroth-order": "minutes, or a language model from the network; the commands are validated",

@@ -1,4 +1,4 @@
-"""The examples of the pages any-module.md and coming-from-opacus.md run, learn, and differ in few lines."""
+"""The examples of the pages any-module.md and private-loops.md run, learn, and differ in few lines."""
 
 import inspect
 import os
@@ -85,7 +85,7 @@ def misfits(patch: str) -> list[str]:
 
 @pytest.mark.parametrize("file", PATCHES, ids=lambda file: file.stem)
 def test_public_scripts_change_in_few_lines(file: Path) -> None:
-    page, patch = (ROOT / "docs" / "coming-from-opacus.md").read_text(), file.read_text()
+    page, patch = (ROOT / "docs" / "private-loops.md").read_text(), file.read_text()
     gone, come = changed(patch)
     (commit,) = re.findall(r"\b[0-9a-f]{40}\b", patch)
     assert max(len(gone), len(come)) <= MOST_CHANGED

@@ -75,7 +75,7 @@ def address() -> str:
 def test_a_notebook_is_short_and_executed_and_draws_one_figure(file: Path) -> None:
     assert problems(read(file), address()) == []
     title = read(file)["cells"][0]["source"][0].removeprefix("# ").strip()
-    assert f"| [{title}](notebooks/{file.name}) |" in (ROOT / "docs" / "notebooks.md").read_text()
+    assert f"| [{title}](notebooks/{file.name}) |" in (ROOT / "docs" / "gallery.md").read_text()
 
 
 def test_what_is_wrong_with_a_notebook_is_found() -> None:

@@ -42,7 +42,7 @@ POISSON_LOSS = Theorem(
     "rounding come after the counts.",
     reference="Doroshenko et al. 2022 for connecting the dots",
     code="opusim.accounting.numerics.poisson_loss.pattern_bounds",
-    page="privacy-devices.md, section 3",
+    page="privacy-labels.md, section 7",
     checked_by_code=("each label is shown as often as stated", _ONLY_THIS_WAY),
     trusted=(
         "counts are independent Poisson counts at the stated rates, light at most and dark charge at least as stated",
@@ -62,7 +62,7 @@ MEASURED_RATES = Theorem(
     "between are those of less light and more dark charge (theorem poisson-loss).",
     reference="Blackwell 1953 for the comparison of experiments",
     code="opusim.accounting.mechanisms.counts.paired_limits",
-    page="privacy-devices.md, section 3",
+    page="privacy-labels.md, section 7",
     checked_by_code=(
         *POISSON_LOSS.checked_by_code,
         "rates measured before and behind the labels do not differ by more than noise",
@@ -87,7 +87,7 @@ COUNT_ARGMAX = Theorem(
     "epsilon is the largest over all powers up to w_max; brighter frames have a probability beta, taken off delta.",
     reference="Kairouz, Oh and Viswanath 2014 for randomized response",
     code="opusim.accounting.mechanisms.counts.LabelArgmax",
-    page="privacy-devices.md, section 4",
+    page="privacy-labels.md, section 8",
     checked_by_code=(
         "counts are discarded where the argmax is taken; ties are broken at random",
         _ONLY_THIS_WAY,

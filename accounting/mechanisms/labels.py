@@ -81,11 +81,14 @@ LABEL_AMPLIFICATION = Theorem(
     "under every label. For replacing a label it is dominated by P* = (1-q) N(0,1) + q N(C,1) against Q* = "
     "(1-q) N(0,1) + q N(-C,1): the Poisson-sampled Gaussian mechanism under replace_one with noise "
     "multiplier 1 / C.",
-    proof="Whiten by S, fix the others' contributions and shift. For k >= 1, H_k is q E (1 - x L_0 - y L_b)_+ of two "
-    "jointly log-normal likelihood ratios, and Kahane's convexity inequality makes it grow with each of their "
-    "covariances |a|^2 <= C^2, |a - b|^2 <= 4 C^2, <a, a - b> <= 2 C^2, which the worst pair a = C, b = -C "
-    "attains at once. k < 1 is its mirror image. Dominating pairs compose adaptively. Noise that depends on the"
-    " batch cannot be amplified: it shows who is in the batch.",
+    proof="Whiten by S, fix the coins and contributions of the others, whose law does not depend on the label, and "
+    "shift: the pair is P = (1-q) f_0 + q f_a, Q = (1-q) f_0 + q f_b, with f_v the density of N(v, I) and |a|, |b| <= "
+    "C. For k >= 1, H_k(P, Q) is q E_(f_a) (1 - x L_0 - k L_b)_+ with x = (1-q)(k-1)/q, L_0 = f_0/f_a and L_b = "
+    "f_b/f_a: two jointly log-normal ratios of mean 1. (1 - s)_+ is convex in s, so Kahane's convexity inequality "
+    "makes it grow with each of their covariances |a|^2 <= C^2, |a - b|^2 <= 4 C^2, <a, a - b> <= 2 C^2, which the "
+    "worst pair a = C, b = -C attains at once. For k < 1, H_k(P, Q) = 1 - k + k H_(1/k)(Q, P), the mirror image. "
+    "Dominating pairs compose adaptively. Noise that depends on the batch cannot be amplified: it shows who is in the "
+    "batch.",
     reference="Kahane 1986; Zhu, Dong and Wang 2022",
     code="opusim.accounting.mechanisms.labels.LabelAmplified",
     page="privacy-labels.md, section 3",

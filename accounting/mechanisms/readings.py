@@ -41,7 +41,7 @@ GAUSSIAN_READINGS = Theorem(
     "the law proves nothing: laws of one variance give delta(epsilon = 3) of 0.75 and 3e-10.",
     reference="Dong, Roth and Su 2019",
     code="opusim.accounting.mechanisms.readings.gaussian_mu",
-    page="privacy-devices.md, section 1",
+    page="privacy-labels.md, section 6",
     trusted=("the noise is Gaussian, independent between readings and outputs, of one law for every input",),
 )
 PHOTON_COUNTS = Theorem(
@@ -56,7 +56,7 @@ PHOTON_COUNTS = Theorem(
     "Bhattacharyya's coefficient and by coupling the counts. Gain, read noise, full well, rounding and linear "
     "recovery are post-processing.",
     code="opusim.accounting.mechanisms.readings.poisson_divergence",
-    page="privacy-devices.md, section 2",
+    page="privacy-labels.md, section 7",
     trusted=("counts are independent Poisson counts, and every rate lies in its box",),
 )
 FLUCTUATING_LIGHT = Theorem(
@@ -73,7 +73,7 @@ FLUCTUATING_LIGHT = Theorem(
     "without the data. Homogeneity is not enough, since dark light does not scale with W. delta is that of steady "
     "counts plus beta of the use plus beta of the certificate; conversions to epsilon come after the convexity.",
     code="opusim.accounting.mechanisms.readings.least_epsilon",
-    page="privacy-devices.md, section 5",
+    page="privacy-labels.md, section 9",
     trusted=(
         "given the light's power, counts are independent Poisson counts, and every rate lies in its box",
         "the power has the stated law in every frame and depends neither on patterns (heated mirrors, back reflection) "

@@ -325,9 +325,9 @@ def page_section() -> str:
 
 
 def docs_table() -> str:
-    """Return the block of docs/coming-from-opacus.md; empty without results."""
+    """Return the block of docs/private-loops.md; empty without results."""
     results = load_results(NAME)
-    return "\n\n".join(part for part in (table(results), judgement(results)) if part) if results else ""
+    return judgement(results) if results else ""
 
 
 def headline_rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""Does each privacy claim of the four papers survive an audit? The claims' rows of docs/papers.md.
+"""Does each privacy claim of the four papers survive an audit? The claims' rows of benchmarks/papers/README.md.
 
     OPUSIM_DATA=... python -m benchmarks.attacks.claims measure     (resumes; about a minute of one core)
     python -m benchmarks.attacks.claims show
@@ -21,7 +21,7 @@ import torch
 from scipy.integrate import trapezoid
 
 from benchmarks.attacks import guarantees
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, markdown
 from benchmarks.pdfa import table1
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr import table1 as ulr_table1
@@ -310,8 +310,8 @@ _FIXED_BATCHES = (
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     PDFA: (
         Claim(
-            "Proposition 3 (eq. 17, [its hypotheses](privacy-records.md#4-photonic-dfa-as-published)), in the paper's "
-            f"experiment at sigma = 0.2 (0.088 an entry in our reading), one epoch of {RECORDS:,} records",
+            "Proposition 3 (eq. 17, [its hypotheses](../../docs/privacy-records.md#4-photonic-dfa-as-published)), in "
+            f"the paper's experiment at sigma = 0.2 (0.088 an entry in our reading), one epoch of {RECORDS:,} records",
             "Table 1, Figure 2",
             lambda: _of_training("table 1"),
         ),
@@ -385,17 +385,8 @@ def table_rows(paper: str) -> list[tuple[str, ...]]:
 
 
 def page_table(paper: str) -> str:
-    """Return what docs/papers.md shows of a paper's claims."""
+    """Return what benchmarks/papers/README.md shows of a paper's claims."""
     return f"### Privacy claims\n\n{markdown(COLUMN_NAMES, table_rows(paper))}"
-
-
-def page_section(paper: str) -> str:
-    """Return what the results page of a paper's trainer shows of its claims."""
-    text = (
-        f"Epsilon at delta {DELTA:g}. An audit is a lower bound with 95 % confidence, or an exact instance "
-        f"({command(MODULE, 'measure')}; [all claims](../../docs/papers.md))."
-    )
-    return section("What the paper claims, and its audits", text, markdown(COLUMN_NAMES, table_rows(paper)))
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """What is the smallest fault that a calibration of the default size finds?
 
 Readings: five inputs, 500 readings, 4,000 outputs. Frames: 64 of each level and 100 of the anchor, 4,000 pixels of
-camera_low_light. Each fault is planted at the strength that docs/camera.md states and at half of it; kept is the share
-of runs in which its own test fails at the family's alarm level. An argument selects the faults whose name contains it.
+camera_low_light. Each fault is planted at the strength that docs/calibrate.md states and at half of it; kept is the
+share of runs in which its own test fails at the family's alarm level. An argument selects the faults whose name
+contains it.
 
 `--attempts` lets devices of 128 outputs with broken noise ask for a certificate, at beta = 0.05 and with 200 readings
 of an input, so many times each: copied outputs, a mixed law of the stated variance, a fine grid, a common mode and a
@@ -297,7 +298,7 @@ def attempts(number: int) -> None:
 
 
 def broken_table() -> str:
-    """Return the table of docs/camera.md on devices of broken noise that ask for a certificate."""
+    """Return the table of docs/calibrate.md on devices of broken noise that ask for a certificate."""
     noises = load_results("broken_noises")["noises"]
     names = tuple(noises)
     counts = (f"{entry['attempts'] - entry['outcomes'].get('refused', 0)}" for entry in noises.values())

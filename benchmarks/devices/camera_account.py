@@ -104,7 +104,7 @@ def ends_of(device: str) -> list[float]:
 
 
 def main() -> None:
-    """Measure what was not saved yet, save it, and print the lines of docs/camera.md."""
+    """Measure what was not saved yet, save it, and print the lines of docs/calibrate.md."""
     counts = label_counts(load_description(DEVICE), n_classes=10, n_outputs=1024, delta=DELTA)
     parts: dict[str, Callable[[], Any]] = {
         "table": lambda: table_of(counts),
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def docs_table() -> str:
-    """Return the table of docs/camera.md, from what was saved."""
+    """Return the table of docs/calibrate.md, from what was saved."""
     lines = [
         "| °C | dark charge, e⁻ | sigma | epsilon | at 0.1 of the light | at 0.01 | at 0.001 |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -7,7 +7,7 @@ most, spread of the power, dark charge of the mean and of groups. Beside the cer
 each (gain, dark current, start of the line of means), of which 20 +- 4.4 in 400 miss if a limit is exact; Bonferroni's
 shares leave a certificate fewer. It resumes where it stopped; an argument selects the effects whose name contains it.
 `time` measures how long calibrations take, at the size of these, at the command's default, and at that of
-docs/camera.md's sequence.
+docs/calibrate.md's sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 
 DEVICE, OUTPUTS, BETA, INSTRUMENTS = "camera_low_light", 128, 0.05, 400
 SIZES = ((64, 200), (64, 500), (256, 500))
-"""Frames of a level and readings of an input: of `coverage`, by default, and of the sequence of docs/camera.md."""
+"""Frames of a level and readings of an input: of `coverage`, by default, and of the sequence of docs/calibrate.md."""
 TIMED = ("camera_low_light", "camera_fluctuating", "camera", "gaussian")
 _AT_ONCE, _GROUP, READINGS = 20, 12, 200
 CHECKS = 10
@@ -309,7 +309,7 @@ def times() -> None:
 
 
 def time_table() -> str:
-    """Return the table of docs/camera.md on the time of calibrations."""
+    """Return the table of docs/calibrate.md on the time of calibrations."""
     rows = []
     results = load_results("calibration_time")
     name, slowest = max(results["effects"].items(), key=itemgetter(1))
@@ -324,7 +324,7 @@ def time_table() -> str:
 
 
 def docs_table() -> str:
-    """Return the table of docs/camera.md, from what was saved."""
+    """Return the table of docs/devices.md, from what was saved."""
     held = load_results("effects_coverage").get("effects", {})
     rows = [
         (f"{effect.name}, {effect.size}".removesuffix(", "), _counted(held.get(effect.name)))

@@ -94,7 +94,7 @@ CONFUSED: dict[str, tuple[float, ...]] = {
     "uneven dark current": (0.1, 0.5),
     "nonlinearity": (0.02, 0.2),
 }
-"""Sizes at which names are counted: the plausible one of docs/camera.md, or the smallest one found, and larger ones."""
+"""Sizes at which names are counted: that of docs/devices.md, or the smallest one found, and larger ones."""
 NARROW, WIDE = 32, 3000
 """Inputs: few, so that single mirrors are shown, but enough for each share to leave some stuck; and too many."""
 WIDE_CONFUSED = {"stuck mirrors": (0.05,), "mirrors stuck off": (0.1, 0.3)}
@@ -262,17 +262,17 @@ def healthy(checks: int) -> list[dict[str, Any]]:
 
 
 def docs_table() -> str:
-    """Return the table of docs/devices.md: the smallest change that each number of checks finds."""
-    found: dict[tuple[str, str], dict[int, str]] = {}
-    for row in load_results(NAME).get("changes", []):
+    """Return the table of docs/devices.md: the smallest change of a camera that each number of checks finds."""
+    found: dict[str, dict[int, str]] = {}
+    for row in (row for row in load_results(NAME).get("changes", []) if row["device"] == INSTRUMENT):
         size = (
             f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
         )
         cell = f"{size} ({row['found']} of {row['trials']})"
-        found.setdefault((row["device"], row["change"]), {})[row["checks"]] = cell
+        found.setdefault(row["change"], {})[row["checks"]] = cell
     checks = sorted({number for cells in found.values() for number in cells})
-    rows = [(*key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
-    header = ("device", "change", *(f"in {number} check{'s' * (number > 1)}" for number in checks))
+    rows = [(key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
+    header = ("change", *(f"in {number} check{'s' * (number > 1)}" for number in checks))
     return markdown(header, rows)
 
 
@@ -289,20 +289,20 @@ def named_table() -> str:
 
 
 def confusion_table() -> str:
-    """Return the table of docs/devices.md on names: how often each fault is called what."""
-    found = load_results(NAME).get("confusion", [])
-    names = [*dict.fromkeys(CALLED.values()), "something else", "nothing"]
-    used = [name for name in names if any(name in row["called"] for row in found)]
+    """Return the table of docs/devices.md on names: faults that get none, or not always the same."""
     rows = [
         (
             row["fault"],
             _size(row["size"], row["unit"]),
             f"{row['inputs']:,}",
-            *(str(row["called"].get(name, "")) for name in used),
+            ", ".join(
+                f"{name} {count}" for name, count in sorted(row["called"].items(), key=lambda one: -one[1])
+            ),
         )
-        for row in found
+        for row in load_results(NAME).get("confusion", [])
+        if len(row["called"]) > 1 or "nothing" in row["called"]
     ]
-    return markdown(("fault", "size", "inputs", *used), rows) if rows else ""
+    return markdown(("fault", "size", "inputs", "called"), rows) if rows else ""
 
 
 def _size(value: float, unit: str) -> str:

@@ -25,6 +25,7 @@ class Setting:
         batch: Stretches of text in a step.
         steps: Steps of training.
         dropout: Share of activations that are dropped.
+        causal: Whether a position sees earlier ones only.
     """
 
     layers: int
@@ -34,6 +35,7 @@ class Setting:
     batch: int
     steps: int
     dropout: float
+    causal: bool = True
 
 
 SMALL = Setting(layers=4, heads=4, width=128, context=64, batch=12, steps=2000, dropout=0.0)
@@ -44,11 +46,11 @@ RATE, LEAST_RATE, WARM_UP, BETAS, DECAY, MOST_NORM = 1e-3, 0.1, 100, (0.9, 0.99)
 
 
 class Attention(nn.Module):
-    """Causal attention of several heads."""
+    """Attention of several heads."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self.heads, self.dropout = setting.heads, setting.dropout
+        self.heads, self.dropout, self.causal = setting.heads, setting.dropout, setting.causal
         self.qkv = nn.Linear(setting.width, 3 * setting.width, bias=False)
         self.out = nn.Linear(setting.width, setting.width, bias=False)
         self.drop = nn.Dropout(setting.dropout)
@@ -61,7 +63,7 @@ class Attention(nn.Module):
             for each in self.qkv(x).split(width, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
         found: Tensor = self.drop(self.out(y.transpose(1, 2).reshape(n, length, width)))
         return found
 
@@ -104,10 +106,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(setting) for _ in range(setting.layers))
         self.norm = nn.LayerNorm(setting.width, bias=False)
         self.head = nn.Linear(setting.width, characters, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:  # into the stream with less, so that it does not grow with the depth
-                inwards = name.endswith(("out.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, 0.0, 0.02 / (math.sqrt(2 * setting.layers) if inwards else 1.0))
+        initialise(self, setting)
         self.tokens.weight = self.head.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,6 +116,14 @@ class GPT(nn.Module):
             h = block(h)
         scores: Tensor = self.head(self.norm(h))
         return scores
+
+
+def initialise(model: nn.Module, setting: Setting) -> None:
+    """Draw nanoGPT's initial values; what writes into the stream gets less, so that it does not grow with the depth."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            inwards = name.endswith(("out.weight", "mlp.2.weight"))
+            nn.init.normal_(parameter, 0.0, 0.02 / (math.sqrt(2 * setting.layers) if inwards else 1.0))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.AdamW:

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting, optimizer_of, rate
-from benchmarks.known_models.training import Row, Task, last, runs_of, train_rows
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
+from benchmarks.markdown import command, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results
 from opusim.training.runs.drawing import save_figure, style
 
 MODULE, NAME = "benchmarks.known_models.nanogpt", "nanogpt"
-BP, TOP, DFA, TDFA, PDFA = "backpropagation", "top only", "dfa", "tdfa", "pdfa, gaussian"
+TOP, DFA, TDFA, PDFA = "top only", "dfa", "tdfa", "pdfa, gaussian"
 READOUT = "learnt read-out"
 CAMERA, FITTED = "pdfa, camera", "pdfa, camera_fitted"
 SIGMAS = (0.3, 1.0, 3.0, 10.0)
@@ -174,29 +174,6 @@ def ratio(results: dict[str, Any], row: str) -> list[float]:
     return [math.exp(own - best) for own, best in both]
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return a row for each way to learn."""
-    rows: list[tuple[str, ...]] = []
-    for name, row in ROWS.items():
-        runs = runs_of(results, name, row.seeds)
-        if not runs:
-            continue
-        steps = runs[0]["step"]
-        rows.append(
-            (
-                name,
-                str(len(runs)),
-                with_error(last(runs, "validation"), ".3f"),
-                with_error(ratio(results, name), ".3f"),
-                f"{runs[0]['frames'] / steps:,.0f}" if row.device else "-",
-                f"{runs[0]['device_seconds']:,.0f}" if row.device else "-",
-                f"{runs[0]['joules'] / 1e3:,.1f}" if row.device else "-",
-            )
-        )
-    head = ("row", "seeds", "validation loss", "perplexity over backpropagation's")
-    return markdown((*head, "frames a step", "device time [s]", "energy [kJ]"), rows)
-
-
 def draw() -> None:
     """Draw losses by steps, losses by the device's noise, and alignment and scale by depth; means over the seeds."""
     from matplotlib.figure import Figure
@@ -261,7 +238,13 @@ def page_section() -> str:
             f"{command(MODULE, *words)}). Its README reports {reported}. Ratios in print: {PAPERS}. Frames, time and "
             "energy are those of the device described, for the whole run."
         )
-        parts += [text, table(results)]
+        figures: dict[str, Column] = {
+            "validation loss": lambda _, runs: with_error(last(runs, "validation"), ".3f"),
+            "perplexity over backpropagation's": lambda row, _, found=results: with_error(
+                ratio(found, row), ".3f"
+            ),
+        }
+        parts += [text, table(results, ROWS, figures)]
     if parts:
         parts += [READING, f"![{ALT}](../../docs/{PICTURE.name})"]
     return section("nanoGPT on characters", *parts) if parts else ""

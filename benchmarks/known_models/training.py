@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.markdown import markdown
 from benchmarks.results_file import FOLDER, load_results, save_results
 from opusim import FeedbackAlignment, open_device
+from opusim.training.feedback.layout import fits_at
 
 CACHE = FOLDER / "cache" / "known-models"
+BP = "backpropagation"
 MATRIX_SEED = 20210603
 EVALUATIONS = 8
 """Parts of a run; after each it is evaluated and its checkpoint written."""
@@ -195,7 +198,7 @@ class Training:
                 self._task.loss(self.model, x, y).backward()
         else:
             before = feedback.usage
-            if row.readout and (step % row.readout == 0 or step in _early(row.readout)):
+            if fits_at(step, row.readout):
                 feedback.fit_readout(lambda: self._task.loss(self.model, x, y), plain=row.plain)
             feedback.seek(step)
             self._task.loss(self.model, x, y).backward()
@@ -219,11 +222,6 @@ class Training:
         }
         torch.save(state, self._file.with_suffix(".new"))
         self._file.with_suffix(".new").replace(self._file)
-
-
-def _early(every: int) -> tuple[int, ...]:
-    """Return the steps before the first `every` ones are over, at which a read-out is fitted as well."""
-    return every // 10, every // 4, every // 2
 
 
 Work = tuple[Task, str, Row, int, Path]
@@ -277,3 +275,30 @@ def runs_of(results: Mapping[str, Any], row: str, seeds: int) -> list[dict[str, 
 def last(runs: Sequence[Mapping[str, Any]], figure: str) -> list[float]:
     """Return a figure at the end of each run."""
     return [float(run["curve"][-1][figure]) for run in runs]
+
+
+Column = Callable[[str, Sequence[Mapping[str, Any]]], str]
+"""Return a cell from the name of a row and its runs."""
+
+
+def table(results: Mapping[str, Any], rows: Mapping[str, Row], figures: Mapping[str, Column]) -> str:
+    """Return a line for each row that has runs: its figures, and what it costs on the device.
+
+    Args:
+        results: What `train_rows` kept.
+        rows: The rows of the table.
+        figures: Heads and cells of its own columns.
+    """
+    head = ("row", "seeds", *figures, "frames a step", "device time [s]", "energy [kJ]")
+    lines: list[tuple[str, ...]] = []
+    for name, row in rows.items():
+        if runs := runs_of(results, name, row.seeds):
+            run = runs[0]
+            cost = (
+                f"{run['frames'] / run['step']:,.0f}",
+                f"{run['device_seconds']:,.0f}",
+                f"{run['joules'] / 1e3:,.1f}",
+            )
+            own = (cell(name, runs) for cell in figures.values())
+            lines.append((name, str(len(runs)), *own, *(cost if row.device else ("-",) * 3)))
+    return markdown(head, lines)

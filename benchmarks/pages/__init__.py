@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.analog import aihwkit_side_by_side, held_out, in_situ, lifetimes, light, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
-from benchmarks.attacks import anytime, claims, final_model, guarantees, one_run, self_test
+from benchmarks.attacks import anytime, final_model, guarantees, one_run, self_test
 from benchmarks.attacks import speed as audit_speed
 from benchmarks.convex import (
     accountants,
@@ -41,7 +41,9 @@ from benchmarks.devices import (
     real_opu,
     served_faults,
 )
+from benchmarks.known_models import images as known_images
 from benchmarks.known_models import nanogpt, readout_rules
+from benchmarks.known_models import private as private_gpt
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.papers.page import papers_page
@@ -168,7 +170,6 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             readings.page_section,
             private.page_section,
             counts.page_section,
-            partial(claims.page_section, claims.PDFA),
         ),
     ),
     "private_accuracy": (
@@ -192,10 +193,9 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             resnet.page_section,
             variance.page_section,
             figure2.page_section,
-            partial(claims.page_section, claims.ULR),
         ),
     ),
-    "convex": ("Convex training", (convex_section, partial(claims.page_section, claims.CONVEX))),
+    "convex": ("Convex training", (convex_section,)),
     "zeroth_order": (
         "Zeroth-order training",
         (
@@ -214,7 +214,6 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
                     ablations,
                 )
             ),
-            partial(claims.page_section, claims.ZEROTH_ORDER),
         ),
     ),
     "analog": (
@@ -229,7 +228,15 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             product.page_section,
         ),
     ),
-    "known_models": ("Known models", (nanogpt.page_section, readout_rules.page_section)),
+    "known_models": (
+        "Known models",
+        (
+            nanogpt.page_section,
+            known_images.page_section,
+            private_gpt.page_section,
+            readout_rules.page_section,
+        ),
+    ),
     "devices": (
         "Devices",
         (
@@ -293,7 +300,8 @@ def index_page() -> str:
     head = (
         f"# Benchmarks\n\n{WRITTEN} Each benchmark is a program that opens with its question; its result is one JSON "
         "file in [results](results), with date, machine, versions and commit. Timings are ratios within one run. "
-        "[results/nightly.md](results/nightly.md) sums up the nightly tests."
+        "[results/nightly.md](results/nightly.md) sums up the nightly tests. [Papers](papers/README.md) goes through "
+        "the tables and figures of the four papers."
     )
     parts = [
         section(title, f"Results: [{folder}/README.md]({folder}/README.md).", _questions(folder))
@@ -382,23 +390,22 @@ def pages() -> dict[Path, str]:
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
-    opacus, camera = ROOT / "docs" / "coming-from-opacus.md", ROOT / "docs" / "camera.md"
+    loops, calibrate = ROOT / "docs" / "private-loops.md", ROOT / "docs" / "calibrate.md"
     serving = ROOT / "docs" / "serving.md"
-    with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     with_served_faults = with_block(serving.read_text(), "served_faults", served_faults.docs_table())
-    camera_text = camera.read_text()
+    calibrate_text = calibrate.read_text()
     for name, table in (
         ("account", camera_account.docs_table()),
-        ("count_attack", count_attack.docs_table()),
         ("chain", chain.docs_table()),
         ("chain_kept", chain.kept_table()),
-        ("effects", effects.docs_table()),
         ("calibration_time", effects.time_table()),
         ("broken_noises", calibration_faults.broken_table()),
     ):
-        camera_text = with_block(camera_text, name, table)
-    devices_text = with_faults
+        calibrate_text = with_block(calibrate_text, name, table)
+    devices_text = devices.read_text()
     for name, table in (
+        ("effects", effects.docs_table()),
+        ("faults", faults.docs_table()),
         ("monitor", monitor.docs_table()),
         ("named_faults", monitor.named_table()),
         ("fault_names", monitor.confusion_table()),
@@ -410,10 +417,10 @@ def pages() -> dict[Path, str]:
             with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
         ),
         devices: devices_text,
-        camera: camera_text,
+        calibrate: calibrate_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
-        opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
-        ROOT / "docs" / "papers.md": papers_page(),
+        loops: with_block(loops.read_text(), "opacus", protected_modules.docs_table()),
+        BENCHMARKS / "papers" / "README.md": papers_page(),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},
     }

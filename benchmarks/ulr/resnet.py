@@ -171,7 +171,7 @@ def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
 
 
 def planned() -> list[Cell]:
-    """Return the trainings of docs/papers.md, those with all seeds first."""
+    """Return the trainings of benchmarks/papers/README.md, those with all seeds first."""
     cells: list[Cell] = [("plain", BEST, BATCH, 0.0, BEST_EPOCHS, seed) for seed in SEEDS]
     for seed, name in itertools.product(SEEDS, PLAIN):
         if seed == SEEDS[0] or name in ("ulr", "backpropagation"):

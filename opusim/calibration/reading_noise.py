@@ -4,7 +4,7 @@
 true Sigma, lambda_min(S) <= v^T S v = lambda_min(Sigma) chi2_n / n, so n lambda_min(S) / chi2_(n, 1 - beta) is a lower
 limit of lambda_min(Sigma) at confidence 1 - beta, without a union over outputs. The smallest sample variance takes the
 place of lambda_min(S) if outputs are known to be independent. Both hold only for Gaussian readings that are not
-quantised and do not depend on each other. Source: docs/privacy-devices.md, section 7.
+quantised and do not depend on each other. Source: docs/privacy-labels.md, section 10.
 
 **Several inputs.** The limit is that of the smallest eigenvalue if there are enough readings, so that it holds for
 correlated outputs too; otherwise it is that of the smallest output's variance, which assumes independent outputs. It is

@@ -8,7 +8,7 @@
     >>> y.shape, y.context.device
     ((3, 50), 'ideal')
 
-`docs/coming-from-lightonml.md` has the table of equal calls, and of what lightonml does in silence and this refuses.
+`docs/optical-features.md` has the table of equal calls, and what lightonml does in silence and this refuses.
 """
 
 from opusim.lightonml.opu import OPU as OPU

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.known_models import gpt, nanogpt, training
+from benchmarks.known_models import gpt, images, nanogpt, private, training
 
 TINY = dataclasses.replace(gpt.SMALL, layers=2, heads=2, width=16, context=8, batch=3, steps=16)
 ROWS = {
@@ -81,3 +81,50 @@ def test_the_model_is_the_published_one() -> None:
     assert counts[gpt.SMALL] == pytest.approx(0.80e6, rel=1e-2)
     assert gpt.rate(0, 2000) < gpt.rate(99, 2000) < gpt.rate(100, 2000) == gpt.RATE
     assert gpt.rate(2000, 2000) == pytest.approx(gpt.RATE / 10)
+
+
+def test_the_models_of_images_are_the_published_ones() -> None:
+    """He et al. 2016 report 0.27 million parameters for ResNet-20."""
+    count = {name: sum(p.numel() for p in kind.build().parameters()) for name, kind in images.KINDS.items()}
+    assert count["resnet"] == pytest.approx(0.27e6, rel=0.02)
+    width, layers = images.VIT.width, images.VIT.layers
+    assert count["vit"] == pytest.approx(
+        12 * layers * width**2, rel=0.05
+    )  # two matrices of attention, two of the MLP
+
+
+def test_batches_of_images_are_moved_and_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, n = 32, images.BATCH
+    x = torch.arange(side * side, dtype=torch.float32).view(1, 1, side, side).expand(n, 3, side, side) + 1
+    monkeypatch.setattr(images, "pictures", lambda: (x, torch.arange(n) % 10, x, torch.arange(n) % 10))
+    monkeypatch.setattr(images, "EPOCH", 1)
+    task = images.task_of("vit")
+    found, y = task.batch(seed=1, step=5)
+    again, _ = task.batch(seed=1, step=5)
+    assert torch.equal(found, again)
+    assert sorted(y.tolist()) == sorted((torch.arange(n) % 10).tolist())
+    steps = found[:, :, 15, 16] - found[:, :, 15, 15]  # 1 along a row, -1 where it is mirrored
+    mirrored = (steps[:, 0] == -1).double().mean()
+    assert set(steps.unique().tolist()) == {-1.0, 1.0}
+    assert abs(mirrored - 0.5) < 5 * 0.5 / n**0.5
+    rows = (found[:, 0, 15, 15] - 1) // side - 15  # how far each image was moved up
+    assert set(rows.tolist()) == set(range(-4, 5))
+
+
+@pytest.mark.slow
+def test_a_private_gpt_states_its_epsilon(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = results.parent / "tinyshakespeare"
+    folder.mkdir()
+    (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 200)
+    for name, value in {
+        "FOLDER": results,
+        "EPOCHS": 1,
+        "BATCH": 32,
+        "EPSILONS": (None, 3.0),
+        "SETTING": TINY,
+    }.items():
+        monkeypatch.setattr(private, name, value)
+    private.main(seeds="0")
+    text = private.page_section()
+    assert text.count("| 3.00 | proven | 1 |") == 2
+    assert text.count("| - | - | 1 |") == 2

@@ -1,4 +1,4 @@
-"""docs/papers.md as a whole."""
+"""benchmarks/papers/README.md as a whole."""
 
 from __future__ import annotations
 

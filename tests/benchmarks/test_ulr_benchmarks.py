@@ -1,4 +1,4 @@
-"""The benchmarks of likelihood ratio training at a small size: they resume, and fill their rows of docs/papers.md."""
+"""The benchmarks of likelihood ratio training at a small size: they resume, and fill their rows of the papers' page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of zeroth order at a small size: they resume, fill their rows of docs/papers.md, and step right."""
+"""The benchmarks of zeroth order at a small size: they resume, fill their rows of the papers' page, and step right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small data sets under the names that the benchmarks read, and what docs/papers.md says of their results."""
+"""Small data sets under the names that the benchmarks read, and what the papers' page says of their results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def take_committed(results: Path, name: str) -> None:
 
 
 def ours(paper: str, item: str) -> tuple[str, str]:
-    """Return the state of a row of docs/papers.md, and what it shows of ours."""
+    """Return the state of a row of benchmarks/papers/README.md, and what it shows of ours."""
     (found,) = (
         each for title, items in page.PAPERS.items() if paper in title for each in items if each.name == item
     )

@@ -31,7 +31,7 @@ _UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy that 
 _ARGUMENT = re.compile(r"(?P<name>[a-z][\w.]*)(?: = (?P<value>'(?P<quoted>[^']*)'|[^\s:]+))?: (?P<reason>.*)")
 _STANDARD_ERROR = 2
 _FORMER = {
-    "opusim device effects": "it was dropped: set a fault under camera, as in docs/camera.md, then `opusim device "
+    "opusim device effects": "it was dropped: set a fault under camera, as in docs/devices.md, then `opusim device "
     "calibrate` certifies or refuses the instrument, and the monitor names the fault"
 }
 """Former commands, and what to use now."""

@@ -235,6 +235,10 @@ class PointsConfig(FeedbackConfig):
     normalised: bool | None = None
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
     not normalised, such as those with pre-norm blocks. None looks at the model."""
+    readout_every: int = Field(0, ge=0)
+    """Steps from one fit of a learnt read-out of the projection to the next (`opusim.FeedbackAlignment.fit_readout`);
+    the batch of such a step is backpropagated once more, and in the first of these steps three other batches. 0 takes
+    plain feedback. No protection covers what a fit learns of records."""
 
     @property
     def projected(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,15 +244,28 @@ class LearntReadout:
     Args:
         slices: The outputs of B of each call of a point, at which the read-out starts: plain feedback.
         n_outputs: Outputs of B that are read.
+        device: Where it is kept.
     """
 
-    def __init__(self, slices: Sequence[Slice], n_outputs: int) -> None:
-        self.updates = 0
-        """Batches that it was fitted to."""
-        self._plain = [torch.eye(n_outputs)[part.offset : part.end] for part in slices]
+    def __init__(self, slices: Sequence[Slice], n_outputs: int, device: torch.device) -> None:
+        one, double = torch.eye(n_outputs, device=device), {"dtype": torch.float64, "device": device}
+        self._plain = [one[part.offset : part.end] for part in slices]
         self._matrices = [matrix.clone() for matrix in self._plain]
-        self._squares = [torch.zeros(n_outputs, n_outputs, dtype=torch.float64) for _ in slices]
-        self._products = [torch.zeros(len(m), n_outputs, dtype=torch.float64) for m in self._matrices]
+        self._squares = [torch.zeros(n_outputs, n_outputs, **double) for _ in slices]
+        self._products = [torch.zeros(len(matrix), n_outputs, **double) for matrix in self._matrices]
+        self._updates = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def updates(self) -> int:
+        """Batches that it was fitted to."""
+        return int(self._updates)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All that a resumed run needs; the tensors are its own."""
+        kinds = {"matrix": self._matrices, "squares": self._squares, "products": self._products}
+        each = {f"{kind} {at}": tensor for kind, own in kinds.items() for at, tensor in enumerate(own)}
+        return {"updates": self._updates, **each}
 
     def apply(self, number: int, reading: Tensor) -> Tensor:
         """Return M_l r for the readings of rows.
@@ -261,7 +274,7 @@ class LearntReadout:
             number: Of the call of a point.
             reading: Shape (records, rows, n_outputs).
         """
-        matrix = self._matrices[number] = self._matrices[number].to(reading.device)
+        matrix = self._matrices[number]
         return reading[..., : matrix.shape[1]] @ matrix.T
 
     def fit(self, number: int, features: Tensor, gradient: Tensor, *, plain: float) -> None:
@@ -274,47 +287,49 @@ class LearntReadout:
             plain: p, at least 0.
         """
         # 1. Add the batch to the sums, in which earlier ones fade.
-        place = features.device
-        squares, products = self._squares[number].to(place), self._products[number].to(place)
+        squares, products = self._squares[number], self._products[number]
         features = features[:, : len(squares)].double()
-        squares = _DECAY * squares + features.T @ features
-        products = _DECAY * products + gradient.double().T @ features
-        self._squares[number], self._products[number] = squares, products
+        squares.mul_(_DECAY).add_(features.T @ features)
+        products.mul_(_DECAY).add_(gradient.double().T @ features)
         # 2. Solve the normal equations.
         ridge = _RIDGE * squares.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-        damped = squares + ridge * torch.eye(len(squares), dtype=torch.float64, device=place)
+        damped = squares + ridge * torch.eye(len(squares), dtype=torch.float64, device=squares.device)
         matrix = torch.linalg.solve(damped, products.T).T.float()
         # 3. Add the share of plain feedback.
-        start = self._plain[number].to(place)
-        self._matrices[number] = matrix + plain * (matrix.norm() / start.norm()) * start
+        start = self._plain[number]
+        self._matrices[number].copy_(matrix + plain * (matrix.norm() / start.norm()) * start)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {
-            "updates": self.updates,
-            "matrices": [tensor.clone() for tensor in self._matrices],
-            "squares": [tensor.clone() for tensor in self._squares],
-            "products": [tensor.clone() for tensor in self._products],
-        }
+    def add_update(self) -> None:
+        """Count a batch that all matrices were fitted to."""
+        self._updates += 1
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of what a resumed run needs."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what `state_dict` returned.
 
         Raises:
             ValueError: It is of points of other sizes.
         """
-        wanted = [tuple(tensor.shape) for tensor in self._matrices]
-        found = [tuple(tensor.shape) for tensor in state["matrices"]]
+        found, wanted = (
+            {name: tuple(tensor.shape) for name, tensor in each.items()} for each in (state, self.state)
+        )
         if found != wanted:
             raise ValueError(
-                f"state: has matrices of shapes {found}, and the points need {wanted}; load it into the model that it "
+                f"state: has tensors of shapes {found}, and the points need {wanted}; load it into the model that it "
                 "was saved from"
             )
-        self.updates = int(state["updates"])
-        place = self._matrices[0].device
-        for name, tensors in (
-            ("matrices", self._matrices),
-            ("squares", self._squares),
-            ("products", self._products),
-        ):
-            tensors[:] = [tensor.clone().to(place) for tensor in state[name]]
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name])
+
+
+def fits_at(step: int, every: int) -> bool:
+    """Whether a read-out is fitted before a step: at one in `every` (0 for none), and at three more before the first.
+
+    Args:
+        step: From 0.
+        every: At least 0.
+    """
+    return every > 0 and (step % every == 0 or step in (every // 10, every // 4, every // 2))

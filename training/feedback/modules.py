@@ -25,6 +25,7 @@ from opusim.training.feedback.choice import OUTPUT
 from opusim.training.feedback.closed_form import Batch, Learned, require_finite
 from opusim.training.feedback.config import BpConfig, FeedbackConfig, PointsConfig
 from opusim.training.feedback.diagnosis import Control
+from opusim.training.feedback.layout import fits_at
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import seeded_torch
@@ -48,6 +49,7 @@ class ModuleGradients:
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         tape: Records the passes of private batches; None if there are none.
         augmentation: Copies of the images of a step, over which a record's loss is the mean; None for the images.
+        readout_every: Steps from one fit of a learnt read-out to the next; 0 for none.
         new_control: Returns what follows the first batches of a run without feedback, in its first step; None for
             nothing. It prints what depends on the records.
     """
@@ -61,6 +63,7 @@ class ModuleGradients:
         seed: int | None = None,
         tape: RecordTape | None = None,
         augmentation: Augmentation | None = None,
+        readout_every: int = 0,
         new_control: Callable[[], Control] | None = None,
     ) -> None:
         self.network, self.objective = network, objective
@@ -69,18 +72,22 @@ class ModuleGradients:
         self._feedback, self._seed, self._tape = feedback, seed, tape
         self._augmentation, self._new_control = augmentation, new_control
         self._control: Control | None = None
+        self._readout_every = readout_every
         # zeros until it is measured
         self._column_sum = None if self.device is None else torch.zeros(self.device.n_outputs)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """See Trainer.state: B 1, which a resumed run does not measure again."""
-        measured = None if self._feedback is None else self._feedback.column_sum
-        if self._column_sum is None:
-            return {}
-        if measured is not None:
-            self._column_sum.copy_(measured)
-        return {"column_sum": self._column_sum}
+        """See Trainer.state: B 1, which a resumed run does not measure again, and the learnt read-out."""
+        found: dict[str, Tensor] = {}
+        if self._column_sum is not None:
+            if self._feedback is not None and self._feedback.column_sum is not None:
+                self._column_sum.copy_(self._feedback.column_sum)
+            found["column_sum"] = self._column_sum
+        if self._feedback is not None and self._readout_every:
+            readout = self._feedback.start_readout()
+            found |= {f"readout {name}": tensor for name, tensor in readout.state.items()}
+        return found
 
     def learn(self, batch: Batch) -> Learned:
         """See ClosedForm.learn."""
@@ -107,6 +114,8 @@ class ModuleGradients:
                     with suppress(TypeError, RuntimeError):  # not every module can be copied
                         self._control = self._new_control()
                 figures = self._diagnosed(lambda: self._losses(batch)[1].mean()) if batch.observe else {}
+                if self._feedback is not None and fits_at(batch.step, self._readout_every):
+                    self._feedback.fit_readout(lambda: self._losses(batch)[1].mean())
                 output, losses = self._differentiate(batch)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
             restore_buffers(model, buffers)

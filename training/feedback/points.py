@@ -59,6 +59,7 @@ from opusim.training.feedback.projection import (
 )
 from opusim.training.feedback.streams import Followed
 from opusim.training.networks.clipping import finite_rows
+from opusim.training.networks.record_independence import restore_buffers
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -305,7 +306,7 @@ class FeedbackAlignment(PointHooks):
                 module.training = mode
         return self._shape
 
-    def work(self, *args: Any, times: float = 1.0, **kwargs: Any) -> DeviceWork:
+    def work(self, *args: Any, times: float = 1.0, fits: bool = False, **kwargs: Any) -> DeviceWork:
         """Return what a backward pass takes of the device, from a forward pass as for `shape`.
 
         It is the most that a pass takes: rows of zeros, such as those of padding, are not shown.
@@ -313,16 +314,18 @@ class FeedbackAlignment(PointHooks):
         Args:
             *args: Arguments of the model, such as two records.
             times: Records of a pass over those of these arguments.
+            fits: Whether the pass fits a read-out, which reads every row of the error.
             **kwargs: Keyword arguments of the model.
         """
         self.shape(*args, **kwargs)
         encoding = self._encoding_of(self._encoding or "stochastic")
         if not self.gain or encoding is None:
             return DeviceWork()
-        positions = {"each": self._extent.positions, "sum": 1}
-        chosen = (
-            positions[self._rows] if isinstance(self._rows, str) else min(self._rows, self._extent.positions)
-        )
+        chosen = self._extent.positions
+        if self._rows == "sum":
+            chosen = 1
+        elif isinstance(self._rows, int) and not fits:
+            chosen = min(self._rows, chosen)
         rows = times * self._extent.records * chosen
         calls = math.ceil(rows / self._rows_at_once(self._shape.n_outputs))
         return DeviceWork(projections=encoding.frames_per_row * rows, calls=calls)
@@ -420,8 +423,7 @@ class FeedbackAlignment(PointHooks):
                 true, reference = true_gradients(*self._ran(loss), parameters)
         finally:
             self._observed, self._kept, self._error, self._step = None, [], None, step
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])
+            restore_buffers(self.model, buffers)
         projection = self._projector(seen.rows.device)
         return compared(
             reached,
@@ -445,15 +447,15 @@ class FeedbackAlignment(PointHooks):
         if self.readout is None:
             slices, device = self._sized(), self._noisy_device
             outputs = self._shape.n_outputs if device is None else device.n_outputs
-            self.readout = LearntReadout(slices, outputs)
+            self.readout = LearntReadout(slices, outputs, next(self.model.parameters()).device)
         return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor], *, plain: float = 1.0) -> None:
         """Fit the read-out to one batch that is backpropagated; see `opusim.training.feedback.layout`.
 
-        It takes a forward and a backward pass and a reading of the device, and moves no parameter. Call it on one batch
-        in some 100, and in the first steps more often. Outputs of the device beyond the points' own are read as well,
-        and average its noise.
+        It takes a forward and a backward pass and a reading of the device; parameters, gradients and buffers stay as
+        they are. Call it on one batch in some 100, and in the first steps more often. Outputs of the device beyond the
+        points' own are read as well, and average its noise.
 
         Args:
             loss: Runs the model on the batch and returns the loss.
@@ -470,6 +472,7 @@ class FeedbackAlignment(PointHooks):
             )
         checks.non_negative(plain=plain)
         # 1. Backpropagate to the error's place and to the points.
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         step, self._observed = self._step, []
         try:
             with self.backpropagating():
@@ -480,6 +483,7 @@ class FeedbackAlignment(PointHooks):
             gradient, *true = torch.autograd.grad(value, [self._error, *outputs])
         finally:
             self._observed, self._kept, self._error, self._step = None, [], None, step
+            restore_buffers(self.model, buffers)
         # 2. Read the device, under a number that no step of training has.
         if not self._slices:
             self._lay_out(gradient, calls)
@@ -503,7 +507,7 @@ class FeedbackAlignment(PointHooks):
                 scale = self.gain / (part.channels * point.positions) ** 0.5
                 wanted = wanted.flatten(1) if part.positions > 1 else wanted.mean(dim=1)
                 readout.fit(number, total * (scale / std.mean(dim=1)), wanted, plain=plain)
-        readout.updates += 1
+        readout.add_update()
 
     def _ran(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         """Return the loss and the calls of points that it came from."""

@@ -30,9 +30,10 @@ from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.feedback.choice import tell
 from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
-from opusim.training.feedback.config import EncodedConfig, FeedbackConfig, PdfaConfig
+from opusim.training.feedback.config import EncodedConfig, FeedbackConfig, PdfaConfig, PointsConfig
 from opusim.training.feedback.diagnosis import BATCHES
 from opusim.training.feedback.hooks import refuse_second
+from opusim.training.feedback.layout import fits_at
 from opusim.training.feedback.modules import (
     ModuleGradients,
     augmentation_of,
@@ -150,6 +151,15 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
+            if self._readout_every and (config.protection.protects != "nothing" or Ranks().world > 1):
+                reason = (
+                    f"{self._readout_every} fits the read-out to gradients of records, which protection.kind = "
+                    f"{config.protection.kind!r} does not cover; leave it out"
+                    if config.protection.protects != "nothing"
+                    else f"{self._readout_every} would fit another read-out in each process; leave it out, or start "
+                    "one process"
+                )
+                raise ConfigError("configuration", "trainer.readout_every", reason)
             augmentation_of(self.options, self.dataset)
         super().require_covered()
         if not isinstance(network, AnyModule) or not self._clips_records:
@@ -193,7 +203,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             return work
         if isinstance(network, AnyModule):
             with points_on(network, self.options) as points:
-                work += DeviceWork() if points is None else points.work_before
+                if points is not None:
+                    fits = sum(fits_at(step, self._readout_every) for step in range(self.plan.total_steps))
+                    batch = self.config.sampler.batch_size / 2
+                    work += points.work_before
+                    work += points.work(network.shaped(self._two_records), times=batch, fits=True).times(fits)
         starts = self.config.model.initial_output == "feedback"
         return work + (calibration_work(self.device_shape.n_inputs) if starts else DeviceWork())
 
@@ -214,6 +228,10 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             if points is not None:
                 read = points.work(network.shaped(self._two_records), times=records / 2)
         return own + read.times(2 if observed else 1)
+
+    @property
+    def _readout_every(self) -> int:
+        return self.options.readout_every if isinstance(self.options, PointsConfig) else 0
 
     @property
     def _two_records(self) -> Tensor:
@@ -270,9 +288,12 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
                     require_counted_sums(tape, divisor, processes=self.ranks.world, name=size)
                 finally:
                     network.model.eval()
-            if self.ranks.world > 1 and feedback is not None:
+            if feedback is not None and self.ranks.world > 1:
                 feedback.number_rows(self.ranks.before)
-                feedback.shape(network.shaped(self._two_records))  # for a process without records
+            if feedback is not None and (self.ranks.world > 1 or self._readout_every):
+                feedback.shape(
+                    network.shaped(self._two_records)
+                )  # for a process without records, and a read-out
         except Exception:
             if feedback is not None:
                 feedback.remove()
@@ -287,6 +308,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             seed=config.seed_for("module"),
             tape=tape,
             augmentation=augmentation_of(self.options, dataset),
+            readout_every=self._readout_every,
             new_control=control,
         )
         self.device = self.source.device

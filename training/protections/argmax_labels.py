@@ -6,7 +6,7 @@ accounted for at every power up to one that a frame exceeds with a small probabi
 certificate leaves open how much light and dark charge all outputs share, and how far groups differ from that: the first
 is covered in cells, so that only the second can favour one group over another.
 A camera sees each one-hot vector as a binary frame, with the laser dimmed (`LabelFrames`).
-Source: docs/privacy-devices.md, sections 4 and 5 (the argmax of counts, light that varies in common).
+Source: docs/privacy-labels.md, sections 8 and 9 (the argmax of counts, light that varies in common).
 """
 
 from __future__ import annotations

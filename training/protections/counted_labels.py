@@ -4,7 +4,7 @@ Each record's one-hot label is one binary frame, taken with the laser dimmed unt
 Kept counts give training the log-likelihood of every class by the counts' own law, read noise and rounding included.
 Light that fluctuates is accounted for up to a power that a frame exceeds with a small probability, which is taken off
 delta. `opusim.training.protections.argmax_labels` keeps only the brightest group of pixels.
-Source: docs/privacy-devices.md, sections 3 and 5 (photon counts of known inputs, light that varies in common).
+Source: docs/privacy-labels.md, sections 7 and 9 (photon counts of known inputs, light that varies in common).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ and in no epsilon: it may be gone tomorrow. Light that fluctuates is accounted f
 frame exceeds with a small probability; sigma is then that at constant power. Under a certificate its limits take the
 place of the description's numbers, and the laser's light is all that may be changed: a certificate holds at one
 exposure, temperature and bias light. What is kept of labels is then what training would keep.
-Source: docs/privacy-labels.md, section 4 (labels read once) and docs/privacy-devices.md; opusim.temperature and
+Source: docs/privacy-labels.md, sections 4 (labels read once) and 6 to 10; opusim.temperature and
 opusim.camera.exposure for the laws.
 """
 

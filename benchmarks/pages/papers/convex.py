@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.convex import accuracy, curves, hyperplanes, tuned
-from benchmarks.convex.accountants import EPOCHS, SHUFFLE_EPSILONS
+from benchmarks.convex.accountants import EPOCHS
 from benchmarks.markdown import with_error
-from benchmarks.pages.papers.item import Item, blocks, compared, table
+from benchmarks.pages.papers.item import SEE_RESULTS, Item, blocks, compared, table
 from benchmarks.private_accuracy import records
 from benchmarks.results_file import load_results
 
 INTRODUCTION = (
+    "All figures: [results](../convex/README.md). "
     "Epsilon is for replacing a record. The last iterate is the paper's NoisyCGD on the convex model, of which only "
     "the last model is released; DP-SGD releases every update. The paper has five seeds."
 )
@@ -122,13 +123,13 @@ def by_epsilon(data: str, conclusion: str) -> str:
         "the last iterate, logistic regression": (last, logistic),
         "the network, logistic regression": (network, logistic),
     }
-    rows = [(*name.split(", "), *_compared(*pair)) for name, pair in pairs.items()]
-    return blocks(
-        "Test accuracy [%] by epsilon:",
-        curves.table(data),
-        f"*The paper* {conclusion}. *Here*, counting differences of more than two standard errors:",
-        table(("is", "against", "ahead at epsilon", "behind at epsilon"), rows),
-    )
+    shown = []
+    for name, pair in pairs.items():
+        ahead, behind = _compared(*pair)
+        shown.append(
+            f"{name.replace(', ', ' is, against ')}, ahead at epsilon {ahead} and behind at {behind}"
+        )
+    return f"*The paper* {conclusion}. *Here*, by more than two standard errors, {'; '.join(shown)}."
 
 
 def _compared(ours: dict[float, list[float]], other: dict[float, list[float]]) -> tuple[str, str]:
@@ -145,28 +146,17 @@ def public_features() -> str:
     text = (
         "For comparison, a linear model on public scattering features under DP-SGD has "
         f"{with_error(tests, '.1f')} % at 3, for zeroing a record, or about twice that for replacing one "
-        "([by epsilon](../benchmarks/curves/README.md))."
+        "([by epsilon](../curves/README.md))."
     )
     return text if tests else ""
 
 
 def ends(*noises: float) -> str:
-    """Return the test accuracies at the end of the curves of some noise levels; empty without results."""
+    """Return what the curves of some noise levels show at their end; empty without results."""
     found = hyperplanes.cells(hyperplanes.EPOCHS)
-    rows = [
-        (
-            "the network" if p is None else f"P = {p}",
-            *(with_error([curve["test"] for curve in found.get((noise, p), [])]) for noise in noises),
-        )
-        for p in (*hyperplanes.COUNTS, None)
-        if any((noise, p) in found for noise in noises)
-    ]
-    header = ("", *(f"sigma = {noise:g}" if noise else "test [%]" for noise in noises))
-    text = (
-        f"Test accuracy [%] at the end of [the curves](convex_hyperplanes.png), {hyperplanes.EPOCHS} epochs:"
-    )
+    known = any((noise, p) in found for noise in noises for p in (*hyperplanes.COUNTS, None))
     note = _by_hyperplanes() if 0.0 in noises else _rise(*noises)
-    return blocks(text, table(header, rows), note) if rows else ""
+    return (note or SEE_RESULTS) if known else ""
 
 
 def _by_hyperplanes() -> str:
@@ -200,7 +190,6 @@ def _rise(*noises: float) -> str:
 def accountants(part: str) -> str:
     """Return what the bounds of a figure say at its end."""
     found = load_results("convex_accountants")[part]
-    end = {"by_epochs": "after 400 epochs", "without_replacement": "after 10,000 steps"}[part]
     text = ""
     if part == "by_epochs":
         *products, sampled = found.values()
@@ -219,32 +208,15 @@ def accountants(part: str) -> str:
             "*The paper finds* the numerical bound, of the dominating pair, generally tighter. *Here* it is at "
             f"{tighter} of {len(renyi)} numbers of steps."
         )
-    rows = [(name, f"{values[-1]:.2f}") for name, values in found.items()]
-    return blocks(
-        f"Epsilon at delta 1e-5 {end} ([all curves](convex_accountants.png)):",
-        table(("bound", "epsilon"), rows),
-        text,
-    )
+    return text
 
 
 def shuffled() -> str:
-    """Return the bounds of shuffled batches at epsilon 1, and from where on they are worse than no amplification."""
-    found = load_results("convex_accountants")["shuffled"]
-    at, plain = SHUFFLE_EPSILONS.index(1.0), list(found.values())[-1]
-    rows = []
-    for name, values in found.items():
-        worse = [
-            f"epsilon {e:g}, where the Gaussian has {other:.1e}"
-            for e, mine, other in zip(SHUFFLE_EPSILONS, values, plain, strict=True)
-            if mine > other
-        ]
-        rows.append((name, f"{values[at]:.1e}", next(iter(worse), "")))
-    return blocks(
-        "Delta of one epoch at sigma = 5 ([all curves](convex_accountants.png)):",
-        table(("bound", "delta at epsilon 1", "above the Gaussian's delta from"), rows),
+    """Return what the bounds of shuffled batches say."""
+    return (
         "*The paper finds* shuffling worse than the Gaussian for its trainings of 50 or 60 batches an epoch, and "
         "shows 1,000 as the better case. *Here* that holds for 60 at all but the smallest epsilons. For 1,000 "
-        "shuffling is the better one down to deltas of about 1e-11.",
+        "shuffling is the better one down to deltas of about 1e-11."
     )
 
 
@@ -283,7 +255,8 @@ ITEMS = (
         name="Figure 1",
         shows="epsilon by epochs, Theorem 2.8 and DP-SGD",
         differs=(
-            "nothing; the hypotheses of Theorem 2.8 do not hold for the paper's runs ([why](convex.md#2-constants))"
+            "nothing; the hypotheses of Theorem 2.8 do not hold for the paper's runs "
+            "([why](../../docs/convex.md#2-constants))"
         ),
         state="repeated",
         figures=lambda: accountants("by_epochs"),

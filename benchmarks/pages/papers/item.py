@@ -62,7 +62,7 @@ class Item:
         figures: Ours, from the results, and the paper's, as Markdown; or the reason why there are none.
         differs: What differs from the paper's setting.
         run: Modules and arguments of `python -m benchmarks.`, one string each.
-        results: Names of its results; the row shows the latest date.
+        results: Names of its results.
         left: Counts the trainings that its commands still have to do; None if it has results or has none.
         picture: A file in docs/ that shows it, and what to say of it to who cannot see it; empty without one.
     """
@@ -118,11 +118,9 @@ class Now:
     def row(self) -> tuple[str, ...]:
         """Return the row of the overview."""
         item = self.item
-        dates = [load_results(name).get("date", "") for name in item.results]
-        date = max(dates, default="") if self.state != "queued" else ""
         if not self.heading:
-            return item.name, item.shows, f"{self.state}: {self.shown}" if self.shown else self.state, date
-        return f"[{item.name}](#{_anchor(self.heading)})", item.shows, self.state, date
+            return item.name, item.shows, f"{self.state}: {self.shown}" if self.shown else self.state
+        return f"[{item.name}](#{_anchor(self.heading)})", item.shows, self.state
 
     def details(self) -> str:
         """Return what follows the overview, as Markdown; empty if the overview says all."""
@@ -133,7 +131,7 @@ class Now:
         commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
         return blocks(
             f"### {self.heading}",
-            "![{1}]({0})".format(*item.picture) if item.picture else "",
+            "![{1}](../../docs/{0})".format(*item.picture) if item.picture else "",
             self.shown,
             f"*Differs:* {item.differs}." if item.differs else "",
             f"*Run ({f'{hours:.1f} hours' if hours >= 0.1 else 'minutes'}):* {commands}",
@@ -143,6 +141,10 @@ class Now:
 def _anchor(heading: str) -> str:
     """Return the name of a heading in links, as on GitHub and in the documentation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+SEE_RESULTS = "The figures stand on the page of results."
+"""What an item shows whose conclusions need trainings that are not done yet."""
 
 
 def blocks(*parts: str) -> str:

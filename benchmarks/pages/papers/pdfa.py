@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from benchmarks.pages.papers.item import Item, blocks, table
+from benchmarks.pages.papers.item import SEE_RESULTS, Item, blocks
 from benchmarks.pdfa import figure2, readings, table1
 from benchmarks.results_file import load_results
 
+INTRODUCTION = (
+    "Every cell of Table 1 and every curve of Figure 2, ours next to the paper's: "
+    "[results](../pdfa/README.md)."
+)
+
 
 def curves() -> str:
-    """Return the accuracies at the end of the curves, and the alignment of the second layer; empty without curves."""
-    columns = {"non-private": "no clip, no noise", "0": "clip, sigma = 0", "0.2": "clip, sigma = 0.2"}
-    rows = []
-    for feedback in table1.PAPER:
-        ends = [f"{found[-1]:.1f}" for column in columns if (found := figure2.curve(feedback, column))]
-        if len(ends) == len(columns):
-            rows.append((figure2.NAMES[feedback], *ends))
-    cosines = [figure2.alignment("pdfa", f"{sigma:g}", 1) for sigma in table1.SIGMAS]
-    falls = [("cosine", *("-" if value is None else f"{value:.2f}" for value in cosines))]
-    text = (
-        "Held-out accuracy [%] at the end of the curves, mean of three seeds, and the cosine of photonic DFA's second "
-        "layer with backpropagation by sigma:"
-    )
-    sigmas = ("sigma", *(f"{sigma:g}" for sigma in table1.SIGMAS))
-    shown = blocks(text, table(("feedback", *columns.values()), rows), table(sigmas, falls))
-    return blocks(shown, _learns(columns)) if rows else ""
+    """Return what the curves show; empty without curves."""
+    columns = ("non-private", "0", f"{table1.SIGMAS[-1]:g}")
+    known = any(all(figure2.curve(feedback, column) for column in columns) for feedback in table1.PAPER)
+    return (_learns(columns) or SEE_RESULTS) if known else ""
 
 
-def _learns(columns: Mapping[str, str]) -> str:
+def _learns(columns: Sequence[str]) -> str:
     """Say how far alignment and accuracy of photonic DFA fall from the least noise to the most."""
     most = f"{table1.SIGMAS[-1]:g}"
     first, last = (figure2.alignment("pdfa", column, 1) for column in ("0", most))
@@ -42,28 +35,14 @@ def _learns(columns: Mapping[str, str]) -> str:
 
 
 def cells() -> str:
-    """Return ours and the paper's figure for each cell of Table 1."""
+    """Return what Table 1 shows."""
     found = {(cell["row"], cell["column"]): cell for cell in load_results("pdfa_table1")["cells"]}
-    rows = [
-        (
-            "no clip, no noise" if column == "non-private" else f"clip, sigma = {column}",
-            *(
-                f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f} ({cell['paper']:.2f})"
-                for feedback in table1.PAPER
-                if (cell := found.get((feedback, column)))
-            ),
-        )
-        for column in table1.COLUMNS
-    ]
     moves = (
         "Other readings of the paper's equations, tried in "
         f"{len(readings.ROWS) * len(readings.COLUMNS)} cells with {readings.seeds()}, move one by up to "
-        f"{readings.largest_move():.1f} points "
-        "([which](../benchmarks/pdfa/README.md#other-readings-of-the-papers-equations))."
+        f"{readings.largest_move():.1f} points ([which](../pdfa/README.md#other-readings-of-the-papers-equations))."
     )
-    names = (figure2.NAMES[feedback] for feedback in table1.PAPER)
-    shown = table(("", *names), rows)
-    return blocks("Test accuracy [%], the paper's in brackets:", shown, _losses(found), moves)
+    return blocks(_losses(found), moves)
 
 
 def _losses(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:

@@ -14,31 +14,21 @@ from benchmarks.results_file import load_results
 from benchmarks.ulr import figure2, figure3, resnet, table1
 
 INTRODUCTION = (
+    "All cells, ours next to the paper's: [results](../ulr/README.md). "
     "q is the sampling rate, N the number of records, N_B the smallest batch that is kept, and K the number of noisy "
     "copies of a record. The published form is the paper's Algorithm 1; the proven form clips the estimates of records "
-    "and adds central Gaussian noise ([ulr](ulr.md)). The paper has five seeds; its standard deviations are left out."
+    "and adds central Gaussian noise ([ulr](../../docs/ulr.md)). The paper has five seeds."
 )
 PARTS = {"published": "DP-ULR", "opacus": "DP-SGD"}
 
 
 def rejection() -> str:
     """Return the largest part of the mean batch that the paper's statement holds for."""
-    rows = load_results("ulr_figure2")["rows"]
-    records = list(dict.fromkeys(row["records"] for row in rows))
-    found = [
-        (
-            f"{q:g}",
-            *("none" if row["part"] is None else f"{row['part']:.2f}" for row in rows if row["q"] == q),
-        )
-        for q in dict.fromkeys(row["q"] for row in rows)
-    ]
-    return blocks(
-        "Rejection is negligible, that is, the first term of eq. 11 is below 1e-3 of the second, up to this "
-        "N_B / (q N):",
-        table(("q", *(f"N = {n:,}" for n in records)), found),
-        '*The paper finds* this for N of 1,000 or more and N_B "slightly less than the mean batch size qN". '
-        "*Here*, by its formula, it takes a large data set or much less: for its batches of "
-        f"{', '.join(map(str, figure3.BATCHES))} among 60,000 records at most {', '.join(_batch_parts())} of q N.",
+    return (
+        '*The paper finds* rejection negligible for N of 1,000 or more and N_B "slightly less than the mean batch size '
+        'qN". *Here*, by its formula (the first term of eq. 11 below 1e-3 of the second), it takes a large data set or '
+        f"much less: for its batches of {', '.join(map(str, figure3.BATCHES))} among 60,000 records at most "
+        f"{', '.join(_batch_parts())} of q N."
     )
 
 
@@ -50,20 +40,8 @@ def _batch_parts() -> list[str]:
 
 
 def cells() -> str:
-    """Return ours and the paper's figure for each cell of Table 1, and what the proven form reaches."""
+    """Return where DP-ULR is ahead in Table 1, ours and the paper's; empty without results."""
     found = {(cell["batch"], cell["target"], cell["part"]): cell for cell in table1.cells()}
-    rows = []
-    for batch, target in table1.PAPER:
-        row = [str(batch), f"{target:g}"]
-        for part in PARTS:
-            cell = found.get((batch, target, part))
-            row.append(f"{with_error(cell['test'])} ({cell['paper']:.2f})" if cell else "-")
-        rows.append(tuple(row))
-    seeds = sorted({len(cell["test"]) for cell in found.values()})
-    text = (
-        f"Test accuracy [%] after {table1.EPOCHS} epochs, {' or '.join(map(str, seeds))} seeds, the paper's in "
-        'brackets. DP-SGD has the best epoch on test records in every cell; the paper takes it "if needed":'
-    )
     ours = {cell for cell in table1.PAPER if _leads(found, *cell)}
     paper = {cell for cell, (ulr, dp_sgd) in table1.PAPER.items() if ulr > dp_sgd}
     conclusion = (
@@ -71,9 +49,7 @@ def cells() -> str:
         f"it is ahead {_places(paper)}. *Here* it is ahead, by more than two standard errors, "
         f"{_places(ours)}."
     )
-    columns = ("batch", "sigma_0", *PARTS.values())
-    shown = table(columns, rows)
-    return blocks(text, shown, conclusion, _sensitive(found), paper_rate(), proven()) if found else ""
+    return blocks(conclusion, _sensitive(found)) if found else ""
 
 
 def _places(cells: set[tuple[int, float]]) -> str:
@@ -111,60 +87,6 @@ def _leads(found: Mapping[tuple[int, float, str], dict[str, Any]], batch: int, t
     return compared(ulr, dp_sgd) > 0
 
 
-def paper_rate() -> str:
-    """Return what DP-ULR reaches at the paper's learning rate, by the cells of the search."""
-    rows = [
-        (
-            str(batch),
-            f"{target:g}",
-            "{:.1f}".format(
-                max(
-                    row["validation"]
-                    for row in table1.rows_of("search")
-                    if (row["batch"], row["target_std"], row["lr"], row["epochs"])
-                    == (batch, target, 0.01, table1.EPOCHS)
-                )
-            ),
-            f"{table1.PAPER[batch, target][0]:.2f}",
-        )
-        for batch, target in table1.SEARCH_CELLS
-    ]
-    header = ("batch", "sigma_0", "held out [%]", "the paper, test [%]")
-    return blocks(
-        "DP-ULR with the paper's learning rate of 0.01, sigma = 2 and one seed:", table(header, rows)
-    )
-
-
-def proven() -> str:
-    """Return what the proven form with the most copies reaches at DP-SGD's epsilon; empty without results."""
-    names = {"ulr, 128 orthogonal": "DP-ULR, the proven form", "bp": "DP-SGD"}
-    rows = [
-        (
-            name,
-            *(
-                with_error(
-                    [
-                        row["test"]
-                        for row in table1.rows_of("proven")
-                        if (row["trainer"], row["epsilon"]) == (trainer, epsilon)
-                    ]
-                )
-                for epsilon in (1.0, 3.0)
-            ),
-        )
-        for trainer, name in names.items()
-    ]
-    text = (
-        "Not in the paper: test accuracy [%] of the proven form (10 epochs, batches of 1,000, 128 copies in "
-        "orthogonal directions) and of DP-SGD at the same proven epsilon:"
-    )
-    return (
-        blocks(text, table(("trained by", "epsilon 1", "epsilon 3"), rows))
-        if table1.rows_of("proven")
-        else ""
-    )
-
-
 def epochs() -> str:
     """Return how far the formula's epsilon is from DP-SGD's at the end, and which accuracies fall before it."""
     cells = list(itertools.product(figure3.BATCHES, figure3.TARGETS))
@@ -193,34 +115,12 @@ def epochs() -> str:
 
 
 def resnet5() -> str:
-    """Return the accuracies without protection, and those of each form of it by batch and noise."""
-    rows = resnet.means()
-    plain = [
-        (row["trainer"], str(row["epochs"]), str(len(row["tests"])), with_error(row["tests"], ".1f"))
-        for row in rows
-        if row["form"] == "plain"
-    ]
-    private = []
-    for form in resnet.FORMS:
-        for batch in resnet.BATCHES:
-            mine = sorted(
-                (r for r in rows if (r["form"], r["batch"]) == (form, batch)), key=lambda r: r["noise"]
-            )
-            seeds = " and ".join(map(str, dict.fromkeys(len(row["tests"]) for row in mine)))
-            if mine:
-                private.append((form, str(batch), seeds, *(with_error(row["tests"], ".1f") for row in mine)))
-    names = "../benchmarks/ulr/README.md#resnet-5-on-cifar-10-figure-4-of-the-dp-ulr-paper"
-    return blocks(
-        f"Test accuracy [%], by chance 10, without protection ([all curves]({names})):",
-        table(("trained by", "epochs", "seeds", "test [%]"), plain),
-        "*Matched*: noise shaped by a record's Jacobian; *10 orthogonal*: ten copies in orthogonal directions; K = 2 "
-        "and sigma = 0.3 unless named.",
-        "With noise, 8 epochs. Noise is sigma_0 in the published form, the noise multiplier in the others:",
-        table(("form", "batch", "seeds", *(f"noise {noise:g}" for noise in resnet.NOISES)), private),
+    """Return what was found of the published form."""
+    return (
         "*The paper finds* DP-ULR comparable with DP-SGD in accuracy and privacy cost for suitable parameters, which "
         "it does not name. *Here* no such parameters were found: the published form stays near chance "
-        f"([why](ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
-        f"{resnet.SEARCH_EPOCHS} epochs on a quarter of the records the accuracy on the others is {_copies()}.",
+        f"([why](../../docs/ulr.md#5-when-to-choose-it)). Only K was varied, at batch 64 and noise 1: after "
+        f"{resnet.SEARCH_EPOCHS} epochs on a quarter of the records the accuracy on the others is {_copies()}."
     )
 
 

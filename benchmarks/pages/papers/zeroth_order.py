@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.markdown import difference, with_error
 from benchmarks.pages.papers.item import Item, blocks, table
 from benchmarks.results_file import load_results
-from benchmarks.zeroth_order import ablations, joint_clip, membership, sst2_language
+from benchmarks.zeroth_order import ablations, joint_clip, sst2_language
 from benchmarks.zeroth_order.sst2_head import EPSILONS, PURE_EPSILONS
 
 Figures = Callable[[], str]
@@ -33,6 +33,7 @@ MEMORY = {
 }
 """Gigabytes at 128 and 512 tokens in the paper's Table 5."""
 INTRODUCTION = (
+    "All figures, and joint clips: [results](../zeroth_order/README.md). "
     "Ours, unless an item says otherwise, is a linear head on frozen embeddings of SST-2; its accuracy is that on the "
     "dev and test sentences together. C is 0.01, where the paper has 0.05, and 1 for DP-SGD, where it has 0.1; rate "
     "and C are those chosen for 10,000 steps. Our ± is a standard error over five seeds, three in the tables by "
@@ -84,25 +85,13 @@ def by_epsilon(
 
 
 def main_results() -> str:
-    """Return the accuracies of the head, of joint clips and of LoRA, and the paper's."""
+    """Return the accuracies of the head and of LoRA, and the paper's."""
     epsilons = (0.5, 1.0, 4.0)
     lora = _accuracies({"zo, gaussian": "DP-ZO, LoRA", "dp-sgd": "DP-SGD, LoRA"}, epsilons, of="zo_sst2_lora")
     paper = [_paper("DP-ZO on SST-2", 85.41, 91.19, 92.59), _paper("DP-SGD on SST-2", 64.33, 90.25, 92.06)]
     rows = [*_accuracies({"zo, gaussian, 75000 steps": "DP-ZO", "dp-sgd": "DP-SGD"}, epsilons), *lora, *paper]
     header = ("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons))
-    joint = joint_clips(epsilons)
-    beyond = (
-        "Not in the paper, with DP-SGD's rate searched again. Joint clip: the 50 loss differences of a record are "
-        "clipped together. Public span: the 64 principal directions of 2,000 unlabelled sentences. Public start: the "
-        "head starts at the embeddings of the paper's class words:"
-    )
-    return blocks(
-        "Accuracy [%]:",
-        table(header, rows),
-        beyond if joint else "",
-        table(header, joint),
-        _against_dp_sgd(epsilons),
-    )
+    return blocks("Accuracy [%]:", table(header, rows), _against_dp_sgd(epsilons))
 
 
 def language_model() -> str:
@@ -128,17 +117,6 @@ def _against_dp_sgd(epsilons: tuple[float, ...]) -> str:
         f"DP-ZO less DP-SGD is {', '.join(apart)} for the head, and {lora} at 4 with LoRA. With a joint clip it is "
         f"{', '.join(joint)}, against the same DP-SGD."
     )
-
-
-def joint_clips(epsilons: tuple[float, ...]) -> Rows:
-    """Return the accuracies of joint clips and of DP-SGD under the same conditions."""
-    cells, rows = load_results(joint_clip.NAME).get("cells", {}), []
-    for name in joint_clip.PLANS:
-        found = [cells.get(joint_clip.key_of(name, epsilon), {}) for epsilon in epsilons]
-        if all(cell.get("runs") for cell in found):
-            shown = name.replace("dp-sgd", "DP-SGD").replace("zo,", "DP-ZO,")
-            rows.append((shown, *(with_error(joint_clip.figures(cell), ".1f") for cell in found)))
-    return rows
 
 
 def study(
@@ -302,11 +280,9 @@ def sigmas(number: int) -> Figures:
 
 
 def memory() -> str:
-    """Return the peak memory of each method over that of inference, and over that of DP-ZO beside the paper's."""
-    rows, lengths = load_results("zo_memory")["rows"], (128, 512, 1024)
+    """Return the peak memory of each method over that of DP-ZO, ours and the paper's."""
+    rows = load_results("zo_memory")["rows"]
     names = {
-        "zo": "DP-ZO",
-        "zo, lora": "DP-ZO, LoRA",
         "dp-sgd, ghost": "DP-SGD, ghost clipping",
         "dp-sgd, hooks": "DP-SGD, gradients of records",
         "dp-sgd, lora": "DP-SGD, LoRA",
@@ -316,10 +292,6 @@ def memory() -> str:
     def peak(method: str, length: int) -> float:
         return float(rows[f"{method}, 2 x {length}"]["peak_mib"])
 
-    shown = [
-        (name, *(f"{peak(method, n) / peak('inference', n):.2f}" for n in lengths))
-        for method, name in names.items()
-    ]
     against = [
         (
             names[method],
@@ -332,8 +304,6 @@ def memory() -> str:
         if (base := "zo, lora" if method in ("dp-sgd, lora", "dp-sgd, bitfit") else "zo") and "sgd" in method
     ]
     return blocks(
-        "Peak memory over that of inference:",
-        table(("method", *(f"{n:,} tokens" for n in lengths)), shown),
         "Peak memory over that of DP-ZO, for LoRA and BitFit of DP-ZO with LoRA; the paper's in brackets:",
         table(("method", "128 tokens", "512 tokens"), against),
         "*The paper finds* that DP-SGD takes several times DP-ZO's memory, and with LoRA or BitFit the more the longer "
@@ -356,32 +326,13 @@ def half_memory() -> str:
 
 
 def inference_attacks() -> str:
-    """Return the areas under the curve by canaries, trainer and epsilon, and the paper's."""
-    found = membership.table_rows(load_results("zo_membership")["cells"])
-    kinds = {"token": "a new token each, as in the paper", "1": "a feature of their own each"}
-    names = {"zo": "DP-ZO", "dp-sgd": "DP-SGD"}
-    rows: Rows = [
-        (text, names[method], *(row[3] for row in reversed(found) if row[:2] == (method, kind)))
-        for kind, text in kinds.items()
-        for method in membership.PLANS
-        if any(row[:2] == (method, kind) for row in found)
-    ]
-    rows += [
-        ("the paper's language model", names[method], *(f"{area:.1f}" for area in reversed(areas)))
-        for method, areas in membership.PAPER.items()
-    ]
-    epsilons = (
-        "without noise" if epsilon == float("inf") else f"epsilon {epsilon:g}"
-        for epsilon in reversed(membership.EPSILONS)
-    )
-    return blocks(
-        "Area under the ROC curve [%]:",
-        table(("canaries", "trained by", *epsilons), rows),
+    """Return what the areas under the curve say."""
+    return (
         "*The paper finds* that ZO without noise leaks less than SGD and about as much as DP-SGD at epsilon 10, and "
         "that DP-ZO up to epsilon 4 is near random guesses (50). *Here* the canaries with a feature of their own show "
         "the first; by them ZO without noise leaks as DP-SGD between epsilon 1 and 4, and DP-ZO at 4 is no guess. "
         "Those with new tokens decide nothing: even without noise both have about 59, since the head of a frozen "
-        "encoder has no weight for a token.",
+        "encoder has no weight for a token."
     )
 
 

@@ -111,7 +111,7 @@ class RunPart(Part):
 
 
 class Document(Part):
-    """The document as docs/statement-json.md describes it."""
+    """The document as docs/privacy.md describes it."""
 
     schema_name: Literal["opusim-guarantee"]
     version: Literal[1]

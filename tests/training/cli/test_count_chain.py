@@ -13,7 +13,7 @@ from opusim.training.cli.app import app
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 
-PAGE = Path(__file__).parents[3] / "docs" / "camera.md"
+PAGE = Path(__file__).parents[3] / "docs" / "calibrate.md"
 QUICK = {
     "device record": ["--outputs", "400", "--steps", "5"],
     "device calibrate": ["--readings", "60", "--frames", "64"],

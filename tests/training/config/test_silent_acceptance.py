@@ -69,6 +69,7 @@ ALWAYS = {
     "protection.reference_every",
     *("protection.flat_prior", "protection.stages"),
     *("trainer.points", "trainer.error_at", "trainer.rows", "trainer.spread", "trainer.slices"),
+    "trainer.readout_every",
     "trainer.normalised",
 }
 """Keys with an effect in every configuration that has them, or which a trainer refuses by name."""

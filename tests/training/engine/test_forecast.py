@@ -147,10 +147,11 @@ def test_a_run_of_fixed_batches_takes_what_it_was_told(tmp_path: Path, name: str
     assert run.facts["expected"] == expected.to_json()
 
 
+@pytest.mark.parametrize("readout", [0, 5])
 @pytest.mark.parametrize("rows", ["each", "sum"])
 @pytest.mark.parametrize("encoding", ["stochastic", "planes"])
-def test_a_module_takes_what_it_was_told(tmp_path: Path, rows: str, encoding: str) -> None:
-    trainer = {"points": "1", "encoding": encoding, "rows": rows}
+def test_a_module_takes_what_it_was_told(tmp_path: Path, rows: str, encoding: str, readout: int) -> None:
+    trainer = {"points": "1", "encoding": encoding, "rows": rows, "readout_every": readout}
     config = configuration("pdfa", trainer=trainer)
     del config["model"]
     told, run = play(config, tmp_path, module())

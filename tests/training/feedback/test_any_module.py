@@ -111,9 +111,18 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
         torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
-def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
-    config = {**CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2}}
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param({"kind": "bp"}, marks=pytest.mark.slow),
+        {"kind": "pdfa"},
+        {"kind": "pdfa", "readout_every": 4},
+    ],
+)
+def test_a_resumed_run_repeats_an_uninterrupted_one(
+    tmp_path: Path, stop_at: Any, trainer: dict[str, Any]
+) -> None:
+    config = {**CONFIG, "trainer": trainer, "checkpoint": {"every_steps": 2}}
     whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=images(), model=module(), folder=tmp_path / "cut", watcher=stop_at(7))
@@ -123,7 +132,15 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert int(found["1.num_batches_tracked"]) == 10  # buffers come back too
     assert not any(hasattr(m, "_opusim") or m._forward_hooks for m in whole.model.modules())
-    assert ("alignment" in whole.metrics[-1]) == (kind == "pdfa")
+    assert ("alignment" in whole.metrics[-1]) == (trainer["kind"] == "pdfa")
+
+
+def test_a_learnt_read_out_is_refused_where_nothing_covers_it(tmp_path: Path) -> None:
+    config = {**CONFIG, "trainer": {"kind": "pdfa", "readout_every": 4}}
+    protected = {**config, "protection": {"kind": "record", "noise_multiplier": 1.0}}
+    for each, model in ((protected, module()), (config, None)):
+        with pytest.raises(ConfigError, match=r"trainer\.readout_every"):
+            training.train(each, data=images(), model=model, folder=tmp_path)
 
 
 def test_a_built_in_model_comes_back_from_its_folder(tmp_path: Path) -> None:

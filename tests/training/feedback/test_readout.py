@@ -153,7 +153,7 @@ def test_a_saved_read_out_goes_on() -> None:
         assert torch.equal(own, theirs)
     different = opusim.FeedbackAlignment(convolutions(), ["1"])
     different.shape(rows((2, 1, 8, 8))[0])
-    with pytest.raises(ValueError, match="state: has matrices of shapes"):
+    with pytest.raises(ValueError, match="state: has tensors of shapes"):
         different.start_readout().load_state_dict(one.start_readout().state_dict())
 
 

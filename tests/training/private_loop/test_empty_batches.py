@@ -184,7 +184,7 @@ def test_a_loop_over_the_encodings_of_a_tokenizer_meets_empty_batches(tmp_path: 
 
 
 def test_what_a_loop_sees_of_an_empty_batch(tmp_path: Path) -> None:
-    """What docs/coming-from-opacus.md says of it."""
+    """What docs/private-loops.md says of it."""
     with private(tensors, tmp_path) as loop:
         model, _, criterion, loader = loop
         for x, y in loader:

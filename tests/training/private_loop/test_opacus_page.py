@@ -1,4 +1,4 @@
-"""What docs/coming-from-opacus.md says of Opacus, by its installed code, next to what a private loop does."""
+"""What docs/private-loops.md says of Opacus, by its installed code, next to what a private loop does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opacus_loop(
 
 
 def test_the_page_is_about_the_version_that_is_tested() -> None:
-    page = Path(__file__).parents[3] / "docs" / "coming-from-opacus.md"
+    page = Path(__file__).parents[3] / "docs" / "private-loops.md"
     assert f"Opacus {opacus.__version__}" in page.read_text()
 
 

@@ -1,0 +1,233 @@
+"""How near does direct feedback alignment come to backpropagation on a ResNet-20 and a ViT, and through a device?
+
+CIFAR-10 from $OPUSIM_DATA, whole training set, random crops of the padded image and mirror images; the accuracy is that
+of the 10,000 test images after each eighth of the run, and the last one counts. AdamW with one learning rate, warm-up
+and half a cosine in every row: nothing was tuned, no row and no step was chosen by its accuracy.
+
+    OPUSIM_DATA=... python -m benchmarks.known_models.images resnet   (10 epochs; 100 with --full, which needs a card)
+    OPUSIM_DATA=... python -m benchmarks.known_models.images vit      (5 epochs; 100 with --full)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.known_models.gpt import Block, Setting, initialise, optimizer_of, rate
+from benchmarks.known_models.training import BP, Row, Task, last, runs_of, table, train_rows
+from benchmarks.markdown import command, section, with_error
+from benchmarks.options import listed
+from benchmarks.results_file import load_results
+from opusim.training.data import load_dataset
+from opusim.training.networks.models import ResNet
+
+MODULE = "benchmarks.known_models.images"
+TOP, DFA, PDFA, READOUT = "top only", "dfa", "pdfa, gaussian", "learnt read-out"
+ROWS: dict[str, Row] = {
+    BP: Row(feedback=None, seeds=3),
+    TOP: Row(feedback={"gain": 0.0}, seeds=3),
+    DFA: Row(seeds=3),
+    PDFA: Row(device="gaussian", seeds=3),
+    READOUT: Row(readout=100, seeds=3),
+    "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
+}
+CLASSES, BATCH, PADDING, PATCH = 10, 128, 4, 4
+EPOCH = 50_000 // BATCH
+VIT = Setting(layers=4, heads=4, width=96, context=64, batch=BATCH, steps=0, dropout=0.0, causal=False)
+
+
+class VisionTransformer(nn.Module):
+    """Scores of an image: patches of 4 x 4 pixels with learnt positions, pre-norm blocks, the mean of the stream.
+
+    Source: Dosovitskiy et al. 2021 (arXiv 2010.11929), with the mean in place of a class token (Zhai et al. 2022).
+
+    Args:
+        setting: Its sizes; the context is the number of patches.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, setting.width, PATCH, stride=PATCH)
+        self.positions = nn.Embedding(setting.context, setting.width)
+        self.blocks = nn.ModuleList(Block(setting) for _ in range(setting.layers))
+        self.norm = nn.LayerNorm(setting.width, bias=False)
+        self.head = nn.Linear(setting.width, CLASSES)
+        initialise(self, setting)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score images, shape (records, 3, 32, 32)."""
+        h = self.patches(x).flatten(2).transpose(1, 2) + self.positions.weight
+        for block in self.blocks:
+            h = block(h)
+        scores: Tensor = self.head(self.norm(h).mean(dim=1))
+        return scores
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model of a table.
+
+    Attributes:
+        title: Its name on the page.
+        build: Return a new one.
+        epochs: Passes over the training set on a processor, and on a card.
+        printed: What others report.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    epochs: tuple[int, int]
+    printed: str
+
+
+KINDS = {
+    "resnet": Kind(
+        "ResNet-20",
+        lambda: ResNet((3, 32, 32), CLASSES, blocks_per_stage=3, stem_stride=1),
+        (10, 100),
+        "BioTorch (Sanfiz and Akrout 2021, 250 epochs): backpropagation 90.6 %, DFA 60.7 to 62.3 %",
+    ),
+    "vit": Kind(
+        f"ViT of {VIT.layers} layers of {VIT.width}",
+        lambda: VisionTransformer(VIT),
+        (5, 100),
+        "none in print",
+    ),
+}
+
+
+@cache
+def pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the images and classes to train on, and those of the test."""
+    data = load_dataset("cifar-10", validation_fraction=0.0, split_seed=0)
+    assert data.test is not None
+    shape = (-1, *data.record_shape)
+    return data.train.x.view(shape), data.train.y, data.test.x.view(shape), data.test.y
+
+
+@dataclass(frozen=True)
+class Images(Task):
+    """Name what an image shows.
+
+    Attributes:
+        kind: The model.
+        name: See Task.
+        steps: See Task.
+        place: See Task.
+    """
+
+    kind: str
+    name: str
+    steps: int
+    place: torch.device
+
+    def model(self) -> nn.Module:
+        """See Task.model."""
+        return KINDS[self.kind].build()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """See Task.optimizer."""
+        return optimizer_of(model)
+
+    def rate(self, step: int) -> float:
+        """See Task.rate."""
+        return rate(step, self.steps)
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """See Task.batch: shuffled epochs; images moved by up to 4 pixels, half of them mirrored."""
+        x, y, _, _ = pictures()
+        epoch, at = divmod(step, EPOCH)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed * 2**32 + epoch))
+        chosen = order[at * BATCH : (at + 1) * BATCH]
+        generator = torch.Generator().manual_seed(seed * 2**32 + 2**31 + step)
+        side = x.shape[-1]
+        shift = torch.randint(2 * PADDING + 1, (2, len(chosen), 1), generator=generator)
+        rows, columns = (move + torch.arange(side) for move in shift)
+        mirrored = torch.randint(2, (len(chosen), 1), generator=generator, dtype=torch.bool)
+        columns = torch.where(mirrored, columns.flip(1), columns)
+        padded = functional.pad(x[chosen], (PADDING,) * 4)
+        each = torch.arange(len(chosen))[:, None, None]
+        found = padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        return found.contiguous().to(self.place), y[chosen].to(self.place)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """See Task.loss."""
+        return functional.cross_entropy(model(x), y)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """See Task.measure: accuracy on the test images, in per cent."""
+        _, _, x, y = pictures()
+        right = sum(
+            int((model(part.to(self.place)).argmax(1).cpu() == labels).sum())
+            for part, labels in zip(x.split(500), y.split(500), strict=True)
+        )
+        return {"accuracy": 100 * right / len(y)}
+
+
+def task_of(kind: str, *, full: bool = False) -> Images:
+    """Return the setting of a model for a processor, or for a card."""
+    name = f"known_{kind}_full" if full else f"known_{kind}"
+    steps = KINDS[kind].epochs[full] * EPOCH // 8 * 8
+    return Images(kind, name, steps, torch.device("cuda" if full else "cpu"))
+
+
+def closed(results: dict[str, Any], row: str) -> str:
+    """Return the share of the gap between DFA and backpropagation that a row closes, in per cent."""
+    ends = {name: last(runs_of(results, name, ROWS[name].seeds), "accuracy") for name in (BP, DFA, row)}
+    if row in (BP, DFA, TOP) or not all(ends.values()):
+        return "-"
+    best, plain, own = (statistics.fmean(values) for values in ends.values())
+    return f"{100 * (own - plain) / (best - plain):.0f}"
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    parts = []
+    for kind in KINDS:
+        for full in (False, True):
+            task = task_of(kind, full=full)
+            results = load_results(task.name)
+            if not results:
+                continue
+            epochs = KINDS[kind].epochs[full]
+            words = (kind, "--full") if full else (kind,)
+            parts += [
+                f"{KINDS[kind].title}, {epochs} epochs of CIFAR-10 from JPEG files, batch {BATCH} "
+                f"({results['date']}, {command(MODULE, *words)}). In print: {KINDS[kind].printed}.",
+                table(
+                    results,
+                    ROWS,
+                    {
+                        "test accuracy [%]": lambda name, runs: with_error(last(runs, "accuracy"), ".2f"),
+                        "gap closed [%]": lambda name, runs, found=results: closed(found, name),
+                    },
+                ),
+            ]
+    return section("Images", *parts) if parts else ""
+
+
+def main(
+    model: Annotated[str, typer.Argument(help=f"The model: {' or '.join(KINDS)}.")],
+    rows: Annotated[str, typer.Option(help="Rows to train, separated by semicolons; all by default.")] = "",
+    processes: Annotated[int, typer.Option(help="Runs at the same time, a thread each.")] = 2,
+    *,
+    full_setting: Annotated[bool, typer.Option("--full", help="The setting for a card.")] = False,
+) -> None:
+    """Train every run that the results lack; runs that were begun resume."""
+    if model not in KINDS:
+        raise typer.BadParameter(f"model = {model}: must be one of {', '.join(KINDS)}")
+    names = listed("--rows", rows, list(ROWS))
+    train_rows(task_of(model, full=full_setting), ROWS, names=names, processes=processes)
+
+
+if __name__ == "__main__":
+    typer.run(main)

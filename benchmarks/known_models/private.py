@@ -1,0 +1,105 @@
+"""What does differential privacy cost a small GPT: DP-SGD, and photonic feedback alignment under the same protection?
+
+Tiny Shakespeare from $OPUSIM_DATA as bytes; a record is a stretch of 65 bytes, and the last tenth is held out. Three of
+nanoGPT's blocks (`benchmarks.known_models.gpt`) of width 96 by `opusim.train`: Adam, Poisson batches of 256 expected
+records, 5 epochs, `protection.kind = "record"` with its defaults and the epsilon of the row at delta 1e-5.
+Nothing was tuned.
+
+    OPUSIM_DATA=... python -m benchmarks.known_models.private    (resumes; some 10 minutes of a core a run)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.known_models.gpt import GPT, SMALL
+from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.options import seeds_of
+from benchmarks.results_file import FOLDER, load_results, save_results
+from benchmarks.runs import train_or_read
+
+MODULE, NAME = "benchmarks.known_models.private", "known_private"
+SETTING = dataclasses.replace(SMALL, layers=3, width=96)
+TRAINERS, EPSILONS = ("bp", "pdfa"), (None, 8.0, 3.0)
+SEEDS, EPOCHS, BATCH, RATE, DELTA = 3, 5, 256, 2e-3, 1e-5
+
+
+def configuration(trainer: str, epsilon: float | None, seed: int) -> dict[str, Any]:
+    """Return the configuration of a run; epsilon None for no protection."""
+    text = Path(os.environ.get("OPUSIM_DATA", "data")) / "tinyshakespeare" / "input.txt"
+    private = {"kind": "record", "epsilon": epsilon, "delta": DELTA}
+    return {
+        "trainer": {"kind": trainer},
+        "data": {"name": f"text:{text}", "context": SETTING.context},
+        "sampler": {"scheme": "poisson", "batch_size": BATCH},
+        "protection": {"kind": "none"} if epsilon is None else private,
+        "optimizer": {"name": "adam", "lr": RATE},
+        "epochs": EPOCHS,
+        "seed": seed,
+        "threads": 1,
+    } | ({"device": {"name": "gaussian"}} if trainer == "pdfa" else {})
+
+
+def figures(trainer: str, epsilon: float | None, seed: int) -> dict[str, Any]:
+    """Train a run, or read it, and return its losses on held-out text, epoch by epoch, and what it states."""
+    torch.manual_seed(seed)
+    path = FOLDER / "cache" / "known-models" / f"{NAME}-{trainer}-{epsilon or 'plain'}-{seed}"
+    run = train_or_read(configuration(trainer, epsilon, seed), path, model=GPT(SETTING, 256))
+    guarantee = None if epsilon is None else run.guarantees[0]
+    return {
+        "validation": [epoch["validation_loss"] for epoch in run.metrics if "validation_loss" in epoch],
+        "epsilon": None if guarantee is None else guarantee.epsilon,
+        "status": None if guarantee is None else guarantee.status.value,
+    }
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    rows = []
+    for trainer in TRAINERS:
+        for epsilon in EPSILONS:
+            runs = [results["runs"].get(f"{trainer}, {epsilon}, seed {seed}") for seed in range(SEEDS)]
+            if done := [run for run in runs if run]:
+                stated = "-" if epsilon is None else f"{statistics.fmean(run['epsilon'] for run in done):.2f}"
+                losses = with_error([run["validation"][-1] for run in done], ".3f")
+                rows.append((trainer, stated, done[0]["status"] or "-", str(len(done)), losses))
+    text = (
+        f"{SETTING.layers} of nanoGPT's blocks of width {SETTING.width}, Tiny Shakespeare as bytes, {EPOCHS} epochs in "
+        f"batches of {BATCH} expected records; a record is {SETTING.context + 1} bytes, delta {DELTA:g} "
+        f"({results['date']}, {command(MODULE)}). bp under protection is DP-SGD; pdfa runs through the `gaussian` "
+        "device, whose noise no guarantee counts here. Nothing was tuned, so nothing is spent on a search."
+    )
+    return section(
+        "A private GPT",
+        text,
+        markdown(("trainer", "epsilon", "status", "seeds", "validation loss [nats a byte]"), rows),
+    )
+
+
+def main(
+    seeds: Annotated[str, typer.Option(help="Seeds of the runs, separated by commas.")] = "0,1,2",
+) -> None:
+    """Train every run that the results lack; runs that were begun resume."""
+    results = load_results(NAME) or {"runs": {}}
+    for seed in seeds_of(seeds):
+        for epsilon in EPSILONS:
+            for trainer in TRAINERS:
+                key = f"{trainer}, {epsilon}, seed {seed}"
+                if key not in results["runs"]:
+                    results["runs"][key] = figures(trainer, epsilon, seed)
+                    save_results(NAME, results)
+                    print(f"{key}: {results['runs'][key]['validation'][-1]:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

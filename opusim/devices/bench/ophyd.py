@@ -65,7 +65,10 @@ def ophyd_detector(
     detector.readings, write_readings = core.soft_signal_r_and_setter(np.ndarray)
     detector.std, write_std = core.soft_signal_r_and_setter(float)
 
-    class Acquisition(core.DetectorAcquireLogic):  # type: ignore[misc,name-defined]  # a class of a deferred module
+    acquire_logic: Any = core.DetectorAcquireLogic
+    data_logic: Any = core.DetectorDataLogic
+
+    class Acquisition(acquire_logic):
         """Takes readings in a thread, so that plans go on meanwhile."""
 
         device = _ScannedDevice(name_or_path, read, options)
@@ -81,7 +84,7 @@ def ophyd_detector(
         async def ensure_stopped(self) -> None:
             await asyncio.wrap_future(self.device.stop())
 
-    class Data(core.DetectorDataLogic):  # type: ignore[misc,name-defined]
+    class Data(data_logic):
         """Puts a signal into events."""
 
         def __init__(self, signal: Any, *, is_hinted: bool) -> None:

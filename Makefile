@@ -121,7 +121,7 @@ lowest:  ## The tests on the lowest versions that setup.cfg admits; where torch 
 adapters:  ## Adapters of instruments on their libraries' simulators, in an environment of their own; 15 minutes.
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet -r requirements.txt pytest hypothesis mm-test-adapters "setuptools>=77.0.3" traker reservoirpy
-	$(ADAPTERS)/bin/python -m pip install --quiet --no-build-isolation --editable ".[slmsuite,alp4,pylablib,pylon,genicam,micromanager]"
+	$(ADAPTERS)/bin/python -m pip install --quiet --no-build-isolation --editable ".[slmsuite,alp4,pylablib,pylon,genicam,micromanager,bluesky]"
 	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest -q -m "slow or not slow" tests/opusim/devices/test_adapters.py tests/opusim/features/test_other_libraries.py
 
 clean:

@@ -133,6 +133,7 @@ def as_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 _UNITS = {
     "us": "µs",
+    "pm": "pm",
     "rad": "rad",
     "pixels": "pixels",
     "w": "W",

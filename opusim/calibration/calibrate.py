@@ -219,7 +219,9 @@ def _of_camera(
         )
     except ValueError as error:
         remarks.append(f"no dark_noise_dn: {error}")
-    if camera.drift is not None:  # the decorrelation time, from frames of one pattern at two times
+    if camera.drift is not None and camera.drift.hops_per_s:
+        remarks.append("no decorrelation_s: the laser hops between modes (camera.drift.hops_per_s)")
+    elif camera.drift is not None:  # the decorrelation time, from frames of one pattern at two times
         patterns = sparse_patterns(device.n_inputs, min(64, 2 * device.n_inputs))
         elapsed_s, call_s = camera.drift.decorrelation_s / 3, 0.0
         if (

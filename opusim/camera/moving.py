@@ -17,20 +17,37 @@ training steps follow one Ornstein-Uhlenbeck process, up to the rounding of the 
 
 The motion adds noise to readings, which depends on what is shown and on tau. No law of a device credits it.
 
-Source for the bridge: Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends.
+**Mode hops** (`Hops`). At the times of a Poisson process the laser hops to another of its modes, and the medium of the
+new wavelength correlates with that of the old one by
+    rho = (1 + (hop / width)^2)^(-1/2),
+so that intensities correlate by rho^2: a Lorentzian, whose half width is `spectral_width_pm`, as a medium has whose
+light takes paths of exponentially distributed lengths. Successive hops are taken to decorrelate by themselves, rho^n
+after n of them; to first order in (hop / width)^2 that is the mean over hops up and down. An Ornstein-Uhlenbeck process
+loses the factor rho within the time log(1 / rho), so a hop is a jump of the medium's own time,
+    time of the medium = t / tau + log(1 / rho) (hops until t),
+and two media correlate by rho^n exp(-|t - s| / tau), with n hops between t and s. The phase that a hop gives to all
+fields alike is left out; intensities do not tell it.
+
+Sources: for the bridge Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends; for hops Heumier and
+Carlsten, Mode Hopping in Semiconductor Lasers, ILX Lightwave application note 8 (jumps of 0.3 nm at erratic times); for
+the correlation Goodman, Speckle Phenomena in Optics (2007): the Fourier transform of the path lengths' distribution.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
 
 from opusim.camera.speckle import PARTS_OF_A_STEP, STEPS_PER_TAU, Speckle, grid_point
+from opusim.description.camera import DriftSettings
 from opusim.processes import pause
-from opusim.randomness.streams import NoiseStream
+from opusim.randomness.streams import NoiseStream, SeededStream
 
 _LEAST_FRAMES, _MOST_FRAMES, _FRAMES_PER_ROOT = 128, 1024, 50
 """Frames of a block, in proportion to the root of the mirrors: its end then costs about as much as its frames."""
+_HOPS_AT_ONCE, _MOST_HOPS = 1024, 2**24  # the latter take 128 MiB
 _JITTER = 1e-12
 """Added variance, relative to the largest, that keeps frames without light and repeated ones from a factor of zero."""
 
@@ -64,16 +81,68 @@ def motion(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.exp(-times), np.exp(-apart) * -np.expm1(apart - total)
 
 
+class Hops:
+    """Mode hops of a laser, at times that are computed from a seed.
+
+    Attributes:
+        jump: by which a hop moves the medium's own time, log(1 / rho), in units of the decorrelation time.
+
+    Args:
+        drift: with `hops_per_s`, `hop_pm` and `spectral_width_pm`.
+        seed: of the times.
+    """
+
+    def __init__(self, drift: DriftSettings, seed: int) -> None:
+        per_s, hop, width = drift.hops_per_s or 0.0, drift.hop_pm or 0.0, drift.spectral_width_pm or 1.0
+        self.jump = 0.5 * math.log1p((hop / width) ** 2)
+        self._rate = per_s * drift.decorrelation_s
+        self._stream = SeededStream(seed, "mode hops")
+        self._times = np.zeros(1)  # time 0, then those of the hops: in units of the decorrelation time
+
+    def moved(self, times: np.ndarray) -> np.ndarray:
+        """Return by how much hops have moved the medium's own time until these times, all in its units.
+
+        Raises:
+            ValueError: more than 16,777,216 hops come before.
+        """
+        last = float(np.max(times))
+        if self._rate * last > _MOST_HOPS:
+            raise ValueError(
+                f"time = {last:g} decorrelation times: some {self._rate * last:.3g} hops come before, and at most "
+                f"{_MOST_HOPS} may; begin a new medium, or lower drift.hops_per_s"
+            )
+        blocks = [self._times]
+        while blocks[-1][-1] <= last:
+            normals = self._stream.normal((2, _HOPS_AT_ONCE)).double().numpy()
+            waits = 0.5 * np.square(normals).sum(axis=0) / self._rate  # exponential: chi-squared of 2 degrees
+            blocks.append(blocks[-1][-1] + np.cumsum(waits))
+        self._times = np.concatenate(blocks)
+        return np.asarray(self.jump * (np.searchsorted(self._times, times, side="right") - 1))
+
+    def own_time(self, time: float) -> float:
+        """Return the medium's own time."""
+        return time + float(self.moved(np.array(time)))
+
+
 class Motion:
     """The time of a medium that moves while frames are taken.
 
     Args:
         frame: frame period in units of the decorrelation time, above 0.
+        hops: mode hops of the laser, or None.
     """
 
-    def __init__(self, frame: float) -> None:
-        self.frame = frame
+    def __init__(self, frame: float, hops: Hops | None = None) -> None:
+        self.frame, self._hops = frame, hops
         self._time = 0.0
+
+    def ahead(self, frames: int) -> np.ndarray:
+        """Return how far the medium's own time moves until each of the next frames, shape (frames,), from 0 on."""
+        steps = self.frame * np.arange(frames)
+        if self._hops is None:
+            return steps
+        hopped = self._hops.moved(self._time + steps)
+        return steps + (hopped - hopped[0])
 
     def move_to(self, speckle: Speckle, time: float) -> None:
         """Set the time of the next frame, in units of the decorrelation time, and move the medium there.
@@ -81,9 +150,13 @@ class Motion:
         Raises:
             ValueError: the time is out of range.
         """
-        point = grid_point(time, PARTS_OF_A_STEP)
+        point = self._point(time)
         self._time = time
         speckle.move_to(point)
+
+    def _point(self, time: float) -> float:
+        """Return the grid point of the medium at a time."""
+        return grid_point(time if self._hops is None else self._hops.own_time(time), PARTS_OF_A_STEP)
 
     def pass_frames(self, speckle: Speckle, frames: float) -> None:
         """Let some frame periods pass in which no frame shows the medium."""
@@ -129,9 +202,9 @@ class Motion:
         """Return the fields of some frames, of which `place` and `flip` tell the pattern and whether it is flipped."""
         frames = place.size
         after = self._time + frames * self.frame
-        end = speckle.at(grid_point(after, PARTS_OF_A_STEP))
+        end = speckle.at(self._point(after))
         span = (end.point - speckle.point) / STEPS_PER_TAU
-        weights, covariance = bridge(np.minimum(self.frame * np.arange(frames), span), span)
+        weights, covariance = bridge(np.minimum(self.ahead(frames), span), span)
         out = torch.zeros((len(speckle.law.planes), frames, speckle.n_outputs))
         for state, weight in zip((speckle, end), weights, strict=True):
             if not weight.any():

@@ -379,12 +379,27 @@ class DriftSettings(StrictSection):
         within_call: whether the medium also moves from frame to frame of a step (`opusim.camera.moving`), whose frames
             are then exposed in turn, a frame period apart, from the step's time on; None: it rests until the next step.
             A step should last as long as its frames take: those beyond seconds_per_step see the medium of later steps.
+        hops_per_s: mean rate at which the laser hops to another mode, per second, or None if it keeps its wavelength;
+            given with the next two (`opusim.camera.moving`).
+        hop_pm: what a hop changes of the wavelength, picometres; some 300 of a bare laser diode.
+        spectral_width_pm: by how much the wavelength changes until the correlation of the speckle's intensities has
+            fallen to a half, picometres.
     """
 
     decorrelation_s: float = Field(gt=0)
     seconds_per_step: float = Field(gt=0)
     reanchor_steps: int | None = Field(default=None, ge=1)
     within_call: bool | None = None
+    hops_per_s: float | None = Field(default=None, gt=0)
+    hop_pm: float | None = Field(default=None, gt=0)
+    spectral_width_pm: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _hops_have_a_size(self) -> Self:
+        given = [part is not None for part in (self.hops_per_s, self.hop_pm, self.spectral_width_pm)]
+        if any(given) and not all(given):
+            raise ValueError("hops_per_s, hop_pm and spectral_width_pm belong together; give all or none")
+        return self
 
 
 class CameraSettings(StrictSection):
@@ -448,6 +463,11 @@ class CameraSettings(StrictSection):
             raise ValueError(
                 f"speckle_modes = {self.speckle_modes}: a reference beam interferes with one mode only; set it to 1, "
                 "or remove reference_beam"
+            )
+        if self.reference_beam is not None and self.drift is not None and self.drift.hops_per_s:
+            raise ValueError(
+                "drift.hops_per_s: a hop turns the phase between field and reference beam, which has no law here; "
+                "remove hops_per_s, hop_pm and spectral_width_pm, or reference_beam"
             )
         crosstalk = 0.0 if self.pixels is None else self.pixels.crosstalk
         if self.vibration is not None and self.vibration.pointing_rms_pixels and crosstalk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -27,7 +28,7 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
-from opusim.camera.moving import Motion, motion, overlaps
+from opusim.camera.moving import Hops, Motion, motion, overlaps
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
@@ -92,10 +93,13 @@ class CameraDevice(NoisyDevice):
         )
         self.is_holographic = self._beam is not None
         drift = self._settings.drift
+        self._hops: Hops | None = None
+        if drift is not None and drift.hops_per_s:
+            self._hops = Hops(drift, int.from_bytes(os.urandom(8)) if seed is None else seed)
         self._motion: Motion | None = None
         if drift is not None and drift.within_call:
             period_s = description.frames.period_us(self.n_outputs) * 1e-6
-            self._motion = Motion(period_s / drift.decorrelation_s)
+            self._motion = Motion(period_s / drift.decorrelation_s, self._hops)
         self._anchored_at = 0
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None
@@ -272,7 +276,7 @@ class CameraDevice(NoisyDevice):
         frames, rows = fields.shape[1], shown.shape[0]
         moved = np.zeros((frames, frames, rows))
         if self._motion is not None:
-            kept, covariance = motion(self._motion.frame * np.arange(frames))
+            kept, covariance = motion(self._motion.ahead(frames))
             kept = kept[:, None, None]
             fields = kept * fields
             if self._beam is not None:
@@ -490,8 +494,9 @@ class CameraDevice(NoisyDevice):
         """Move the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
-        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`). With ``drift.within_call`` the
-        next frame is exposed at that time, and the medium moves on with every frame.
+        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`), times a factor for each hop
+        of the laser (`opusim.camera.moving`). With ``drift.within_call`` the next frame is exposed at that time, and
+        the medium moves on with every frame.
 
         Raises:
             ConfigError: the description has no drift.
@@ -502,7 +507,7 @@ class CameraDevice(NoisyDevice):
             raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
         time = time_s / self._settings.drift.decorrelation_s
         if self._motion is None:
-            self.speckle.drift_to(time)
+            self.speckle.drift_to(time if self._hops is None else self._hops.own_time(time))
         else:
             self._motion.move_to(self.speckle, time)
 

@@ -14,6 +14,7 @@ from .instruments import Patterns as Patterns
 from .instruments import Sequencer as Sequencer
 from .mirrors import MirrorLayout as MirrorLayout
 from .mirrors import mirror_layout as mirror_layout
+from .ophyd import ophyd_detector as ophyd_detector
 from .probes import look_at_light as look_at_light
 from .probes import nonlinearity as nonlinearity
 from .setup import BenchSetup as BenchSetup

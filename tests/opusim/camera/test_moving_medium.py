@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import poisson
 
 from opusim.camera.moving import Motion, bridge, motion
 from opusim.camera.speckle import PARTS_OF_A_STEP, STEPS_PER_TAU, grid_point, medium_weights
@@ -116,9 +118,9 @@ def test_frames_of_successive_calls_follow_one_process(frame: float, seed: int) 
 
 
 def simulated(
-    device: CameraDevice, x: torch.Tensor, frame_s: float, tau: float, random: np.random.Generator
+    device: CameraDevice, x: torch.Tensor, rhos: Sequence[float], random: np.random.Generator
 ) -> np.ndarray:
-    """Noise that a reading gets from an Ornstein-Uhlenbeck medium, DN: mirror by mirror, frame by frame, own numpy."""
+    """Noise that a reading gets from a medium that keeps rhos from frame to frame, DN: each mirror, in own numpy."""
     entries = device.speckle.fields(torch.eye(10)).double().numpy()
     reference = (device.speckle.anchor - entries.sum(1)) / math.sqrt(10)
     medium = np.concatenate([entries, reference[:, None]], axis=1)  # (2, mirrors, outputs)
@@ -127,12 +129,12 @@ def simulated(
         np.append(shown, root)
         for shown, root in ((plus, 0), (1 - plus, 10**0.5), (minus, 0), (1 - minus, 10**0.5))
     ]
-    rho, signed = math.exp(-frame_s / tau), (1, -1, -1, 1)
+    signed = (1, -1, -1, 1)
     resting = sum(
         s * np.square(np.einsum("i,cij->cj", f, medium)).sum(0) for s, f in zip(signed, frames, strict=True)
     )
     total: Any = 0.0
-    for sign, frame in zip(signed, frames, strict=True):
+    for sign, frame, rho in zip(signed, frames, [*rhos, 1.0], strict=True):
         total = total + sign * np.square(np.einsum("i,cij->cj", frame, medium)).sum(0)
         medium = rho * medium + math.sqrt(1 - rho**2) * random.standard_normal(medium.shape)
     exposure = device.exposure
@@ -151,7 +153,7 @@ def test_readings_move_as_an_exact_simulation_does(tau: float, seed: int) -> Non
             scale, _ = device.recovery.decode()
             ideal = (x.double() @ device.matrix().double().T)[0].numpy()
             for frame_s, each in simulations.items():
-                each.append(scale * simulated(device, x, frame_s, tau, random))
+                each.append(scale * simulated(device, x, [math.exp(-frame_s / tau)] * 3, random))
             found.append(device.project(x)[0].double().numpy() - ideal)
     got = np.square(found)
 
@@ -167,8 +169,59 @@ def test_readings_move_as_an_exact_simulation_does(tau: float, seed: int) -> Non
     )  # 0.489 in another medium
 
 
+HOPS = {"decorrelation_s": 1e6, "seconds_per_step": 1.0, "hop_pm": 10.0, "spectral_width_pm": 300.0}
+
+
+def test_a_hopping_laser_decorrelates_the_medium_by_a_poisson_number_of_hops(seed: int) -> None:
+    """Correlations of successive times are rho^n of whole numbers n, and n is Poisson of the rate's mean."""
+    rho, mean, hops = 0.5, 1.3, []
+    drift = HOPS | {"hop_pm": 300 * 3**0.5, "hops_per_s": 0.1, "within_call": False}
+    with moving(1.0, seed, n_outputs=60, drift=drift) as device:
+        last = device.speckle.fields(torch.eye(10)).double().numpy()
+        for number in range(1, 101):
+            device.drift_to(number * mean / 0.1)
+            fields = device.speckle.fields(torch.eye(10)).double().numpy()
+            error, correlation = (2 / last.size) ** 0.5, float(np.mean(fields * last))
+            hops.append(round(math.log(max(correlation, error)) / math.log(rho)))
+            assert abs(correlation - rho ** hops[-1]) < 5 * error
+            last = fields
+    some = min(4, max(hops))  # beyond them rho^n is less than the error
+
+    def deviates(rate: float) -> float:
+        law = poisson.pmf(np.arange(some), rate)
+        found = np.array([hops.count(n) for n in range(some)]) / len(hops)
+        return float(np.abs((found - law) / np.sqrt(law * (1 - law) / len(hops))).max())
+
+    assert deviates(mean) < 5
+    assert deviates(2 * mean) > 5
+
+
+def test_readings_hop_as_an_exact_simulation_does(seed: int) -> None:
+    random, x, per_s = np.random.default_rng(seed), ternary(1, 5), 20.0
+    found: list[float] = []
+    simulations: dict[float, list[float]] = {per_s: [], per_s / 2: []}
+    with moving(1.0, seed, n_outputs=60, drift=HOPS | {"hops_per_s": per_s, "within_call": True}) as device:
+        for number in range(30):
+            device.drift_to(50.0 * number)
+            device.measure_anchor()
+            scale, _ = device.recovery.decode()
+            for rate, each in simulations.items():
+                rhos = (1 + 1 / 900) ** (-0.5 * random.poisson(rate * FRAME_S, 3))
+                each.append(float(np.mean(np.square(scale * simulated(device, x, rhos, random)))))
+            ideal = (x.double() @ device.matrix().double().T)[0].numpy()
+            found.append(float(np.mean(np.square(device.project(x)[0].double().numpy() - ideal))))
+
+    def standard_errors(rate: float) -> float:
+        error = math.hypot(np.std(found), np.std(simulations[rate])) / math.sqrt(len(found))
+        return float(abs(np.mean(found) - np.mean(simulations[rate])) / error)
+
+    assert standard_errors(per_s) < 5
+    assert standard_errors(per_s / 2) > 5
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sound": {},
+    "hops": {"drift": HOPS | {"hops_per_s": 20.0, "within_call": True}},
     "faulty mirrors": {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1, "contrast": 30.0}},
     "leaks": {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1, "contrast": 5.0, "leak_speckle": True}},
     "holography": {"reference_beam": {"flux_per_s": 5000.0, "steps": 4}},
@@ -242,3 +295,16 @@ def test_a_moving_medium_states_no_law_and_no_moments_behind_cross_talk(seed: in
         assert device.project(ternary(2, 0)).shape == (2, 40)
     with pytest.raises(ConfigError, match="drift.within_call: must be a valid boolean, got 3"):
         moving(1.0, seed, drift={"decorrelation_s": 1.0, "seconds_per_step": 1.0, "within_call": 3})
+
+
+def test_hops_that_cannot_be_are_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match="hops_per_s, hop_pm and spectral_width_pm belong together"):
+        moving(1.0, seed, drift=HOPS)
+    hops, beam = HOPS | {"hops_per_s": 1.0}, {"flux_per_s": 5000.0, "steps": 4}
+    with pytest.raises(ConfigError, match="a hop turns the phase between field and reference beam"):
+        moving(1.0, seed, drift=hops, reference_beam=beam)
+    with (
+        moving(1.0, seed, n_outputs=20, drift=hops) as device,
+        pytest.raises(ValueError, match=r"some 2e\+07 hops come before.* lower drift.hops_per_s"),
+    ):
+        device.drift_to(2e7)

@@ -9,11 +9,11 @@ import importlib
 import inspect
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,9 @@ import torch
 
 from opusim import open_device
 from opusim.description.schema import load_description
-from opusim.devices.bench import HarvestersCamera, MicroManagerCamera, PylonCamera
+from opusim.devices.base import NoisyDevice
+from opusim.devices.bench import HarvestersCamera, MicroManagerCamera, PylonCamera, ophyd_detector
+from opusim.errors import DeviceFault
 from tests.support.command import opusim
 
 pytest.importorskip("slmsuite", reason="the libraries of instruments come with `make adapters`")
@@ -44,22 +46,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         os.chdir(before)
 
 
-def frames(pair: ModuleType, exposures_us: list[float], electrons_per_us: float) -> np.ndarray:
-    """Frames of even light: one point of the modulator is lit."""
-    camera, amplitude = pair.simulated, pair.slm.source["amplitude_sim"]
-    noise, gain, mean = camera.noise, camera.gain, 1 / (pair.SIDE**2)
-    point = np.zeros_like(amplitude)
-    point[pair.SIDE // 2, pair.SIDE // 2] = 1
-    pair.slm.source["amplitude_sim"], camera.gain = point, 1e6 * electrons_per_us / mean
-    taken = []
-    for exposure_us in exposures_us:
-        camera.set_exposure(1e-6 * exposure_us)
-        taken.append([camera.get_image() for _ in range(16)])
-    pair.slm.source["amplitude_sim"], camera.gain = amplitude, gain
-    assert camera.noise is noise
-    return np.array(taken, dtype=np.uint16)
-
-
 def test_slmsuites_pair_projects_linearly(pair: ModuleType) -> None:
     with open_device(OWN / "slmsuite_bench.toml", bench={"setup": "setup"}) as device:
         b = device.measure_matrix()
@@ -72,16 +58,7 @@ def test_slmsuites_pair_projects_linearly(pair: ModuleType) -> None:
 
 def test_the_documented_command_calibrates_slmsuites_camera_from_its_frames(pair: ModuleType) -> None:
     assert SENSOR is not None
-    flat_us = [2e3, 5e3, 1e4, 1.5e4, 2e4, 2.5e4, 3e4, 3.5e4, 3.9e4, 4.4e4, 5e4]
-    dark_us = [1e3, 5e4, 2e5, 1e6, 4e6]
-    np.savez(
-        "frames.npz",
-        flat=frames(pair, flat_us, 0.1),
-        dark=frames(pair, dark_us, 0.0),
-        flat_exposure_us=flat_us,
-        dark_exposure_us=dark_us,
-        bits=12,
-    )
+    pair.record("frames.npz")
     arguments = ("camera_low_light", "--recorded", "frames.npz", "--out", "calibrated")
     calibrated = opusim("device", "calibrate", *arguments, cwd=Path.cwd())
     assert calibrated.returncode == 0, calibrated.stderr
@@ -94,28 +71,12 @@ def test_the_documented_command_calibrates_slmsuites_camera_from_its_frames(pair
         assert getattr(found.sensor, key) == pytest.approx(getattr(SENSOR.sensor, key), abs=5 * error)
 
 
-@pytest.mark.slow
-def test_networks_learn_through_slmsuites_pair_as_through_the_camera(pair: ModuleType) -> None:
-    found = {}
-    for device in (str(OWN / "slmsuite_bench.toml"), "camera"):
-        run = opusim(
-            "train",
-            "pdfa",
-            "--data",
-            "digits",
-            "--device",
-            device,
-            "--epochs",
-            15,
-            "--out",
-            "run",
-            cwd=Path.cwd(),
-        )
-        assert run.returncode == 0, run.stderr
-        found[device] = json.loads(Path("run", "summary.json").read_text())["test_accuracy"]
-        shutil.rmtree("run")
-    one, other = found.values()
-    assert one == pytest.approx(other, abs=0.02), found
+def test_a_network_trains_through_slmsuites_pair(pair: ModuleType) -> None:
+    """`benchmarks.devices.own_bench --slmsuite` compares 15 epochs with the camera twin."""
+    settings = "train pdfa --data digits --epochs 1 --set model.hidden=[16] --out run --device"
+    run = opusim(*settings.split(), OWN / "slmsuite_bench.toml", cwd=Path.cwd())
+    assert run.returncode == 0, run.stderr
+    assert json.loads(Path("run", "summary.json").read_text())["test_accuracy"] > 0.1
 
 
 def test_pypylons_emulation_gives_frames(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +140,78 @@ def test_micro_managers_demo_camera_gives_frames() -> None:
         assert np.diff([*numbers, *grabber.grab(2)[1]]).tolist() == [1] * 6
     assert waits == [True, True]
     grabber.close()
+
+
+def documents_of(detector: Any, plan: Any) -> dict[str, list[dict[str, Any]]]:
+    """What a plan of Bluesky tells of a device of opusim, by the name of the document."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    engine = importlib.import_module("bluesky").RunEngine()
+    engine.subscribe(lambda name, document: found.setdefault(name, []).append(document))
+    with importlib.import_module("ophyd_async.core").init_devices():
+        opu = detector()
+    engine(plan(opu))
+    return found
+
+
+def test_plans_of_bluesky_scan_the_temperature_of_a_device() -> None:
+    plans = importlib.import_module("bluesky.plans")
+    temperatures_c, opened = [0.0, 25.0, 60.0], []
+
+    def read(device: NoisyDevice) -> torch.Tensor:
+        opened.append(device)
+        return device.project(torch.zeros(200, 10))
+
+    def detector() -> Any:
+        scanned = {"temperature_c": 25.0}
+        return ophyd_detector("camera_low_light", read, scanned=scanned, n_inputs=10, n_outputs=64)
+
+    def plan(opu: Any) -> Any:
+        return plans.list_scan([opu], opu.temperature_c, temperatures_c)
+
+    told = documents_of(detector, plan)
+    data = [event["data"] for event in told["event"]]
+    assert [each["opu-temperature_c"] for each in data] == temperatures_c
+    (descriptor,) = told["descriptor"]
+    assert descriptor["data_keys"]["opu-readings"]["shape"] == [200, 64]
+    assert descriptor["data_keys"]["opu-temperature_c"]["units"] == "°C"
+    assert descriptor["hints"]["opu"]["fields"] == ["opu-std"]
+    variances = []
+    for temperature_c, each in zip(temperatures_c, data, strict=True):
+        with open_device(
+            "camera_low_light", n_inputs=10, n_outputs=64, temperature_c=temperature_c
+        ) as device:
+            variances.append(float(device.reading_variance(torch.zeros(1, 10)).mean()))  # type: ignore[attr-defined]
+        squares = np.square(np.asarray(each["opu-readings"], dtype=float))
+        assert abs(squares.mean() - variances[-1]) < 5 * squares.std() / squares.size**0.5
+        assert each["opu-std"] == pytest.approx(squares.mean() ** 0.5, rel=0.02)
+    assert variances[2] > 1.5 * variances[1] > 1.5 * variances[0]
+    assert len(set(map(id, opened))) == 3
+    assert not any(device.is_open for device in opened)
+
+
+def test_plans_of_bluesky_count_readings_and_close_a_device_that_fails() -> None:
+    plans = importlib.import_module("bluesky.plans")
+    opened: list[NoisyDevice] = []
+
+    def read(device: NoisyDevice) -> torch.Tensor:
+        opened.append(device)
+        if len(opened) == 4:
+            raise DeviceFault("the laser is off")
+        return device.draw((2, device.n_outputs))
+
+    def detector() -> Any:
+        return ophyd_detector("gaussian", read, n_inputs=4, n_outputs=6)
+
+    told = documents_of(detector, lambda opu: plans.count([opu], 3))
+    taken = [np.asarray(event["data"]["opu-readings"]) for event in told["event"]]
+    assert len(taken) == 3
+    assert not np.array_equal(taken[0], taken[1])
+    assert len(set(map(id, opened))) == 1
+    with pytest.raises(Exception, match="the laser is off"):
+        documents_of(detector, lambda opu: plans.count([opu]))
+    assert not any(device.is_open for device in opened)
+    with pytest.raises(ValueError, match="'camera.name' ends in a name that is taken, 'name'"):
+        ophyd_detector("camera", read, scanned={"camera.name": 1.0})
 
 
 CALLS = {

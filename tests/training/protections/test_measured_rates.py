@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +18,17 @@ import torch
 from opusim.accounting import numerics
 from opusim.accounting.composition import guarantees
 from opusim.accounting.mechanisms.counts import LabelCounts, paired_limits
+from opusim.camera.exposure import Exposure
+from opusim.camera.from_description import exposure_of
 from opusim.camera.stages import Sensor
+from opusim.description.schema import load_description
+from opusim.devices import kinds
+from opusim.devices.camera import CameraDevice
 from opusim.errors import DeviceFault
+from opusim.files import to_toml
+from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.protections.measured_rates import MeasuredRates
+from tests.support.command import opusim
 
 K, PIXELS, FRAMES, DELTA, BETA = 4, 24, 500, 1e-3, 1e-6
 DARK_E = 6.0
@@ -139,3 +152,94 @@ def test_rates_within_limits_tell_no_more_than_their_pairs(seed: int) -> None:
 def test_lower_limits_above_upper_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="light_low: exceeds light, the upper limits"):
         LabelCounts.of(np.ones((2, 3)), np.ones(3), light_low=2 * np.ones((2, 3)))
+
+
+TRUTH = load_description("camera_low_light")
+RESPONSE = 1 + 0.005 * np.random.default_rng(11).standard_normal(2400)
+
+
+class Laboratory(CameraDevice):
+    """A camera whose frames come from the true sensor, with a PRNU of its own, whatever its description says."""
+
+    @cached_property
+    def exposure(self) -> Exposure:
+        return super()._exposure_at()
+
+    def _exposure_at(self, *changed: float | None) -> Exposure:
+        found = exposure_of(TRUTH, self._law.mirrors, self.pixels, *changed)
+        return replace(found, response=RESPONSE[: self.n_outputs])
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        described, self.__dict__["exposure"] = self.exposure, self._exposure_at()
+        yield
+        self.__dict__["exposure"] = described
+
+    def dimmed_frames(self, x: torch.Tensor, light: float) -> np.ndarray:
+        with self._as_it_is():
+            return super().dimmed_frames(x, light)
+
+    def anchor_frames(self, count: int) -> np.ndarray:
+        with self._as_it_is():
+            return super().anchor_frames(count)
+
+    def _measure_anchor(self, step: int = 0) -> None:
+        with self._as_it_is():
+            super()._measure_anchor(step)
+
+    def _read_rows(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        with self._as_it_is():
+            super()._read_rows(y, x)
+
+
+@pytest.mark.slow
+def test_labels_are_certified_from_the_frames_of_a_camera_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames, `device calibrate`, description, certificate, `train` with measured rates, statement: all by commands."""
+    monkeypatch.setitem(kinds._registered, "laboratory", Laboratory)
+    content = TRUTH.dump() | {"kind": "laboratory", "name": "mine"}
+    content["camera"]["sensor"] |= {"prnu": 0.0, "gain_dn_per_e": 1.3, "read_noise_e": 3.0}
+    (tmp_path / "mine.toml").write_text(to_toml(content))
+    readouts: list[CountsReadout] = []
+    real = CountsReadout.log_likelihood
+    monkeypatch.setattr(
+        CountsReadout, "log_likelihood", lambda own, labels: readouts.append(own) or real(own, labels)
+    )
+
+    def command(line: str) -> str:
+        done = opusim(*line.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command("device record mine.toml --outputs 2400 --steps 10 --spatial-frames 8 --out frames")
+    command("device calibrate mine.toml --recorded frames --out found")
+    measured = load_description(tmp_path / "found" / "mine_measured.toml").camera
+    assert measured is not None
+    assert TRUTH.camera is not None
+    for key, tolerance in {"prnu": 0.2, "gain_dn_per_e": 0.05, "read_noise_e": 0.2}.items():
+        assert getattr(measured.sensor, key) == pytest.approx(
+            getattr(TRUTH.camera.sensor, key), rel=tolerance
+        )
+    command("device calibrate found/mine_measured.toml --inputs 10 --outputs 128 --readings 200 --out found")
+    command(
+        "train pdfa --data digits --device found/mine_measured.toml --epochs 2 --out run --set model.hidden=[24] "
+        "--set device.certificate=found/mine_measured.certificate.toml --set protection.kind=label-readout "
+        "--set protection.noise=counts --set protection.epsilon=3.0 --set protection.rate_frames=1000"
+    )
+    (stated,) = json.loads(command("account run run --json"))["guarantees"]
+    assert stated["status"] == "proven under a device model"
+    assert stated["epsilon"] <= 3.0
+    assert "theorem measured-rates" in stated["source"]
+    readout, lab = (
+        readouts[-1],
+        Laboratory(load_description(tmp_path / "mine.toml"), n_inputs=10, n_outputs=24),
+    )
+    dark = lab._exposure_at().dark_e[readout.pixels]
+    rates = lab._exposure_at().rates(lab.speckle.fields(torch.eye(10)).numpy())[:, readout.pixels]
+
+    def exact(light: float) -> float:
+        return guarantees([LabelCounts.of(light * (rates - dark), dark)], delta=1e-5)[0].epsilon
+
+    assert exact(readout.light) <= stated["epsilon"]
+    assert exact(4 * readout.light) > stated["epsilon"]  # planted: a laser that is not dimmed as stated

@@ -467,9 +467,10 @@ AuditSeed = Annotated[
 ]
 AuditDelta = Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")]
 OwnArrays = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        help="An .npz file with the arrays x and y (and ids) that the run was trained on, if it was on arrays."
+        metavar="npz:FILE",
+        help="The arrays x and y (and ids) that the run was trained on, if it was on arrays.",
     ),
 ]
 AuditOut = Annotated[
@@ -514,7 +515,7 @@ def audit(
     cluster: AuditCluster = None,
     seed: AuditSeed = None,
     delta: AuditDelta = None,
-    arrays: OwnArrays = None,
+    data: OwnArrays = None,
     out: AuditOut = None,
     mode: Mode = None,
     steps: Steps = None,
@@ -526,7 +527,7 @@ def audit(
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
     of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
     of_one_run = {"--one-run": one_run or None, "--canaries": canaries}
-    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--data": data}
     of_runs |= {"--trust-code": trust_code or None, **of_one_run, **of_final_models}
     if mechanism is not None:
         _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
@@ -537,12 +538,11 @@ def audit(
     _require_absent(of_mechanisms, "goes with --mechanism KIND only")
     if run is None:
         raise ValueError("RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer")
-    from opusim.training.data.formats import read_npz
     from opusim.training.runs.folder import RunFolder
     from opusim.training.runs.storage import kind_of
 
     if kind_of(run) == "private loop":
-        others = {"--trials": trials, "--arrays": arrays, **of_final_models}
+        others = {"--trials": trials, "--data": data, **of_final_models}
         _require_absent(others, "is for the audit of a run, not of a private loop")
         _audit_loop(run, out, {"canaries": canaries, "seed": seed, "delta": delta}, as_json=as_json)
         return
@@ -556,13 +556,28 @@ def audit(
             _require_absent({"--canaries": canaries}, "goes with --one-run only")
     if trust_code:
         say_trusted(RunFolder(run).read_facts())
-    data = None if arrays is None else read_npz(arrays)
-    shared = {"data": data, "trust_code": trust_code, "out": out, "seed": seed, "delta": delta}
+    shared = {
+        "data": None if data is None else _own_arrays(data),
+        "trust_code": trust_code,
+        "out": out,
+        "seed": seed,
+        "delta": delta,
+    }
     if final_model:
         found = _play_final_model(run, shared, trials, jobs, cluster)
     else:
         found = _play(run, shared, trials, canaries, one_run=one_run)
     _show(run, found, out, as_json=as_json)
+
+
+def _own_arrays(data: str) -> tuple[Any, ...]:
+    """Read the arrays that `--data` names."""
+    from opusim.training.data.formats import read_npz
+
+    kind, _, file = data.partition(":")
+    if kind != "npz" or not file:
+        raise ValueError(f"--data {data}: must be npz:FILE; other data the run reads again by itself")
+    return read_npz(Path(file))
 
 
 def _audit_loop(folder: Path, out: Path | None, asked: Mapping[str, Any], *, as_json: bool) -> None:

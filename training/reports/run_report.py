@@ -32,7 +32,7 @@ NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records,
 """The warning next to an audit of a release run, on the page and on screen."""
 RELEASE_DASHES = (
     "A release run keeps no accuracies, times or device usage (–): they depend on the private records, and no "
-    "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
+    "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME."
 )
 """Explains the dashes in the table of a release run."""
 

@@ -437,6 +437,6 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             f"data set {name} has no test records; give some with --data {options.file_kind}:PATH, or train with "
             "data.test"
             if options.file_kind
-            else f"data set {name} has no test records; give some with --arrays FILE.npz"
+            else f"data set {name} has no test records; give some with --data npz:FILE"
         )
     return dataset, "test"

@@ -179,7 +179,7 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
 def test_the_command_plays_it_in_several_processes(run: Path, tmp_path: Path) -> None:
     arrays, runner = tmp_path / "records.npz", CliRunner()
     np.savez(arrays, x=data()[0], y=data()[1])
-    command = ["audit", str(run), "--final-model", "--arrays", str(arrays), "--trials", "20", "--seed", "7"]
+    command = ["audit", str(run), "--final-model", "--data", f"npz:{arrays}", "--trials", "20", "--seed", "7"]
     places = [tmp_path / "one", tmp_path / "two"]
     for place, jobs in zip(places, (1, 2), strict=True):
         shown = runner.invoke(app, [*command, "--jobs", str(jobs), "--out", str(place)])

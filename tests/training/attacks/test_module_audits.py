@@ -291,7 +291,7 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
         **json.loads(json.dumps(named).replace("NAME", name)),
     }
     training.train(config, data=(x, y), folder="run")
-    command = ["opusim", "audit", "run", "--arrays", "records.npz", *options]
+    command = ["opusim", "audit", "run", "--data", "npz:records.npz", *options]
     for trusted in (False, True):
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setattr(sys, "argv", [*command, *(["--trust-code"] if trusted else [])])

@@ -269,7 +269,7 @@ def test_more_canaries_than_weights_are_refused(pdfa: Path) -> None:
 def test_the_command_audits_one_training(pdfa: Path, tmp_path: Path) -> None:
     arrays, runner = tmp_path / "records.npz", CliRunner()
     np.savez(arrays, x=data()[0], y=data()[1])
-    command = ["audit", str(pdfa), "--one-run", "--arrays", str(arrays), "--out", str(tmp_path / "page")]
+    command = ["audit", str(pdfa), "--one-run", "--data", f"npz:{arrays}", "--out", str(tmp_path / "page")]
     shown = runner.invoke(app, [*command, "--canaries", "200", "--seed", "1"])
     assert shown.exit_code == 0, shown.output
     assert "ceiling" in shown.output

@@ -77,7 +77,8 @@ def test_a_control_that_fails_is_a_headline_and_exit_code_3(
         (["audit", "nowhere"], "holds no run"),
         (["audit", "run", "--trials", "3"], "--trials 3: "),
         (["audit", "run", "--delta", "2"], "delta"),
-        (["audit", "run", "--arrays", "nowhere.npz"], "nowhere.npz"),
+        (["audit", "run", "--data", "npz:nowhere.npz"], "nowhere.npz"),
+        (["audit", "run", "--data", "digits"], "--data digits: must be npz:FILE"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:

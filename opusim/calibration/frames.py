@@ -253,12 +253,7 @@ def sparse_patterns(n_inputs: int, rows: int, seed: int = 1) -> np.ndarray:
 
 
 def decorrelation_time(
-    first: np.ndarray,
-    again: np.ndarray,
-    later: np.ndarray,
-    *,
-    elapsed_s: float,
-    confidence: float,
+    first: np.ndarray, again: np.ndarray, later: np.ndarray, *, elapsed_s: float, confidence: float
 ) -> Estimate:
     """Return the time tau after which the field's correlation has fallen to 1/e, from intensities.
 

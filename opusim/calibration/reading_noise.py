@@ -408,11 +408,7 @@ _SURELY = 8.0
 
 
 def input_p_values(
-    device: CameraDevice,
-    transfer: PhotonTransfer,
-    inputs: torch.Tensor,
-    samples: np.ndarray,
-    dn_per_e: float,
+    device: CameraDevice, transfer: PhotonTransfer, inputs: torch.Tensor, samples: np.ndarray, dn_per_e: float
 ) -> dict[str, float]:
     """Return the one-sided p-value of each input's variance in the mean over outputs, and of the quietest output.
 

@@ -88,10 +88,6 @@ class FlatSeries:
         """Return the exposures of the levels, seconds."""
         return np.array([float(level.exposure_us or 0) * 1e-6 for level in self.levels])
 
-    def unlit(self) -> list[int]:
-        """Return the levels without light."""
-        return [i for i, level in enumerate(self.levels) if level.photons == 0]
-
     @property
     def pixels(self) -> float:
         """Number of pixels."""
@@ -337,12 +333,7 @@ def root_mean(squares: np.ndarray, confidence: float) -> Estimate:
 
 
 def _fitted(frames: np.ndarray, confidence: float) -> Estimate:
-    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels.
-
-    Args:
-        frames: whole numbers, shape (frames, pixels).
-        confidence: of the limits.
-    """
+    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels; see `dark_noise_dn`."""
     # how often each pixel gave each code, (kinds, codes); equal pixels are kept once, as a kind
     dn, repeats = np.rint(frames).astype(np.int64), len(frames)
     codes = np.arange(dn.min(), dn.max() + 1).astype(float)

@@ -268,8 +268,8 @@ class PhotonTransfer:
         dark = [
             (part, i)
             for part in (self.light, self.dark)
-            for i in part.unlit()
-            if part.variances()[i] * part.pixels > least
+            for i, level in enumerate(part.levels)
+            if level.photons == 0 and part.variances()[i] * part.pixels > least
         ]
         found = LightNoise(
             frame_variances=np.array([part.frame_means[i].var(ddof=1) for part, i in dark]),

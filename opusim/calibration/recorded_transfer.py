@@ -337,10 +337,8 @@ class RecordedTransfer:
                 each = found["quantum_efficiency"]
                 # the relative error of the response's slope under a lamp of that flicker
                 which, light = self.linear, np.asarray(self.light)[self.linear]
-                weights, scatter = (
-                    1 / np.square(self.lit[which]),
-                    self.lit[which] / np.sqrt(self.counts[which]),
-                )
+                weights = 1 / np.square(self.lit[which])
+                scatter = self.lit[which] / np.sqrt(self.counts[which])
                 slope = weighted_line(light, self.lit[which], weights)[1]
                 spread = float(high * np.linalg.norm(line_weights(light, weights)[1] * scatter))
                 deviate = float(norm.isf(tail)) * spread / slope

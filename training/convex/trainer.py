@@ -463,7 +463,7 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         model = None if config.model == ModelConfig() else "this section"
         mean = optimizer.averaged_tail if last else 0
         divisor = protection.divisor if last else None
-        # a key, its value, the one that does nothing, and a remedy
+        # a key, its value, the only one that it may have, and a remedy
         keys: tuple[tuple[str, object, object, str], ...] = (
             ("model", model, None, "its network has no such layers, set trainer.hyperplanes"),
             ("optimizer.name", optimizer.name, "sgd", "use 'sgd'"),

@@ -431,12 +431,7 @@ class Estimator:
         return 2 if self.reduction == "antithetic" else 1
 
     def _passes(self, counts: Sequence[int], batch: int) -> Iterator[list[Probe]]:
-        """Yield the noises of each pass through the model, in the order in which they are drawn.
-
-        Args:
-            counts: Copies of each layer.
-            batch: Number of records.
-        """
+        """Yield the noises of each pass of a batch, in the order in which they are drawn, from each layer's copies."""
         size = len(counts)
         if self.rows_per_pass is not None:
             size = max(1, self.rows_per_pass // max(self._signs * batch, 1))

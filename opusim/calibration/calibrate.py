@@ -224,9 +224,7 @@ def _of_camera(
     elif camera.drift is not None:  # the decorrelation time, from frames of one pattern at two times
         patterns = sparse_patterns(device.n_inputs, min(64, 2 * device.n_inputs))
         elapsed_s, call_s = camera.drift.decorrelation_s / 3, 0.0
-        if (
-            camera.drift.within_call
-        ):  # the frames of `again` are later than the first ones by the time of a call
+        if camera.drift.within_call:  # the frames of `again` are later than the first by the time of a call
             call_s = device.description.frames.period_us(device.n_outputs) * 1e-6 * len(patterns)
         device.drift_to(0.0)
         first, again = (device.intensities(patterns) for _ in range(2))
@@ -236,17 +234,14 @@ def _of_camera(
         estimates["decorrelation_s"] = decorrelation_time(
             first, again, later, elapsed_s=elapsed_s, confidence=confidence
         )
-    return (
-        transfer,
-        noise,
-        {
-            "noise": found.law if all(test.holds for test in noise.tests if test.needed) else None,
-            "estimates": estimates | {"light_noise": found.light_noise},
-            "tests": (*found.tests, *noise.tests),
-            "remarks": [*remarks, _BIAS, _STUDENT, _SIMULATED],
-            "trust": [*found.trust, *noise.trust(gaussian=False)],
-        },
-    )
+    content = {
+        "noise": found.law if all(test.holds for test in noise.tests if test.needed) else None,
+        "estimates": estimates | {"light_noise": found.light_noise},
+        "tests": (*found.tests, *noise.tests),
+        "remarks": [*remarks, _BIAS, _STUDENT, _SIMULATED],
+        "trust": [*found.trust, *noise.trust(gaussian=False)],
+    }
+    return transfer, noise, content
 
 
 def _of_readings(
@@ -254,9 +249,8 @@ def _of_readings(
 ) -> tuple[ReadingNoise, dict[str, Any]]:
     """Evaluate readings of a device that shows no frames; return what its certificate states."""
     noise, stated = evaluate_readings(samples, beta=beta), device.stated_noise
-    stated = (
-        None if isinstance(stated, MeasuredNoise) else stated
-    )  # variances only; the tests decide on the law
+    if isinstance(stated, MeasuredNoise):  # variances only; the tests decide on the law
+        stated = None
     gaussian = stated is None or isinstance(stated, GaussianNoise)
     certified = gaussian and noise.is_gaussian and noise.smallest_std_low > 0
     estimates: dict[str, Estimate] = {}
@@ -365,54 +359,55 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
     law, noise, fresh = certificate.noise, measured.reading_noise, measured.certificate.noise
     if law is None:
         raise ConfigError(certificate.device, "certificate", "certifies no law, so there is nothing to check")
-    if failed := [test.text for test in measured.certificate.tests if test.needed and not test.holds]:
-        raise NoiseBelowCertificate(
-            f"{certificate.device}: tests now speak against the certified law: {'; '.join(failed)}; calibrate again"
-        )
+    failed = [test.text for test in measured.certificate.tests if test.needed and not test.holds]
     refused = [text for text in measured.certificate.remarks if text.startswith("no law is certified")]
-    if fresh is None and refused:
-        raise NoiseBelowCertificate(f"{certificate.device}: {refused[0]}")
-    if isinstance(law, GaussianLaw):
+    reason = ""
+    if failed:
+        reason = f"tests now speak against the certified law: {'; '.join(failed)}; calibrate again"
+    elif fresh is None and refused:
+        reason = refused[0]
+    elif isinstance(law, GaussianLaw):
         # an upper limit of the smallest standard deviation, from the output with the smallest sample variance
         n = noise.readings - 1
         beyond = chi2.ppf(noise.beta / (noise.inputs * noise.n_outputs), n)
         high = float(noise.smallest_std * (n / beyond) ** 0.5)
         if high < law.std:
-            raise NoiseBelowCertificate(
-                f"{certificate.device}: the smallest standard deviation is at most {high:.6g}, certified is "
-                f"{law.std:.6g}; stop private work and calibrate again"
+            reason = (
+                f"the smallest standard deviation is at most {high:.6g}, certified is {law.std:.6g}; stop private work "
+                "and calibrate again"
             )
     elif isinstance(law, _COUNTS) and isinstance(fresh, _COUNTS) and type(law) is type(fresh):
         if fresh.dark_e_high < law.dark_e_low:
-            raise NoiseBelowCertificate(
-                f"{certificate.device}: the dark charge is at most {fresh.dark_e_high:.6g} electrons, certified is "
-                f"{law.dark_e_low:.6g}; warm the sensor to its temperature, or calibrate again"
+            reason = (
+                f"the dark charge is at most {fresh.dark_e_high:.6g} electrons, certified is {law.dark_e_low:.6g}; "
+                "warm the sensor to its temperature"
             )
-        if fresh.light_spread and not law.light_spread:
-            raise NoiseBelowCertificate(
-                f"{certificate.device}: light is spread over the outputs in another way than certified; bring medium "
-                "and camera back, or calibrate again"
+        elif fresh.light_spread and not law.light_spread:
+            reason = (
+                "light is spread over the outputs in another way than certified; bring medium and camera back"
             )
-        if fresh.light_ratio_low > law.light_ratio_high:
-            raise NoiseBelowCertificate(
-                f"{certificate.device}: the light is at least {fresh.light_ratio_low:.6g} of the described, certified "
-                f"is at most {law.light_ratio_high:.6g}; dim the laser, or calibrate again"
+        elif fresh.light_ratio_low > law.light_ratio_high:
+            reason = (
+                f"the light is at least {fresh.light_ratio_low:.6g} of the described, certified is at most "
+                f"{law.light_ratio_high:.6g}; dim the laser"
             )
         # frames would be brighter than certified more often than beta allows
-        if (
+        elif (
             isinstance(law, FluctuatingCountLaw)
             and isinstance(fresh, FluctuatingCountLaw)
             and (fresh.power_law != law.power_law or fresh.power_rms_low > law.power_rms_high)
         ):
-            raise NoiseBelowCertificate(
-                f"{certificate.device}: the light's power is {fresh.power_law} of at least "
-                f"{fresh.power_rms_low:.4g} rms, certified is {law.power_law} of at most {law.power_rms_high:.4g}; "
-                "steady the laser, or calibrate again"
+            reason = (
+                f"the light's power is {fresh.power_law} of at least {fresh.power_rms_low:.4g} rms, certified is "
+                f"{law.power_law} of at most {law.power_rms_high:.4g}; steady the laser"
             )
+        reason += ", or calibrate again" if reason else ""
     else:
         raise ConfigError(
             certificate.device, "certificate", f"certifies the law {law.law!r}, which this device cannot show"
         )
+    if reason:
+        raise NoiseBelowCertificate(f"{certificate.device}: {reason}")
 
 
 def transfer_figure(certificate: Certificate, transfer: PhotonTransfer) -> Figure:
@@ -568,11 +563,7 @@ def print_calibration(found: Calibration) -> None:
         print(wrapped(entry.line))
     if law is None:
         failed = "; ".join(test.text for test in needed if not test.holds)
-        print(
-            wrapped(
-                f"certified noise: none; this does not hold: {failed}" if failed else "certified noise: none"
-            )
-        )
+        print(wrapped(f"certified noise: none{f'; this does not hold: {failed}' if failed else ''}"))
         return
     numbered = law.model_dump(exclude_none=True)
     numbers = ", ".join(f"{key} {_number(value)}" for key, value in numbered.items() if key != "law")
@@ -592,16 +583,9 @@ def print_temperatures(law: TemperatureLaw | TemperatureTable, name: str, n_inpu
     if isinstance(law, TemperatureTable):
         rows = [(f"{t:.1f}", f"{law.std(t):.5g}", f"{law.size(t):.5g}") for t in temperatures]
     else:
-        columns = (
-            "°C",
-            "dark current, e⁻/s",
-            "dark charge, e⁻",
-            "noise of a reading",
-            "dark share",
-            "back, °C",
-        )
         thermal = law.thermal_e2_per_k > 0
-        columns = (*columns[:5], "thermal share", columns[5]) if thermal else columns
+        columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share")
+        columns = (*columns, *(("thermal share",) if thermal else ()), "back, °C")
         rows = [
             (
                 f"{t:.1f}",

@@ -66,8 +66,7 @@ def calibrate_command(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="A folder for certificate or description, and report.")],
     name: Annotated[
-        str | None,
-        typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT."),
+        str | None, typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT.")
     ] = None,
     recorded: Annotated[
         Path | None,
@@ -216,12 +215,7 @@ def check_command(
             raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
         plan = Plan(frames=frames)
         new = calibrate(
-            device,
-            plan=plan,
-            readings=readings,
-            confidence=old.confidence,
-            beta=old.beta,
-            progress="lines",
+            device, plan=plan, readings=readings, confidence=old.confidence, beta=old.beta, progress="lines"
         )
     rows = [
         (

@@ -226,12 +226,7 @@ def fit(
     found = _deviation(residuals, data)
     p_value = (1 + sum(each >= found for each in deviations)) / (1 + replicates)
     return ConductanceFit(
-        law=law,
-        limits=limits,
-        confidence=confidence,
-        p_value=p_value,
-        residuals=residuals,
-        lines=lines,
+        law=law, limits=limits, confidence=confidence, p_value=p_value, residuals=residuals, lines=lines
     )
 
 
@@ -455,26 +450,20 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
             )
         device = np.unique(cells, return_inverse=True)[1]
     try:
-        if wanted == PRODUCTS:
-            values = (columns[key] for key in ("weight", "reading", "time_s", "input"))
-            target, value, time_s, factor = values
-            return Measurements(
-                target=target, value=value, time_s=time_s, factor=factor, device=device
-            ), g_max_us
-        target, value, time_s = (columns[key] for key in CONDUCTANCES)
-        largest = float(target.max()) if g_max_us is None else g_max_us
-        if largest <= 0:
-            raise ValueError("conductance_us: no target is above 0; measure larger ones")
-        if target.max() > largest:
-            raise ValueError(
-                f"conductance_us: {target.max():g} exceeds g_max_us = {largest:g}; raise g_max_us"
-            )
-        return (
-            Measurements(
-                target=target / largest, value=value / largest, time_s=time_s, factor=None, device=device
-            ),
-            largest,
-        )
+        names = ("weight", "reading") if wanted == PRODUCTS else CONDUCTANCES[:2]
+        target, value = (columns[key] for key in names)
+        if wanted == CONDUCTANCES:
+            g_max_us = float(target.max()) if g_max_us is None else g_max_us
+            if g_max_us <= 0:
+                raise ValueError("conductance_us: no target is above 0; measure larger ones")
+            if target.max() > g_max_us:
+                raise ValueError(
+                    f"conductance_us: {target.max():g} exceeds g_max_us = {g_max_us:g}; raise g_max_us"
+                )
+            target, value = target / g_max_us, value / g_max_us
+        return Measurements(
+            target=target, value=value, time_s=columns["time_s"], factor=columns.get("input"), device=device
+        ), g_max_us
     except ValueError as error:
         raise ConfigError(name, "lines", str(error)) from None
 
@@ -559,18 +548,16 @@ def _sections(law: FittedLaw, data: Measurements, g_max_us: float) -> dict[str, 
 def _limits_text(found: ConductanceFit, key: str, g_max_us: float) -> str:
     """Return the limits that stand behind a key of the description, for its source."""
     prefixes = {
-        "programming_us": "programming",
-        "relaxation.polynomials_us": "",
-        "drift.mean.slope": "nu_slope",
-        "drift.mean.offset": "nu_offset",
-        "drift.std.offset": "nu_std",
-        "product.output_std": "output_std",
+        "programming_us": ("programming",),
+        "relaxation.polynomials_us": ("programming", "relaxed"),
+        "drift.mean.slope": ("nu_slope",),
+        "drift.mean.offset": ("nu_offset",),
+        "drift.std.offset": ("nu_std",),
+        "product.output_std": ("output_std",),
     }
     if key not in prefixes:
         return ""
     names = [name for name in found.limits if name.startswith(prefixes[key])]
-    if key == "relaxation.polynomials_us":
-        names = [name for name in names if name.startswith(("programming", "relaxed"))]
     scale = g_max_us if key.endswith("_us") else 1.0
     ranges = [f"{found.limits[name][0] * scale:.4g} to {found.limits[name][1] * scale:.4g}" for name in names]
     return f"; {100 * found.confidence:g} % limits {', '.join(ranges)}"
@@ -611,7 +598,18 @@ def fit_figure(found: ConductanceFit, data: Measurements) -> Figure:
     values.plot(ends, ends, "k--", linewidth=0.8)
     unit = "conductance / largest" if data.factor is None else "reading, units of weight × input"
     values.set(xlabel=f"expected {unit}", ylabel=f"measured {unit}", title="Measured against expected")
-    _draw_spread(spreads, found, data, mean)
+    # the fitted spread after programming, and what single lines at the earliest time deviate
+    g, inputs = np.linspace(0, 1, 101), np.ones_like(data.target) if data.factor is None else abs(data.factor)
+    first = (elapsed == 0) & (inputs > _LEAST_INPUT)
+    deviations = abs(data.value - mean)[first] / inputs[first]
+    spreads.plot(sizes[first], deviations, ".", alpha=0.6, label="deviations of single lines")
+    spreads.plot(g, found.law.spread(g), "k", label="fitted standard deviation")
+    if found.law.relaxed is not None:
+        spreads.plot(g, found.law.spread(g, 1.0), "k--", label="at the latest time")
+    top = 1.2 * max(float(np.max(deviations, initial=0)), float(found.law.spread(g).max()))
+    spreads.set(xlabel="wanted conductance / largest", ylabel="spread / largest conductance", ylim=(0, top))
+    spreads.set_title("After programming")
+    spreads.legend()
     shown = data.target if data.factor is None else data.target * data.factor  # without loss
     large = abs(shown) > _LEAST_INPUT
     losses.plot(
@@ -638,25 +636,6 @@ def fit_figure(found: ConductanceFit, data: Measurements) -> Figure:
     residuals.set(xlabel="ln(time / earliest time)", ylabel="standard deviations", title=title)
     residuals.legend(title="wanted size")
     return figure
-
-
-def _draw_spread(axes: Any, found: ConductanceFit, data: Measurements, mean: np.ndarray) -> None:
-    """Draw the fitted spread after programming and what single lines at the earliest time deviate."""
-    g = np.linspace(0, 1, 101)
-    factor = np.ones_like(data.target) if data.factor is None else abs(data.factor)
-    first = (data.elapsed == 0) & (factor > _LEAST_INPUT)
-    deviations = abs(data.value - mean)[first] / factor[first]
-    axes.plot(abs(data.target)[first], deviations, ".", alpha=0.6, label="deviations of single lines")
-    axes.plot(g, found.law.spread(g), "k", label="fitted standard deviation")
-    if found.law.relaxed is not None:
-        axes.plot(g, found.law.spread(g, 1.0), "k--", label="at the latest time")
-    axes.set(
-        xlabel="wanted conductance / largest",
-        ylabel="spread / largest conductance",
-        title="After programming",
-        ylim=(0, 1.2 * max(float(np.max(deviations, initial=0)), float(found.law.spread(g).max()))),
-    )
-    axes.legend()
 
 
 def _place(name: str, header: list[str]) -> list[int]:

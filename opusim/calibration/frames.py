@@ -88,10 +88,6 @@ class FlatSeries:
         """Return the exposures of the levels, seconds."""
         return np.array([float(level.exposure_us or 0) * 1e-6 for level in self.levels])
 
-    def unlit(self) -> list[int]:
-        """Return the levels without light."""
-        return [i for i, level in enumerate(self.levels) if level.photons == 0]
-
     @property
     def pixels(self) -> float:
         """Number of pixels."""
@@ -253,12 +249,7 @@ def sparse_patterns(n_inputs: int, rows: int, seed: int = 1) -> np.ndarray:
 
 
 def decorrelation_time(
-    first: np.ndarray,
-    again: np.ndarray,
-    later: np.ndarray,
-    *,
-    elapsed_s: float,
-    confidence: float,
+    first: np.ndarray, again: np.ndarray, later: np.ndarray, *, elapsed_s: float, confidence: float
 ) -> Estimate:
     """Return the time tau after which the field's correlation has fallen to 1/e, from intensities.
 
@@ -342,12 +333,7 @@ def root_mean(squares: np.ndarray, confidence: float) -> Estimate:
 
 
 def _fitted(frames: np.ndarray, confidence: float) -> Estimate:
-    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels.
-
-    Args:
-        frames: whole numbers, shape (frames, pixels).
-        confidence: of the limits.
-    """
+    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels; see `dark_noise_dn`."""
     # how often each pixel gave each code, (kinds, codes); equal pixels are kept once, as a kind
     dn, repeats = np.rint(frames).astype(np.int64), len(frames)
     codes = np.arange(dn.min(), dn.max() + 1).astype(float)

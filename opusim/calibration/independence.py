@@ -328,17 +328,7 @@ def independence_p_values(
     found: dict[str, dict[str, float]] = {}
     for names, parts in ((_PROPERTIES[:2], signed), (_PROPERTIES[2:4], sizes)):
         readings = _Standardised(parts)
-        several = readings.rows.shape[1] > 1
-        found[names[0]] = (
-            {name: of(readings) for name, of in _BETWEEN_OUTPUTS.items()} if several else {"one output": 1.0}
-        )
-        every_lag, sums = _autocorrelations(readings)
-        found[names[1]] = {
-            "largest cosine of two readings": _largest_cosine(readings),
-            "a lag, over all outputs": _lags(readings),
-            "a lag of an output": every_lag,
-            f"lags 1 to {_LAGS}, over all outputs": sums,
-        }
+        found[names[0]], found[names[1]] = _between_outputs(readings), _between_readings(readings)
     found[_PROPERTIES[1]]["low frequencies"] = low_frequencies(signed)
     found[_PROPERTIES[4]] = {"block of least noise": least_energy(signed)}
     return found
@@ -403,107 +393,82 @@ class _Standardised:
         return np.asarray(self.rows @ self.rows.T if count <= outputs else self.rows.T @ self.rows)
 
 
-# Between outputs
-
-
-def _largest_pair(z: _Standardised) -> float:
-    columns = z.rows[:, :PAIRED_OUTPUTS].T
-    outputs, largest = len(columns), 0.0
-    for i in range(0, outputs, _BLOCK):
-        for j in range(i, outputs, _BLOCK):
+def _between_outputs(z: _Standardised) -> dict[str, float]:
+    """Return the p-values of the statistics of correlations between outputs."""
+    (count, outputs), d = z.rows.shape, z.freedom
+    if outputs < 2:
+        return {"one output": 1.0}
+    found = {}
+    # 1. The largest correlation of a pair.
+    columns, largest = z.rows[:, :PAIRED_OUTPUTS].T, 0.0
+    for i in range(0, len(columns), _BLOCK):
+        for j in range(i, len(columns), _BLOCK):
             products = np.abs(columns[i : i + _BLOCK] @ columns[j : j + _BLOCK].T)
             if i == j:
                 np.fill_diagonal(products, 0.0)
             largest = max(largest, float(products.max()))
-    return bonferroni(cosine_p_value(largest / len(z.rows), z.freedom), outputs * (outputs - 1) // 2)
-
-
-def _squared_correlations(z: _Standardised) -> float:
-    count, outputs = z.rows.shape
-    pairs, d = outputs * (outputs - 1) / 2, z.freedom
+    paired = len(columns) * (len(columns) - 1) // 2
+    found["largest correlation of a pair"] = bonferroni(cosine_p_value(largest / count, d), paired)
+    # 2. The sum of squared correlations.
+    pairs = outputs * (outputs - 1) / 2
     total = (float(np.sum(np.square(z.gram, dtype=np.float64))) / count**2 - outputs) / 2
     mean, variance = pairs / d, pairs * 2 * (d - 1) / (d**2 * (d + 2))
-    return gamma_p_value(total, mean, variance)
-
-
-def _largest_eigenvalue(z: _Standardised) -> float:
-    count, outputs = z.rows.shape
-    if min(count, outputs) < 3:
-        return 1.0
-    start = np.random.default_rng(_START_SEED).standard_normal(len(z.gram)).astype(np.float32)
-    found = eigsh(z.gram, k=1, v0=start, tol=1e-4, return_eigenvectors=False)[0]
-    largest, d = float(np.sqrt(max(found, 0.0) / count)), z.lengths - 1.0
-    mean_chi = np.sqrt(2) * np.exp(gammaln((d + 1) / 2) - gammaln(d / 2))
-    scale = float(np.max(np.sqrt(z.lengths / count) / mean_chi))
-    mean = scale * (np.sqrt(d.sum()) + np.sqrt(outputs))
-    curvature = float(np.min((z.lengths - 2) * count / z.lengths))
-    return float(np.exp(-curvature * max(largest - mean, 0.0) ** 2 / 2))
-
-
-def _mean_over_outputs(z: _Standardised) -> float:
-    means = z.rows.sum(axis=1, dtype=np.float64) / z.rows.shape[1] ** 0.5
+    found["sum of squared correlations"] = gamma_p_value(total, mean, variance)
+    # 3. The largest eigenvalue.
+    found["largest eigenvalue"] = 1.0
+    if min(count, outputs) >= 3:
+        start = np.random.default_rng(_START_SEED).standard_normal(len(z.gram)).astype(np.float32)
+        top = eigsh(z.gram, k=1, v0=start, tol=1e-4, return_eigenvectors=False)[0]
+        singular, free = float(np.sqrt(max(top, 0.0) / count)), z.lengths - 1.0
+        mean_chi = np.sqrt(2) * np.exp(gammaln((free + 1) / 2) - gammaln(free / 2))
+        scale = float(np.max(np.sqrt(z.lengths / count) / mean_chi))
+        most = scale * (np.sqrt(free.sum()) + np.sqrt(outputs))
+        curvature = float(np.min((z.lengths - 2) * count / z.lengths))
+        found["largest eigenvalue"] = float(np.exp(-curvature * max(singular - most, 0.0) ** 2 / 2))
+    # 4. The mean over outputs of each reading.
+    means = z.rows.sum(axis=1, dtype=np.float64) / outputs**0.5
     weights = np.repeat((z.lengths - 1) / z.lengths, z.lengths)
-    d = int(np.sum(z.lengths - 1))
-    return chi_squared_p_value(float(np.sum(weights * np.square(means))), d)
-
-
-def _distances(z: _Standardised) -> float:
-    """Return the correlations of outputs at one distance, summed, each of variance (p - distance)/d."""
-    count, outputs = z.rows.shape
+    energy = float(np.sum(weights * np.square(means)))
+    found["mean over outputs"] = chi_squared_p_value(energy, int(np.sum(z.lengths - 1)))
+    # 5. The correlations of outputs at one distance, summed, each of variance (p - distance)/d.
     length = next_fast_len(2 * outputs, real=True)
     spectrum = np.zeros(length // 2 + 1)
-    for start in range(0, count, _BLOCK):
-        part = rfft(z.rows[start : start + _BLOCK], n=length, axis=1)
+    for first in range(0, count, _BLOCK):
+        part = rfft(z.rows[first : first + _BLOCK], n=length, axis=1)
         spectrum += np.sum(np.square(part.real) + np.square(part.imag), axis=0)
-    sums = irfft(spectrum, n=length)[1:outputs] / count
-    return largest_deviate_p_value(np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1)))
+    sums = np.abs(irfft(spectrum, n=length)[1:outputs] / count)
+    found["pairs at one distance"] = largest_deviate_p_value(
+        sums * np.sqrt(d / np.arange(outputs - 1, 0, -1))
+    )
+    return found
 
 
-_BETWEEN_OUTPUTS = {
-    "largest correlation of a pair": _largest_pair,
-    "sum of squared correlations": _squared_correlations,
-    "largest eigenvalue": _largest_eigenvalue,
-    "mean over outputs": _mean_over_outputs,
-    "pairs at one distance": _distances,
-}
-
-# Between readings
-
-
-def _largest_cosine(z: _Standardised) -> float:
-    count, outputs = z.rows.shape
-    if outputs < _LEAST_OUTPUTS:
-        return 1.0
+def _between_readings(z: _Standardised) -> dict[str, float]:
+    """Return the p-values of the statistics of readings that repeat or follow from earlier ones."""
+    (count, outputs), largest = z.rows.shape, 0.0
+    # 1. The largest cosine of two readings.
     norms = np.sqrt(np.maximum(np.einsum("ij,ij->i", z.rows, z.rows), 1e-12))
-    segment, largest = np.repeat(np.arange(len(z.lengths)), z.lengths), 0.0
+    segment = np.repeat(np.arange(len(z.lengths)), z.lengths)
     mean = (outputs / (z.lengths[segment] - 1.0)).astype(np.float32)  # removed by centring, within a segment
-    for i in range(0, count, _BLOCK):
-        for j in range(i, count, _BLOCK):
-            some, others = slice(i, i + _BLOCK), slice(j, j + _BLOCK)
-            products = z.rows[some] @ z.rows[others].T
-            products += (segment[some, None] == segment[others]) * mean[others]
-            products /= np.outer(norms[some], norms[others])
-            np.abs(products, out=products)
-            if i == j:
-                np.fill_diagonal(products, 0.0)
-            largest = max(largest, float(products.max()))
-    return bonferroni(cosine_p_value(largest, outputs), count * (count - 1) // 2)
-
-
-def _lags(z: _Standardised) -> float:
-    """Return products of readings at one lag, summed over outputs and time, up to three quarters of the readings."""
-    count, outputs = z.rows.shape
+    starts = range(0, count if outputs >= _LEAST_OUTPUTS else 0, _BLOCK)
+    for i, j in ((i, j) for i in starts for j in starts if j >= i):
+        some, others = slice(i, i + _BLOCK), slice(j, j + _BLOCK)
+        products = z.rows[some] @ z.rows[others].T
+        products += (segment[some, None] == segment[others]) * mean[others]
+        products /= np.outer(norms[some], norms[others])
+        np.abs(products, out=products)
+        if i == j:
+            np.fill_diagonal(products, 0.0)
+        largest = max(largest, float(products.max()))
+    cosine = bonferroni(cosine_p_value(largest, outputs), count * (count - 1) // 2) if starts else 1.0
+    # 2. Products of readings at one lag, summed over outputs and time, up to three quarters of the readings.
     lags = np.arange(1, 3 * count // 4 + 1)
     sums = np.sum(_lagged_products(z.rows, lags.size), axis=1, dtype=np.float64)
     within = np.maximum(z.lengths[:, None] - lags, 0)
     means = -outputs * np.sum(within / (z.lengths[:, None] - 1), axis=0)
-    return largest_deviate_p_value(np.abs(sums - means) / np.sqrt(outputs * (count - lags)))
-
-
-def _autocorrelations(z: _Standardised) -> tuple[float, float]:
-    """Of the largest autocorrelation of an output at a lag up to half a segment, and of the first lags' squares."""
-    outputs, worst, tests = z.rows.shape[1], 1.0, 0
-    energy, freedom, variance = 0.0, 0, 0.0
+    lag = largest_deviate_p_value(np.abs(sums - means) / np.sqrt(outputs * (count - lags)))
+    # 3. The largest autocorrelation of an output at a lag up to half a segment, and the first lags' squares.
+    worst, tests, energy, freedom, variance = 1.0, 0, 0.0, 0, 0.0
     for part in z.parts:
         n = len(part)
         products = _lagged_products(part.astype(np.float32), n // 2)
@@ -511,18 +476,23 @@ def _autocorrelations(z: _Standardised) -> tuple[float, float]:
         if lags.size:
             # the cosine of the early and the late readings of one output, at its largest
             squares = np.cumsum(np.square(part), axis=0)
-            norms = np.sqrt(squares[n - 1 - lags] * (n - squares[lags - 1]))
+            roots = np.sqrt(squares[n - 1 - lags] * (n - squares[lags - 1]))
             cosines = products[: lags.size] + ((n - lags) / (n - 1))[:, None]
-            cosines /= np.maximum(norms, 1e-12)
+            cosines /= np.maximum(roots, 1e-12)
             worst = min(worst, float(np.min(cosine_p_value(np.abs(cosines).max(axis=1), n - lags))))
             tests += outputs * lags.size
         fourth = np.mean(np.square(np.square(part)), axis=0)
-        for lag in range(1, min(_LAGS, n // 2) + 1):
-            deviation = products[lag - 1] + (n - lag) / (n - 1)
-            energy += float(np.sum(np.square(deviation) / _product_variance(n, lag, fourth)))
+        for first in range(1, min(_LAGS, n // 2) + 1):
+            deviation = products[first - 1] + (n - first) / (n - 1)
+            energy += float(np.sum(np.square(deviation) / _product_variance(n, first, fourth)))
             freedom += outputs
             variance += 2 * outputs * (1 + _EXCESS / n)
-    return bonferroni(worst, max(tests, 1)), gamma_p_value(energy, freedom, variance)
+    return {
+        "largest cosine of two readings": cosine,
+        "a lag, over all outputs": lag,
+        "a lag of an output": bonferroni(worst, max(tests, 1)),
+        f"lags 1 to {_LAGS}, over all outputs": gamma_p_value(energy, freedom, variance),
+    }
 
 
 def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:

@@ -268,8 +268,8 @@ class PhotonTransfer:
         dark = [
             (part, i)
             for part in (self.light, self.dark)
-            for i in part.unlit()
-            if part.variances()[i] * part.pixels > least
+            for i, level in enumerate(part.levels)
+            if level.photons == 0 and part.variances()[i] * part.pixels > least
         ]
         found = LightNoise(
             frame_variances=np.array([part.frame_means[i].var(ddof=1) for part, i in dark]),
@@ -376,11 +376,9 @@ class PhotonTransfer:
         Keys: zero_dn, where the line of means starts, DN; dark_current_e_per_s, from exposures under a little light.
         """
         used, frames = self.used(), self.light.frames
-        unit, weights = np.eye(used.size), 1.0 / self.light.variances()[used]
-        starts = np.array([weighted_line(self.photons()[used], one, weights)[0] for one in unit])
+        starts = line_weights(self.photons()[used], 1.0 / self.light.variances()[used])[0]
         light = np.maximum(self.light.means()[used] - self.zero(), 0.0)
-        seconds, unit = self.dark.seconds(), np.eye(len(self.dark.levels))
-        slopes = np.array([weighted_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
+        slopes = line_weights(self.dark.seconds(), 1.0 / self.dark.variances())[1]
         response = light[-1] / self.photons()[used][-1]  # DN for a photon
         lit = response * np.array([level.photons for level in self.dark.levels])
         gain = self._straight(self.light.sums.sum(0))[2]
@@ -391,9 +389,7 @@ class PhotonTransfer:
 
     def zero(self) -> float:
         """Return the mean without light, DN: where the line of means starts."""
-        used = self.used()
-        means = self.light.means()[used]
-        return weighted_line(self.photons()[used], means, 1.0 / self.light.variances()[used])[0]
+        return self._straight(self.light.sums.sum(0))[0]
 
     def linearity_error(self) -> float:
         """Return the largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
@@ -462,10 +458,7 @@ def _at_pixels(
     """Start and slope of the line of means of each looked-at pixel, and the variance of one of them by chance."""
     variances = series.variances()[levels]
     means = series.looked_at[levels].mean(axis=1, dtype=np.float64)  # (levels, pixels)
-    unit = np.eye(len(variances))
-    weights = np.array(
-        [weighted_line(x[levels], one, 1 / variances) for one in unit]
-    ).T  # both are linear in the means
+    weights = line_weights(x[levels], 1 / variances)
     found = [(row @ means, float(np.square(row) @ variances) / series.frames) for row in weights]
     return found[0], found[1]
 
@@ -476,6 +469,11 @@ def weighted_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[fl
     x_mean, y_mean = weights @ x / total, weights @ y / total
     slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
     return float(y_mean - slope * x_mean), slope
+
+
+def line_weights(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return what each y adds to the start and to the slope of that line, both linear in y; shape (2, len(x))."""
+    return np.array([weighted_line(x, one, weights) for one in np.eye(len(x))]).T
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -310,24 +310,18 @@ _DEVIATES = ("skewness", "fourth moment")
 
 def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
     """Of each output, shape (n_outputs,): the logarithm of A^2, and deviates that are close to N(0, 1)."""
-    z = standardised(part)
-    return {
-        _AD: np.log(_anderson_darling(z)),
-        "skewness": skewtest(z).statistic,
-        "fourth moment": kurtosistest(z).statistic,
-    }
-
-
-def _anderson_darling(z: np.ndarray) -> np.ndarray:
-    """A^2 of standardised columns, at least 1e-12; the variance is that with n - 1."""
-    n = len(z)
-    weights = (2 * np.arange(1, n + 1) - 1)[:, None]
-    found = np.empty(z.shape[1])
+    z, n = standardised(part), len(part)
+    # A^2, at least 1e-12; the variance is that with n - 1
+    weights, squares = (2 * np.arange(1, n + 1) - 1)[:, None], np.empty(z.shape[1])
     for start in range(0, z.shape[1], _BLOCK):
         ordered = np.sort(z[:, start : start + _BLOCK], axis=0) * ((n - 1) / n) ** 0.5
         logs = log_ndtr(ordered) + log_ndtr(-ordered[::-1])
-        found[start : start + _BLOCK] = -n - np.sum(weights * logs, axis=0) / n
-    return np.maximum(found, 1e-12)
+        squares[start : start + _BLOCK] = -n - np.sum(weights * logs, axis=0) / n
+    return {
+        _AD: np.log(np.maximum(squares, 1e-12)),
+        "skewness": skewtest(z).statistic,
+        "fourth moment": kurtosistest(z).statistic,
+    }
 
 
 @lru_cache(maxsize=8)
@@ -408,11 +402,7 @@ _SURELY = 8.0
 
 
 def input_p_values(
-    device: CameraDevice,
-    transfer: PhotonTransfer,
-    inputs: torch.Tensor,
-    samples: np.ndarray,
-    dn_per_e: float,
+    device: CameraDevice, transfer: PhotonTransfer, inputs: torch.Tensor, samples: np.ndarray, dn_per_e: float
 ) -> dict[str, float]:
     """Return the one-sided p-value of each input's variance in the mean over outputs, and of the quietest output.
 

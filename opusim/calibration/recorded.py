@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -482,27 +482,21 @@ def _pages(path: Path) -> int:
         return 1
 
 
-def _require_plausible(file: IO[bytes], path: Path) -> None:
-    """Refuse an .npz file that would take more memory than its length makes plausible."""
-    with zipfile.ZipFile(file) as archive:
-        total = sum(info.file_size for info in archive.infolist())
-    if total > (most := most_unpacked(file.seek(0, os.SEEK_END))):
-        raise ConfigError(
-            str(path),
-            "format",
-            f"would take {total:,} bytes in memory, more than the {most:,} that its length makes plausible; write it "
-            "with numpy.savez, which does not compress",
-        )
-    file.seek(0)
-
-
 def _of_array_file(path: Path) -> tuple[list[RecordedLevel], int | None]:
     """Return the levels of an .npz or HDF5 file, and the stated bits."""
     is_npz = path.suffix.lower() == ".npz"
     try:
         with open(open_to_read(path), "rb") as raw:
-            if is_npz:
-                _require_plausible(raw, path)
+            if is_npz:  # which must not take more memory than its length makes plausible
+                with zipfile.ZipFile(raw) as archive:
+                    total = sum(info.file_size for info in archive.infolist())
+                if total > (most := most_unpacked(raw.seek(0, os.SEEK_END))):
+                    reason = (
+                        f"would take {total:,} bytes in memory, more than the {most:,} that its length makes "
+                        "plausible; write it with numpy.savez, which does not compress"
+                    )
+                    raise ConfigError(str(path), "format", reason)
+                raw.seek(0)
             stored = np.load(raw, allow_pickle=False) if is_npz else h5py.File(raw, "r")
             with stored:
                 arrays = {name: np.asarray(stored[name]) for name in _NAMED if name in stored}

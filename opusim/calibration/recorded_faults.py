@@ -52,7 +52,13 @@ def require_lawful(transfer: RecordedTransfer) -> tuple[str, ...]:
     _require_raw(transfer)
     _require_steady(transfer)
     _require_line(transfer)
-    _require_codes(transfer)
+    missing = max((transfer.levels[i] for i in transfer.used), key=lambda each: each.missing)
+    if missing.missing > 0.05:
+        raise refused(
+            missing.level.name,
+            f"{missing.missing:.0%} of the codes never occur: numbers were scaled behind the converter; switch off "
+            "digital gain and corrections, or name the packing",
+        )
     return _remarks(transfer)
 
 
@@ -152,18 +158,6 @@ def _require_line(transfer: RecordedTransfer) -> None:
         f"{found}: the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction "
         "and compression",
     )
-
-
-def _require_codes(transfer: RecordedTransfer) -> None:
-    """Refuse numbers that were scaled, so that codes never occur."""
-    levels = [transfer.levels[i] for i in transfer.used]
-    missing = max(levels, key=lambda each: each.missing)
-    if missing.missing > 0.05:
-        raise transfer.frames.refused(
-            missing.level.name,
-            f"{missing.missing:.0%} of the codes never occur: numbers were scaled behind the converter; switch off "
-            "digital gain and corrections, or name the packing",
-        )
 
 
 def _remarks(transfer: RecordedTransfer) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from opusim.calibration.calibrate import WORDS, described_constants, shown
 from opusim.calibration.frames import Estimate, jackknife
 from opusim.calibration.recorded_transfer import RecordedTransfer
 from opusim.description.schema import DeviceDescription, copied, packaged_names, parse_description
-from opusim.description.section import merged
+from opusim.description.section import merged, nested
 from opusim.devices.certificate import Limits
 from opusim.tables import blank_figure, table_text, unit_of, wrapped
 
@@ -135,8 +135,16 @@ class CameraReport:
         figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
         (transfer, response), (dark, spatial) = figure.subplots(2, 2)
         self._draw_transfer(transfer)
-        self._draw_response(response)
         found, own = self.transfer, self.transfer.dark
+        response.set_title("Linearity")
+        if found.light is None:
+            response.text(0.5, 0.5, "the light is not known", ha="center", transform=response.transAxes)
+            response.set_axis_off()
+        else:
+            response.axhline(0, color="k", linewidth=0.8)
+            response.plot(found.light[found.linear], 100 * found.response(found.total)[2], "o")
+            unit = "photons on a pixel" if found.has_photons else "exposure under a steady lamp, s"
+            response.set(xlabel=unit, ylabel="mean relative to the line, %")
         black, rise = found.dark_line(found.total)
         dark.plot(found.seconds[own], found.means[own], "o", label="dark frames")
         times = np.array([0.0, found.seconds[own].max()])
@@ -186,20 +194,6 @@ class CameraReport:
         axes.set_ylim(top=1.45 * float(found.variances.max()))  # room for the legend
         axes.legend(loc="upper left")
 
-    def _draw_response(self, axes: Axes) -> None:
-        """Draw the response's deviations from a line, or say that the light is not known."""
-        found = self.transfer
-        axes.set_title("Linearity")
-        if found.light is None:
-            axes.text(0.5, 0.5, "the light is not known", ha="center", transform=axes.transAxes)
-            axes.set_axis_off()
-            return
-        deviations, which = found.response(found.total)[2], found.linear
-        axes.axhline(0, color="k", linewidth=0.8)
-        axes.plot(found.light[which], 100 * deviations, "o")
-        unit = "photons on a pixel" if found.has_photons else "exposure under a steady lamp, s"
-        axes.set(xlabel=unit, ylabel="mean relative to the line, %")
-
 
 def measured_description(
     report: CameraReport, base: DeviceDescription, name: str, temperature_c: float | None
@@ -215,7 +209,27 @@ def measured_description(
     Raises:
         ConfigError: a measured number is out of a description's range.
     """
-    measured, assumed, remarks = _placed(report, base, temperature_c)
+    # 1. The constant of each measured key below `camera`, and the temperatures of the dark current.
+    found = report.constants
+    measured = {f"sensor.{key}": key for key in _SENSOR if key in found}
+    if "quantum_efficiency" in found:
+        measured["light.quantum_efficiency"] = "quantum_efficiency"
+    if "saturation_e" in found and not report.transfer.ends_at_converter:
+        measured["sensor.full_well_e"] = "saturation_e"
+    dark = None if base.camera is None else base.camera.dark
+    law = next((each for each in ("doubling", "arrhenius") if dark is not None and getattr(dark, each)), None)
+    assumed: dict[str, float] = {}
+    remarks: tuple[str, ...] = ()
+    if "dark_current_e_per_s" in found and dark is not None and law is not None:
+        measured[f"dark.{law}.dark_current_ref_e_per_s"] = "dark_current_e_per_s"
+        at_c = dark.temperature_c if temperature_c is None else temperature_c
+        assumed = {"dark.temperature_c": at_c, f"dark.{law}.temperature_ref_c": at_c}
+        spread = found.get("dark_spread_e_per_s")
+        if spread is not None and spread.low > 0 and found["dark_current_e_per_s"].low > 0:
+            measured["pixels.dcnu"] = "dark_spread_e_per_s"
+    elif "dark_current_e_per_s" in found:
+        remarks = (f"{base.name} has no law of dark current that takes one number; it keeps its own",)
+    # 2. Their values and sources.
     source = f"{report.date}, frames in {report.transfer.frames.path.resolve().name}"
     where = "temperature of the frames" if temperature_c is not None else "at the description's temperature"
     provenance: dict[str, Any] = {
@@ -223,26 +237,20 @@ def measured_description(
         for key in assumed
     }
     for key, constant in measured.items():
-        each = report.constants[constant]
+        each = found[constant]
         limits = f"{report.limits} {each.low:.5g} to {each.high:.5g}"
         provenance[key] = {"status": "measured", "source": f"{source}, {limits}"}
     provenance["sensor.adc_bits"] = {"status": "measured", "source": f"{source}, numbers of the frames"}
-    values: dict[str, Any] = {key: report.constants[constant].value for key, constant in measured.items()}
+    values = {key: found[constant].value for key, constant in measured.items()}
     if "pixels.dcnu" in values:
         # the description holds the spread relative to the mean, at most 2
-        values["pixels.dcnu"] = min(
-            values["pixels.dcnu"] / report.constants["dark_current_e_per_s"].value, 2.0
-        )
+        values["pixels.dcnu"] = min(values["pixels.dcnu"] / found["dark_current_e_per_s"].value, 2.0)
     rounded = {key: float(f"{max(value, 0.0):.6g}") for key, value in values.items()}
     bits = {"sensor.adc_bits": report.transfer.frames.bits, "sensor.shot_noise": True}
     changes: dict[str, Any] = {}
     for key, value in {**rounded, **assumed, **bits}.items():
-        section, _, last = key.rpartition(".")
-        placed: Any = {last: value}
-        for part in reversed(("camera", *section.split("."))):
-            placed = {part: placed}
-        changes = merged(changes, placed)
-    # what comes with opusim tells nothing of this device; a file of the user's own keeps its sources
+        changes = merged(changes, nested(f"camera.{key}", value))
+    # 3. The description. What comes with opusim tells nothing of this device; a user's own file keeps its sources.
     kept = copied(base, base, None, None) if base.name in packaged_names() else base
     sources = {f"camera.{key}": entry for key, entry in provenance.items()}
     content = merged(kept.dump(), changes | {"name": name, "provenance": sources})
@@ -252,33 +260,3 @@ def measured_description(
         content["camera"]["sensor"].pop("full_well_e", None)
         content["provenance"].pop("camera.sensor.full_well_e", None)
     return parse_description(name, content), remarks
-
-
-def _placed(
-    report: CameraReport, base: DeviceDescription, temperature_c: float | None
-) -> tuple[dict[str, str], dict[str, float], tuple[str, ...]]:
-    """Return the constant of each measured key below ``camera``, the temperatures of the dark current, and remarks."""
-    found = report.constants
-    dark = None if base.camera is None else base.camera.dark
-    law = next((each for each in ("doubling", "arrhenius") if dark is not None and getattr(dark, each)), None)
-    measured = {f"sensor.{key}": key for key in _SENSOR if key in found}
-    assumed: dict[str, float] = {}
-    if "quantum_efficiency" in found:
-        measured["light.quantum_efficiency"] = "quantum_efficiency"
-    if "saturation_e" in found and not report.transfer.ends_at_converter:
-        measured["sensor.full_well_e"] = "saturation_e"
-    if "dark_current_e_per_s" not in found:
-        return measured, assumed, ()
-    if dark is None or law is None:
-        return (
-            measured,
-            assumed,
-            (f"{base.name} has no law of dark current that takes one number; it keeps its own",),
-        )
-    measured[f"dark.{law}.dark_current_ref_e_per_s"] = "dark_current_e_per_s"
-    at_c = dark.temperature_c if temperature_c is None else temperature_c
-    assumed = {"dark.temperature_c": at_c, f"dark.{law}.temperature_ref_c": at_c}
-    spread = found.get("dark_spread_e_per_s")
-    if spread is not None and spread.low > 0 and found["dark_current_e_per_s"].low > 0:
-        measured["pixels.dcnu"] = "dark_spread_e_per_s"
-    return measured, assumed, ()

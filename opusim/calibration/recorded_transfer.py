@@ -30,20 +30,12 @@ from functools import cached_property
 import numpy as np
 from scipy.stats import norm
 
-from opusim.calibration.frames import (
-    COUNT,
-    GROUPS,
-    MEAN,
-    MEAN_SQUARE,
-    VARIANCE,
-    Estimate,
-    jackknife,
-    sums_of,
-)
+from opusim.calibration.frames import COUNT, GROUPS, MEAN, MEAN_SQUARE, VARIANCE, Estimate, jackknife, sums_of
 from opusim.calibration.photon_transfer import (
     LEAST_VARIANCE_DN2,
     LightNoise,
     TransferLine,
+    line_weights,
     weighted_line,
 )
 from opusim.calibration.recorded import RecordedFrames, RecordedLevel
@@ -343,7 +335,13 @@ class RecordedTransfer:
                 )
             if "quantum_efficiency" in found:
                 each = found["quantum_efficiency"]
-                deviate = float(norm.isf(tail)) * self._slope_error(high)
+                # the relative error of the response's slope under a lamp of that flicker
+                which, light = self.linear, np.asarray(self.light)[self.linear]
+                weights = 1 / np.square(self.lit[which])
+                scatter = self.lit[which] / np.sqrt(self.counts[which])
+                slope = weighted_line(light, self.lit[which], weights)[1]
+                spread = float(high * np.linalg.norm(line_weights(light, weights)[1] * scatter))
+                deviate = float(norm.isf(tail)) * spread / slope
                 margin = math.hypot((each.high - each.low) / 2, deviate * each.value)
                 found["quantum_efficiency"] = Estimate(
                     value=each.value, low=each.value - margin, high=each.value + margin
@@ -416,14 +414,6 @@ class RecordedTransfer:
         start, slope = weighted_line(light, lit, 1 / np.square(self.lit[self.linear]))
         return start, slope, lit / (start + slope * light) - 1
 
-    def _slope_error(self, flicker: float) -> float:
-        """Return the relative standard error of the response's slope under a lamp of that flicker."""
-        which = self.linear
-        weights, light = 1 / np.square(self.lit[which]), np.asarray(self.light)[which]
-        unit = np.eye(which.size) * self.lit[which] / np.sqrt(self.counts[which])
-        slopes = np.array([weighted_line(light, one, weights)[1] for one in unit])
-        return float(flicker * np.linalg.norm(slopes)) / weighted_line(light, self.lit[which], weights)[1]
-
     def line(self, total: np.ndarray) -> TransferLine:
         """Return photon transfer from summed pixels, shape (levels, 4); its zero is the black level."""
         which, black = self.on_line, self.dark_line(total)[0]
@@ -442,35 +432,24 @@ class RecordedTransfer:
         return np.asarray(raw - variance / self.counts - rounding)
 
     @cached_property
-    def _on_spread(self) -> np.ndarray:
-        """Levels whose variance over pixels is evaluated, indices."""
-        return np.union1d(self.patterned, self.used)
-
-    @cached_property
-    def _spread2(self) -> np.ndarray:
-        """Variance over pixels of each level's mean with frames' noise, DN^2, over all pixels; shape (levels,)."""
-        return np.maximum(self.spatial_dn2(self.total) + self.variances / self.counts, 1e-12)
+    def _spread(self) -> tuple[np.ndarray, np.ndarray]:
+        """Levels whose variance over pixels is evaluated, indices, and one over it with frames' noise, DN^-2."""
+        which = np.union1d(self.patterned, self.used)
+        spread2 = self.spatial_dn2(self.total) + self.variances / self.counts
+        return which, 1 / np.maximum(spread2, 1e-12)[which]
 
     def _statistic(self, total: np.ndarray) -> dict[str, float]:
         """Return all constants from summed pixels, shape (levels, 4)."""
         (black, dark), line = self.dark_line(total), self.line(total)
         lit, gain = self.lit_dn(total), line.gain
         # variance over pixels on 1, the light's square and the exposure's square
-        which = self._on_spread
+        which, roots = self._spread
         columns = [np.ones(which.size), np.square(lit[which])]
         columns += [np.square(self.seconds[which])] if self.tells_dark_spread else []
         scales = np.array([column.max() for column in columns])
-        roots = 1 / self._spread2[which]
-        design = np.stack(columns, axis=1) / scales
-        fitted = (
-            np.linalg.lstsq(design * roots[:, None], self.spatial_dn2(total)[which] * roots, rcond=None)[0]
-            / scales
-        )
-        found = {
-            "gain_dn_per_e": gain,
-            "prnu2": fitted[1],
-            "dsnu_e2": fitted[0] / gain**2,
-        }
+        design, spread2 = np.stack(columns, axis=1) / scales, self.spatial_dn2(total)[which]
+        fitted = np.linalg.lstsq(design * roots[:, None], spread2 * roots, rcond=None)[0] / scales
+        found = {"gain_dn_per_e": gain, "prnu2": fitted[1], "dsnu_e2": fitted[0] / gain**2}
         if not self.is_coarse or self.light is not None:
             found |= {"black_level_dn": black, "read_noise_e2": line.noise_e2(is_rounded=True)}
         if self.tells_dark_current:

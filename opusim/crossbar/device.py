@@ -451,8 +451,7 @@ class ConvertedDevice(ProgrammableDevice):
     subclass sets `_converter` and gives `_product_of`, `_program` and `_restored`.
 
     Args:
-        description: as for `ProgrammableDevice`.
-        **window: likewise.
+        description, **window: as for `ProgrammableDevice`.
     """
 
     _converter: Converter

@@ -272,11 +272,7 @@ class _AroundProduct(nn.Module):
     """A layer whose matrix is another form of the digital layer's weight.
 
     `product` holds the matrix. A state dict has the digital layer's keys and shapes; keys of `product` are read too.
-
-    Args:
-        layer: the digital layer.
-        device: as for `DeviceLinear`.
-        **options: those of `DeviceLinear`.
+    Device and options are as for `DeviceLinear`.
     """
 
     def __init__(self, layer: nn.Module, device: NoisyDevice, **options: Any) -> None:

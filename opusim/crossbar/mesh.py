@@ -83,25 +83,16 @@ class Mesh(NamedTuple):
         cos, sin = np.cos(math.pi / 4 + errors), 1j * np.sin(math.pi / 4 + errors)
         inner, outer = np.exp(1j * self.theta), amplitude * np.exp(1j * self.phi)
         # the rows of each T, by its columns
-        upper = np.stack(
-            [
-                (cos[:, 1] * inner * cos[:, 0] + sin[:, 1] * sin[:, 0]) * outer,
-                (cos[:, 1] * inner * sin[:, 0] + sin[:, 1] * cos[:, 0]) * amplitude,
-            ]
-        )[..., None]
-        lower = np.stack(
-            [
-                (sin[:, 1] * inner * cos[:, 0] + cos[:, 1] * sin[:, 0]) * outer,
-                (sin[:, 1] * inner * sin[:, 0] + cos[:, 1] * cos[:, 0]) * amplitude,
-            ]
-        )[..., None]
+        (c_a, c_b), (s_a, s_b) = cos.T, sin.T
+        upper = (c_b * inner * c_a + s_b * s_a) * outer, (c_b * inner * s_a + s_b * c_a) * amplitude
+        lower = (s_b * inner * c_a + c_b * s_a) * outer, (s_b * inner * s_a + c_b * c_a) * amplitude
         field = np.eye(len(self.phases), dtype=np.complex128)
         for layer in range(self.depth):
             each = np.flatnonzero(self.layers == layer)
             mode = self.modes[each]
             above, below = field[mode], field[mode + 1]
-            field[mode] = upper[0, each] * above + upper[1, each] * below
-            field[mode + 1] = lower[0, each] * above + lower[1, each] * below
+            field[mode] = upper[0][each, None] * above + upper[1][each, None] * below
+            field[mode + 1] = lower[0][each, None] * above + lower[1][each, None] * below
         return np.exp(1j * self.phases)[:, None] * field
 
 
@@ -227,8 +218,7 @@ class MeshDevice(PhotonicDevice):
         stream = SeededStream(chip, "splitters of a mesh")
         left_field, right_field = (
             set_phases(decomposed(part, settings.layout), settings).field(
-                settings.splitter_rad * stream.normal((n * (n - 1) // 2, 2)).double().numpy(),
-                amplitude,
+                settings.splitter_rad * stream.normal((n * (n - 1) // 2, 2)).double().numpy(), amplitude
             )
             for part in (left, right)
         )

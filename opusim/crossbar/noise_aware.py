@@ -184,15 +184,7 @@ class _WeightNoise(nn.Module):
 def _with_output_noise(
     std: float, stream: SeededStream, module: nn.Module, inputs: tuple[Any, ...], output: Tensor
 ) -> Tensor:
-    """Return the outputs of a layer with noise in training mode: a forward hook.
-
-    Args:
-        std: of an output, in units of a product with weights and inputs in [-1, 1].
-        stream: of the noise.
-        module: the layer.
-        inputs: its inputs.
-        output: without noise.
-    """
+    """Return a layer's outputs, in training with noise, `std` for weights and inputs in [-1, 1]: a forward hook."""
     if not module.training:
         return output
     with torch.no_grad():

@@ -362,9 +362,8 @@ class SeveralChips(ProgrammableDevice):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._rows = _parts(n_outputs, description.n_outputs)
-        self._columns = _parts(n_inputs, description.n_inputs)
-        count = len(self._rows) * len(self._columns)
+        rows, columns = _parts(n_outputs, description.n_outputs), _parts(n_inputs, description.n_inputs)
+        count = len(rows) * len(columns)
         frames = description.frames.model_copy(update={"power_w": count * description.frames.power_w})
         whole = {"n_inputs": n_inputs, "n_outputs": n_outputs, "frames": frames}
         super().__init__(description.model_copy(update=whole), seed=seed, **options)
@@ -374,25 +373,29 @@ class SeveralChips(ProgrammableDevice):
             own = medium.model_copy(update={"seed": derive_seed(medium.seed, "chip", i, j) >> 1})
             return chip(
                 description.model_copy(update={"medium": own, "monitor": None, "access": None}),
-                n_inputs=self._columns[j].stop - self._columns[j].start,
-                n_outputs=self._rows[i].stop - self._rows[i].start,
+                n_inputs=columns[j].stop - columns[j].start,
+                n_outputs=rows[i].stop - rows[i].start,
                 seed=derive_seed(seed, "chip", i, j),
                 **options,
             )
 
-        self._chips = [[of(i, j) for j in range(len(self._columns))] for i in range(len(self._rows))]
+        self._placed = [
+            (of(i, j), rows[i], columns[j]) for i in range(len(rows)) for j in range(len(columns))
+        ]
+        """Each chip with its outputs and inputs of the window, by rows."""
+        self._chips, self._across = [chip for chip, _, _ in self._placed], len(columns)
         self._saturated: torch.Tensor | None = None
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What a chip can do."""
-        return self._chips[0][0].capabilities
+        return self._chips[0].capabilities
 
     @property
     def converter(self) -> Converter:
         """That of a chip; each converts its own part of the inputs."""
-        own = self._chips[0][0].converter
-        return replace(own, tile_inputs=min(own.tile_inputs or sys.maxsize, self._columns[0].stop))
+        own, columns = self._chips[0].converter, self._placed[0][2]
+        return replace(own, tile_inputs=min(own.tile_inputs or sys.maxsize, columns.stop))
 
     @property
     def saturated(self) -> torch.Tensor | None:
@@ -407,22 +410,22 @@ class SeveralChips(ProgrammableDevice):
             NoiseUnknown: no law is known for the sum of what the chips state.
         """
         self._held()
-        laws, scale = [[chip.noise for chip in row] for row in self._chips], self._scale
-        flat = [law for row in laws for law in row]
-        lattices = [law for law in flat if isinstance(law, ConverterLatticeNoise)]
-        if len(lattices) == len(flat) and len({law.step for law in lattices}) == 1:
+        laws, scale = [chip.noise for chip in self._chips], self._scale
+        lattices = [law for law in laws if isinstance(law, ConverterLatticeNoise)]
+        if len(lattices) == len(laws) and len({law.step for law in lattices}) == 1:
             return ConverterLatticeNoise(
                 step=scale * lattices[0].step,
                 std_low=scale * min(law.std_low for law in lattices),
                 std_high=scale * max(law.std_high for law in lattices),
-                conversions=sum(law.conversions for law in lattices[: len(self._columns)]),
+                conversions=sum(law.conversions for law in lattices[: self._across]),
                 clips=any(law.clips for law in lattices),
                 n_outputs=self.n_outputs,
             )
-        if all(isinstance(law, (SignalGaussianNoise, GaussianNoise)) for law in flat):
-            bounds = [[law.variance_bounds() for law in row] for row in laws]
-            low = min(sum(float(np.min(each[0])) for each in row) for row in bounds)
-            high = max(sum(float(np.max(each[1])) for each in row) for row in bounds)
+        if all(isinstance(law, (SignalGaussianNoise, GaussianNoise)) for law in laws):
+            bounds = [law.variance_bounds() for law in laws]
+            rows = [bounds[first : first + self._across] for first in range(0, len(bounds), self._across)]
+            low = min(sum(float(np.min(each[0])) for each in row) for row in rows)
+            high = max(sum(float(np.max(each[1])) for each in row) for row in rows)
             return SignalGaussianNoise(
                 std_low=scale * low**0.5, std_high=scale * high**0.5, n_outputs=self.n_outputs
             )
@@ -434,14 +437,14 @@ class SeveralChips(ProgrammableDevice):
     @property
     def reading_variance(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The chips' function of this name for the sums; as for them, an attribute only if they tell it."""
-        told = [[chip.reading_variance for chip in row] for row in self._chips]  # type: ignore[attr-defined]
+        told = [chip.reading_variance for chip in self._chips]  # type: ignore[attr-defined]
 
         def of(x: torch.Tensor) -> torch.Tensor:
             self._held()
-            parts = [
-                sum(tell(x[:, part]) for tell, part in zip(row, self._columns, strict=True)) for row in told
-            ]
-            return torch.cat(parts, dim=1).mul_(self._scale**2)
+            total = torch.zeros((len(x), self.n_outputs), dtype=torch.float64, device=self._torch_device)
+            for tell, (_, rows, columns) in zip(told, self._placed, strict=True):
+                total[:, rows] += tell(x[:, columns])
+            return total.mul_(self._scale**2)
 
         return of
 
@@ -451,52 +454,47 @@ class SeveralChips(ProgrammableDevice):
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of a chip, which depend on the entry only."""
-        return self._chips[0][0].weight_moments(matrix, seconds)
+        return self._chips[0].weight_moments(matrix, seconds)
 
     def spread_error(self) -> float | None:
         """Return that of the first chip, the largest one."""
-        return self._chips[0][0].spread_error()
+        return self._chips[0].spread_error()
 
     def programming_cost(self) -> tuple[float, float]:
         """Return the seconds of the slowest chip and the joules of all."""
-        costs = [chip.programming_cost() for row in self._chips for chip in row]
+        costs = [chip.programming_cost() for chip in self._chips]
         return max(seconds for seconds, _ in costs), sum(joules for _, joules in costs)
 
     def held_state(self) -> dict[str, torch.Tensor]:
         """Return the states of all chips, numbered by rows."""
         state = super().held_state()
-        for number, chip in enumerate(chip for row in self._chips for chip in row):
+        for number, chip in enumerate(self._chips):
             state |= {f"{number}.{name}": value for name, value in chip.held_state().items()}
         return state
 
     def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
         """See `ProgrammableDevice.restore`; whether all chips hold what they held."""
-        checked, same, number = self._checked_matrix(matrix), True, 0
-        for i, rows in enumerate(self._rows):
-            for j, columns in enumerate(self._columns):
-                prefix, number = f"{number}.", number + 1
-                own = {
-                    name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)
-                }
-                same &= self._chips[i][j].restore(checked[rows, columns].contiguous(), own)
+        checked, same = self._checked_matrix(matrix), True
+        for number, (chip, rows, columns) in enumerate(self._placed):
+            named = (name.partition(".") for name in state)
+            own = {key: state[f"{first}.{key}"] for first, _, key in named if key and first == str(number)}
+            same &= chip.restore(checked[rows, columns].contiguous(), own)
         self._scale, self._elapsed_s = 1.0, float(state["elapsed_s"])
         self._weights = self._each(checked, lambda chip, _: chip.matrix())
         self._begin_monitor(None)
         return same
 
     def _open(self) -> None:
-        for row in self._chips:
-            for chip in row:
-                self.opened_parts.callback(chip.open().close)
+        for chip in self._chips:
+            self.opened_parts.callback(chip.open().close)
 
     def _each(
         self, matrix: torch.Tensor, act: Callable[[ProgrammableDevice, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return what each chip makes of its part of a matrix, put together."""
         found = torch.empty_like(matrix)
-        for rows, chips in zip(self._rows, self._chips, strict=True):
-            for columns, chip in zip(self._columns, chips, strict=True):
-                found[rows, columns] = act(chip, matrix[rows, columns].contiguous())
+        for chip, rows, columns in self._placed:
+            found[rows, columns] = act(chip, matrix[rows, columns].contiguous())
         return found
 
     def _program(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -507,25 +505,22 @@ class SeveralChips(ProgrammableDevice):
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         y, self._saturated = x.new_zeros((len(x), self.n_outputs)), None
-        for rows, chips in zip(self._rows, self._chips, strict=True):
-            for columns, chip in zip(self._columns, chips, strict=True):
-                y[:, rows] += chip.multiply(x[:, columns])
-                met = chip.saturated
-                if met is not None:
-                    self._saturated = met if self._saturated is None else self._saturated | met
+        for chip, rows, columns in self._placed:
+            y[:, rows] += chip.multiply(x[:, columns])
+            met = chip.saturated
+            if met is not None:
+                self._saturated = met if self._saturated is None else self._saturated | met
         return y
 
     def _multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros((len(x), self.n_inputs))
-        for rows, chips in zip(self._rows, self._chips, strict=True):
-            for columns, chip in zip(self._columns, chips, strict=True):
-                y[:, columns] += chip.require("multiply_transposed").multiply_transposed(x[:, rows])
+        for chip, rows, columns in self._placed:
+            y[:, columns] += chip.require("multiply_transposed").multiply_transposed(x[:, rows])
         return y
 
     def _seek(self, step: int) -> None:
-        for row in self._chips:
-            for chip in row:
-                chip.seek(step)
+        for chip in self._chips:
+            chip.seek(step)
 
 
 def _parts(length: int, most: int) -> list[slice]:

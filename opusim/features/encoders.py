@@ -241,8 +241,7 @@ class BitPlaneEncoder(_PlaneEncoder):
             (x - low) up to a factor, `scale_`.
 
     Attributes:
-        low_: See low.
-        high_: See high.
+        low_, high_: See low and high.
         scale_: Factor on mixed readings that gives those of x - low, with decay = 0.5.
     """
 
@@ -292,9 +291,7 @@ class FloatBitsEncoder(_PlaneEncoder):
         sign: Whether the sign is shown.
         exponent_bits: Bits of the exponent, from 0 to 8.
         mantissa_bits: Bits of the mantissa, from 0 to 23.
-        layout: See `BitPlaneEncoder`.
-        joined: See `BitPlaneEncoder`.
-        decay: See `BitPlaneEncoder`.
+        layout, joined, decay: See `BitPlaneEncoder`.
     """
 
     def __init__(

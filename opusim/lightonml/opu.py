@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -82,8 +81,7 @@ class OPU:
 
     Attributes:
         device: The device: name, input_shape, exposure_us and frametime_us, which can be set.
-        rescale: See above.
-        input_roi_strategy: See above.
+        rescale, input_roi_strategy: See above.
 
     Raises:
         TypeError, ValueError, ConfigError: An argument is out of range.
@@ -229,9 +227,7 @@ class OPU:
         self._stays_open = stays_open
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._stays_open:
             self.close()
 

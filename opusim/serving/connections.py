@@ -92,10 +92,7 @@ class Message:
             "values": self.values,
             "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
         }
-        return [
-            json.dumps(header, allow_nan=False).encode(),
-            *(raw_bytes(array) for array in arrays),
-        ]
+        return [json.dumps(header, allow_nan=False).encode(), *(raw_bytes(array) for array in arrays)]
 
     def value(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """Return a value of a stated type.

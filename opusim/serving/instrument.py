@@ -78,12 +78,7 @@ class View:
     """
 
     def __init__(
-        self,
-        device: NoisyDevice,
-        window: Window,
-        *,
-        shared: bool,
-        once: Callable[[Callable[[], Any]], Any],
+        self, device: NoisyDevice, window: Window, *, shared: bool, once: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self._once = once
         self.window = window

@@ -612,11 +612,7 @@ class Server:
         self._queue.put(session.token, Work(session, Message(kind="close")))
 
     def _say_end(self, *, has_ended: bool) -> None:
-        """Tell clients with a call under way that the server stops, and write the journal.
-
-        Args:
-            has_ended: whether no thread uses a device any more.
-        """
+        """Tell clients that the server stops, close devices that no thread uses any more, and write the journal."""
         for session in self._places:
             if session.running is not None:
                 request = session.running.message.value("request", str, "")[:64]

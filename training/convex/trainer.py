@@ -459,41 +459,25 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         super().require_covered()
         config = self.config
         optimizer, protection = config.optimizer, config.protection
-        wrong: dict[str, tuple[object, bool, str]] = {
-            "model": (
-                "this section",
-                config.model != ModelConfig(),
-                "its network has no such layers, set trainer.hyperplanes",
-            ),
-            "optimizer.name": (optimizer.name, optimizer.name != "sgd", "use 'sgd'"),
-            "optimizer.momentum": (optimizer.momentum, optimizer.momentum > 0, "set it to 0"),
-            "optimizer.weight_decay": (
-                optimizer.weight_decay,
-                optimizer.weight_decay > 0,
-                "use trainer.regularisation",
-            ),
-            "protection.clip_norm": (
-                protection.clip_norm,
-                protection.clip_norm is not None,
-                "use trainer.clip",
-            ),
-            "optimizer.averaged_tail": (
-                optimizer.averaged_tail,
-                optimizer.averaged_tail > 0 and protection.last_iterate,
-                "a mean of iterates is not the last iterate; set it to 0",
-            ),
-            "protection.divisor": (
-                protection.divisor,
-                protection.divisor is not None and protection.last_iterate,
-                "the theorem divides by the batch size; leave it out",
-            ),
-        }
-        for key, (value, is_wrong, remedy) in wrong.items():
-            if is_wrong:
-                raise ConfigError(
-                    "configuration", key, f"{value!r} is not for trainer.kind = 'convex': {remedy}"
-                )
-        if not protection.last_iterate:
+        last = protection.last_iterate
+        model = None if config.model == ModelConfig() else "this section"
+        mean = optimizer.averaged_tail if last else 0
+        divisor = protection.divisor if last else None
+        # a key, its value, the only one that it may have, and a remedy
+        keys: tuple[tuple[str, object, object, str], ...] = (
+            ("model", model, None, "its network has no such layers, set trainer.hyperplanes"),
+            ("optimizer.name", optimizer.name, "sgd", "use 'sgd'"),
+            ("optimizer.momentum", optimizer.momentum, 0, "set it to 0"),
+            ("optimizer.weight_decay", optimizer.weight_decay, 0, "use trainer.regularisation"),
+            ("protection.clip_norm", protection.clip_norm, None, "use trainer.clip"),
+            ("optimizer.averaged_tail", mean, 0, "a mean of iterates is not the last iterate; set it to 0"),
+            ("protection.divisor", divisor, None, "the theorem divides by the batch size; leave it out"),
+        )
+        for key, value, idle, remedy in keys:
+            if value != idle:
+                reason = f"{value!r} is not for trainer.kind = 'convex': {remedy}"
+                raise ConfigError("configuration", key, reason)
+        if not last:
             return
         scheme, options = self.plan.sampler.scheme, self.options
         if scheme not in LAST_ITERATE_SCHEMES:

@@ -326,10 +326,7 @@ class LabelCounts:
                 self._argmax_epsilon(point, all_powers=True)
                 if self.kept == "argmax"
                 else known_counts_epsilon(
-                    self._credited(point),
-                    delta=self.delta,
-                    beta=self._beta,
-                    power_error=self._power_error,
+                    self._credited(point), delta=self.delta, beta=self._beta, power_error=self._power_error
                 )
             )
         return self._known[point]

@@ -145,11 +145,7 @@ def summary_row(run: StoredRun, label: str) -> dict[str, str]:
         value = figures_of_run.get(f"{part}_{figure.key}")
         said = "" if value is None else beside_guessing(100 * value, guessing)
         parts[f"{part} {figure.label}"] = figure.shown(value) + said
-    return {
-        "run": label,
-        **parts,
-        **spent,
-    }
+    return {"run": label, **parts, **spent}
 
 
 def _page(

@@ -60,19 +60,16 @@ class Sweep(Shown):
             ValueError: No axis has numbers, or no run has an accuracy.
         """
         figure = accuracy_noise(self.result) or accuracy_epsilon(self.result)
-        if figure is None and (axis := self._number_axis()) is not None:
+        if figure is None:  # the first axis whose values are numbers
+            values = (pair for point in self.result.points for pair in point.values.items())
+            axis = next((k for k, value in values if k != "seed" and isinstance(value, int | float)), None)
             spec = self.result.spec.model_copy(update={"noise": axis})
-            figure = accuracy_noise(replace(self.result, spec=spec))
+            figure = None if axis is None else accuracy_noise(replace(self.result, spec=spec))
         if figure is None:
             raise ValueError(
                 "the sweep has no axis of numbers, or no run with an accuracy; look at frame(), which has all runs"
             )
         return figure
-
-    def _number_axis(self) -> str | None:
-        """Return the first axis whose values are numbers, other than the seed, or None."""
-        values = [pair for point in self.result.points for pair in point.values.items() if pair[0] != "seed"]
-        return next((key for key, value in values if isinstance(value, int | float)), None)
 
     def _shown(self) -> dict[str, object]:
         failed = sum(row.status == "failed" for row in self.result.rows.values())

@@ -79,9 +79,7 @@ class Inputs:
         digest = joblib.hash([*content, repr(self.model)])[:8]
         return [
             replace(
-                point,
-                config=with_own_inputs(point.config, self.data, self.label, self.model),
-                inputs=digest,
+                point, config=with_own_inputs(point.config, self.data, self.label, self.model), inputs=digest
             )
             for point in points
         ]
@@ -271,12 +269,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs 
 def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED) -> Row:
     """Make one run on a worker of a cluster in the folder of the command, to which names of files are relative.
 
-    Args:
-        here: That folder; the worker stays there.
-        config: See `run_point`.
-        run_path: See `run_point`.
-        row_path: See `run_point`.
-        inputs: See `run_point`.
+    The folder is `here`, where the worker stays; the other arguments are those of `run_point`.
 
     Raises:
         SweepStopped: The worker does not see the folder.

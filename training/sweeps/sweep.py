@@ -196,12 +196,9 @@ def points_of(spec: SweepSpec, origin: str) -> list[Point]:
 
 def one_at_a_time(points: Sequence[Point]) -> bool:
     """Whether some runs use a device that only one process can hold."""
-    for point in points:
-        if point.config.uses_device:
-            access = load_description(point.config.device.name, point.config.device.overrides).access
-            if access is not None and access.exclusive:
-                return True
-    return False
+    devices = (point.config.device for point in points if point.config.uses_device)
+    accesses = (load_description(device.name, device.overrides).access for device in devices)
+    return any(access is not None and access.exclusive for access in accesses)
 
 
 def _problem_of_axis(key: str, values: Any, others: Sequence[str], fixed: Mapping[str, Any]) -> str | None:

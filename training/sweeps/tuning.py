@@ -281,8 +281,17 @@ class Search:
         """Return the search to run or resume, paid for, with the guarantee of all searches here and their number."""
         state = SearchState.read(self._folder)
         self._check_asked(state)
-        if state is None:
-            self._require_empty()
+        if state is None:  # no earlier search, and no other files
+            others = sorted({path.name for path in self._folder.iterdir()} - _LEFT_BY_KILLED_START)
+            if any(name.startswith("trial-") or name in ("best", "result.json") for name in others):
+                raise RunFolderError(
+                    f"search folder {self._folder} holds the results of a search, but its {STATE_FILE} is missing; "
+                    f"restore that file, or choose an empty folder: {_SECOND_SEARCH}"
+                )
+            if others:
+                raise RunFolderError(
+                    f"search folder {self._folder} holds other files ({', '.join(others[:3])}); choose an empty folder"
+                )
         else:  # trials of a state that is older than the result would be trained and scored a second time
             for name in ("best", "result.json"):
                 lacks = state.scores.keys() != set(range(len(state.draw.trials)))
@@ -315,21 +324,6 @@ class Search:
                     "the opusim that started it"
                 )
             return state, ledger.guarantees()[0], searches
-
-    def _require_empty(self) -> None:
-        """Refuse to start a search in a folder that holds an earlier one or other files."""
-        others = sorted(
-            path.name for path in self._folder.iterdir() if path.name not in _LEFT_BY_KILLED_START
-        )
-        if any(name.startswith("trial-") or name in ("best", "result.json") for name in others):
-            raise RunFolderError(
-                f"search folder {self._folder} holds the results of a search, but its {STATE_FILE} is missing; restore "
-                f"that file, or choose an empty folder: {_SECOND_SEARCH}"
-            )
-        if others:
-            raise RunFolderError(
-                f"search folder {self._folder} holds other files ({', '.join(others[:3])}); choose an empty folder"
-            )
 
     def _score(self, state: SearchState, number: int) -> float:
         """Train or resume a trial, and score it."""
@@ -484,32 +478,23 @@ def _require_within(run: Run, whole: Mechanism) -> None:
 
 
 def _require_searchable(config: RunConfig) -> None:
-    problems = {
-        "device.certificate": (
-            config.device.certificate is not None,
-            "is not for a search yet, whose trials a device's alarm would stop one by one; leave it out",
-        ),
-        "protection.kind": (
-            config.protection.protects == "nothing",
-            f"{config.protection.kind!r} has no guarantee that a search could keep; set --protect or protection.kind",
-        ),
-        "protection.unit": (
-            getattr(config.protection, "unit", "record") == "user",
-            "= 'user' is not for a search yet: its score counts records, of which a user may hold many; take 'record'",
-        ),
-        "protection.epsilon": (
-            config.protection.epsilon is None,
-            "is missing; give the epsilon of the whole search",
-        ),
-        "protection.noise_multiplier": (
-            config.protection.noise_multiplier is not None,
-            "is computed by the search; leave it out",
-        ),
-        "data.validation_fraction": (
-            config.data.validation_fraction == 0,
-            "must be above 0: trials are scored on held-out records",
-        ),
-    }
-    for key, (is_wrong, reason) in problems.items():
-        if is_wrong:
-            raise ConfigError("configuration", key, reason)
+    protection, key, reason = config.protection, "", ""
+    if config.device.certificate is not None:
+        key = "device.certificate"
+        reason = "is not for a search yet, whose trials a device's alarm would stop one by one; leave it out"
+    elif protection.protects == "nothing":
+        key = "protection.kind"
+        reason = (
+            f"{protection.kind!r} has no guarantee that a search could keep; set --protect or protection.kind"
+        )
+    elif getattr(protection, "unit", "record") == "user":
+        key = "protection.unit"
+        reason = "= 'user' is not for a search yet: its score counts records, and a user may hold many; take 'record'"
+    elif protection.epsilon is None:
+        key, reason = "protection.epsilon", "is missing; give the epsilon of the whole search"
+    elif protection.noise_multiplier is not None:
+        key, reason = "protection.noise_multiplier", "is computed by the search; leave it out"
+    elif config.data.validation_fraction == 0:
+        key, reason = "data.validation_fraction", "must be above 0: trials are scored on held-out records"
+    if key:
+        raise ConfigError("configuration", key, reason)

@@ -431,12 +431,7 @@ class Estimator:
         return 2 if self.reduction == "antithetic" else 1
 
     def _passes(self, counts: Sequence[int], batch: int) -> Iterator[list[Probe]]:
-        """Yield the noises of each pass through the model, in the order in which they are drawn.
-
-        Args:
-            counts: Copies of each layer.
-            batch: Number of records.
-        """
+        """Yield the noises of each pass of a batch, in the order in which they are drawn, from each layer's copies."""
         size = len(counts)
         if self.rows_per_pass is not None:
             size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
@@ -454,15 +449,29 @@ class Estimator:
         noises: Sequence[Tensor],
         losses: Losses,
     ) -> list[Tensor]:
-        """Return each probe's losses, shapes (copies, signs, batch), some records at a time if one copy is too many."""
-        batch, size = len(values[0]), len(values[0])
+        """Return each probe's losses, shapes (copies, signs, batch), with noise on one module's output at a time.
+
+        Some records go through at a time if one copy is too many. In one sweep over the layers a probe joins behind its
+        own layer, so that earlier layers are not computed again.
+        """
+        batch, size, signs = len(values[0]), len(values[0]), self._signs
         if self.rows_per_pass is not None:
             copies = sum(probe.copies for probe in probes)
-            size = min(batch, max(1, self.rows_per_pass // (self._signs * copies)))
-        parts = [
-            noisy_losses(network, values, probes, noises, losses, slice(i, i + size), signs=self._signs)
-            for i in range(0, max(batch, 1), max(size, 1))
-        ]
+            size = min(batch, max(1, self.rows_per_pass // (signs * copies)))
+        parts, sizes, first = [], [probe.copies * signs for probe in probes], probes[0].layer
+        for start in range(0, max(batch, 1), max(size, 1)):
+            records = slice(start, start + size)
+            joining = {probe.layer: z[:, records] for probe, z in zip(probes, noises, strict=True)}
+            with torch.no_grad():
+                rows = network.after(first, _joined(None, values[first][records], joining[first], signs))
+                for layer in range(first + 1, network.depth):
+                    rows = network.layer(layer, rows)
+                    if layer in joining:
+                        rows = _joined(rows, values[layer][records], joining[layer], signs)
+                    rows = network.after(layer, rows)
+                n = len(values[0][records])
+                found = losses(rows, records).view(sum(sizes), n).split(sizes)
+            parts.append([own.view(p.copies, signs, n) for p, own in zip(probes, found, strict=True)])
         return (
             parts[0] if len(parts) == 1 else [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
         )
@@ -473,44 +482,6 @@ class Probe(NamedTuple):
 
     layer: int
     copies: int
-
-
-def noisy_losses(
-    network: ModuleSequence,
-    values: Sequence[Tensor],
-    probes: Sequence[Probe],
-    noises: Sequence[Tensor],
-    losses: Losses,
-    records: slice,
-    *,
-    signs: int,
-) -> list[Tensor]:
-    """Return losses with noise on one module's output at a time, shapes (copies, signs, records).
-
-    One sweep over the layers: a probe joins behind its own layer, so earlier layers are not computed again.
-
-    Args:
-        network: The network.
-        values: v_l without noise, shapes (batch, ...).
-        probes: Layers in ascending order, each once, and their copies.
-        noises: z of each probe, shapes (copies, batch, ...).
-        losses: Maps outputs to losses of the batch's records.
-        records: Selects some of the batch's records.
-        signs: 1 for z only, 2 for z and -z.
-    """
-    joining = {probe.layer: z[:, records] for probe, z in zip(probes, noises, strict=True)}
-    n = len(values[0][records])
-    with torch.no_grad():
-        first = probes[0].layer
-        rows = network.after(first, _joined(None, values[first][records], joining[first], signs))
-        for layer in range(first + 1, network.depth):
-            rows = network.layer(layer, rows)
-            if layer in joining:
-                rows = _joined(rows, values[layer][records], joining[layer], signs)
-            rows = network.after(layer, rows)
-        sizes = [probe.copies * signs for probe in probes]
-        found = losses(rows, records).view(sum(sizes), n)
-    return [part.view(probe.copies, signs, n) for probe, part in zip(probes, found.split(sizes), strict=True)]
 
 
 def _joined(old: Tensor | None, value: Tensor, z: Tensor, signs: int) -> Tensor:

@@ -399,23 +399,18 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             sizes = [
                 sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)
             ]
-            parts = [parts_of_records(size, records) for size in sizes]
-            draws = [size * part for size, found in zip(sizes, parts, strict=True) for part in found]
-            return draws * options.copies
-        blank, matched = _blank_outputs(network), options.shape == "matched"
-        coordinates = [
-            coordinates_of(jacobian, value, h, matched=matched)
-            for jacobian, value, h in zip(network.jacobians, blank.values, blank.inputs, strict=True)
-        ]
-        counts = [
-            needed_copies(copies, value.numel(), options.directions, options.variance_reduction)
-            for copies, value in zip(options.copies_of(network.depth), blank.values, strict=True)
-        ]
-        return [
-            numbers
-            for one, count in zip(coordinates, counts, strict=True)
-            for numbers in draw_sizes(math.prod(one.shape), records, count, options.directions)
-        ]
+            return [
+                size * part for size in sizes for part in parts_of_records(size, records)
+            ] * options.copies
+        blank, draws = _blank_outputs(network), list[float]()
+        layers = zip(
+            network.jacobians, blank.values, blank.inputs, options.copies_of(network.depth), strict=True
+        )
+        for jacobian, value, h, copies in layers:
+            shape = coordinates_of(jacobian, value, h, matched=options.shape == "matched").shape
+            count = needed_copies(copies, value.numel(), options.directions, options.variance_reduction)
+            draws += draw_sizes(math.prod(shape), records, count, options.directions)
+        return draws
 
     @override
     def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:

@@ -361,12 +361,7 @@ class TwoSides:
         """Yield what a function returns on the plus side and on the minus side of each direction.
 
         The parameters are then at the minus side of the last direction, or at theta if directions are evaluated at
-        once.
-
-        Args:
-            seeds: Of the directions.
-            function: See `probe`.
-            batch: See `probe`.
+        once. Function and batch are as for `probe`.
         """
         count = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 1)
         if not self.at_once or not count:

@@ -76,45 +76,6 @@ def factors(
     return left.unflatten(1, (rank, rows)), right.unflatten(1, (rank, columns))
 
 
-def _add_products(
-    tensor: Tensor,
-    number: int,
-    directions: Sequence[Direction],
-    scales: Tensor,
-    *,
-    rank: int,
-    keep: float = 1.0,
-) -> None:
-    """The matrix becomes keep times itself plus sum_j scales_j A_j B_j^T / sqrt(rank), in place.
-
-    The sum is exact, and rounded once to float32.
-
-    Args:
-        tensor: Shape (m, n).
-        number: See `factors`.
-        directions: At most 1,024.
-        scales: float32, shape (K,), on the tensor's device.
-        rank: r.
-        keep: 1, or 1 minus the decay of the weights; rounded to float32.
-    """
-    left, right = factors(directions, number, tensor.shape, rank, tensor.device)
-    scales = scales.double() / math.sqrt(rank)
-    # 1. The unit of the scaled A: a power of two, so that the products have few enough bits for their exact sum.
-    bits = _SUM_BITS - _FACTOR_BITS - math.ceil(math.log2(len(directions) * rank))
-    largest = scales.abs().max()
-    power = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
-    unit = power * 2.0 ** (_FACTOR_BITS - _FRACTION_BITS - bits)
-    # 2. The sum, some rows at a time.
-    wide = right.flatten(0, 1).double()
-    at_once = max(1, _AT_ONCE // tensor.shape[1])
-    for first in range(0, len(tensor), at_once):
-        scaled = left[:, :, first : first + at_once].double() * scales[:, None, None]
-        scaled = scaled.div_(unit).round_().mul_(unit).flatten(0, 1)
-        change, part = (scaled.T @ wide).float(), tensor.detach()[first : first + at_once]
-        moved = part.float() if keep == 1.0 else part.float().mul_(float(np.float32(keep)))
-        part.copy_(moved.add_(change))
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepEntry:
     """One step as the step log records it.
@@ -154,8 +115,7 @@ class UnreadEntry:
     """One step whose scalars are on a card; it moves the parameters as the entry does that `read` returns.
 
     Attributes:
-        rate: See StepEntry.
-        seeds: See StepEntry.
+        rate, seeds: See StepEntry.
         scalars: s of each direction, float32, shape (directions,).
     """
 
@@ -364,15 +324,9 @@ class InPlacePerturbation:
         keep: float = 1.0,
         back: float | None = None,
     ) -> None:
-        """The tensor becomes keep (tensor + back z_1) + sum_j moves_j z_j.
+        """The tensor of a number, or a copy of it, becomes keep (tensor + back z_1) + sum_j moves_j z_j.
 
-        Args:
-            tensor: The tensor of a number, or a copy of it.
-            number: The number.
-            directions: z_1, z_2 and so on.
-            moves: Along each of them.
-            keep: See above.
-            back: See above; None if there is neither a return nor a decay.
+        `back` is None if there is neither a return nor a decay; `keep` is 1, or 1 minus the weights' decay, as float32.
         """
         if self.rank is None or not has_factors(tensor.shape, self.rank):
             rest = list(zip(directions, moves, strict=True))
@@ -384,7 +338,22 @@ class InPlacePerturbation:
             return
         if back:
             self._move(tensor, number, directions[:1], [back])
+        left, right = factors(directions, number, tensor.shape, self.rank, tensor.device)
         scales = torch.stack(
             [torch.as_tensor(move, dtype=torch.float32, device=tensor.device) for move in moves]
         )
-        _add_products(tensor, number, directions, scales, rank=self.rank, keep=keep)
+        scales = scales.double() / math.sqrt(self.rank)
+        # 1. The unit of the scaled A: a power of two, so that the products have few enough bits for their exact sum.
+        bits = _SUM_BITS - _FACTOR_BITS - math.ceil(math.log2(len(directions) * self.rank))
+        largest = scales.abs().max()
+        power = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
+        unit = power * 2.0 ** (_FACTOR_BITS - _FRACTION_BITS - bits)
+        # 2. sum_j moves_j A_j B_j^T / sqrt(rank), exact and rounded once to float32, some rows at a time.
+        wide = right.flatten(0, 1).double()
+        at_once = max(1, _AT_ONCE // tensor.shape[1])
+        for first in range(0, len(tensor), at_once):
+            scaled = left[:, :, first : first + at_once].double() * scales[:, None, None]
+            scaled = scaled.div_(unit).round_().mul_(unit).flatten(0, 1)
+            change, part = (scaled.T @ wide).float(), tensor.detach()[first : first + at_once]
+            moved = part.float() if keep == 1.0 else part.float().mul_(float(np.float32(keep)))
+            part.copy_(moved.add_(change))

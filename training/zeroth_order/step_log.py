@@ -152,8 +152,7 @@ class StepLog:
             tensors: The current parameters.
 
         Raises:
-            OSError: See `append`.
-            RuntimeError: See `append`.
+            OSError, RuntimeError: See `append`.
         """
         self._file.sync()
         steps, digest = self._last

@@ -94,13 +94,8 @@ class ConvAE(_SoftCode):
     Args:
         in_ch: Channels of x.
         out_ch: Channels of the code.
-        kernel_size: See `torch.nn.Conv2d`.
+        kernel_size, stride, padding, dilation, groups, bias: See `torch.nn.Conv2d`.
         beta: Steepness of the step.
-        stride: See `torch.nn.Conv2d`.
-        padding: See `torch.nn.Conv2d`.
-        dilation: See `torch.nn.Conv2d`.
-        groups: See `torch.nn.Conv2d`.
-        bias: See `torch.nn.Conv2d`.
         padding_mode: "zeros", the only one that a transposed convolution has.
         flatten: Whether codes are flattened, shape (n, bits).
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -31,13 +30,25 @@ class OpuTransformer:
         fitted: Whether the map was fitted.
     """
 
-    opu: OPU
-    n_components: int
-    ndims: int
-    packed: bool
-    n_2d_features: Any
-    linear: bool
     _fit: Fit | None = None
+
+    def __init__(
+        self,
+        n_components: int,
+        opu: OPU | None = None,
+        ndims: int = 1,
+        n_2d_features: tuple[int, int] | None = None,
+        packed: bool = False,
+        simulated: bool = False,
+        max_n_features: int | None = None,
+        verbose_level: int = -1,
+        linear: bool = False,
+    ) -> None:
+        super().__init__()
+        self.n_components, self.ndims, self.n_2d_features = n_components, ndims, n_2d_features
+        self.packed, self.simulated, self.linear = packed, simulated, linear
+        self.max_n_features, self.verbose_level, self._given = max_n_features, verbose_level, opu
+        self.opu = self._chosen_opu()
 
     @property
     def fitted(self) -> bool:
@@ -57,10 +68,8 @@ class OpuTransformer:
         self.opu.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.opu.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self.opu.__exit__(*error)
 
     def fit(
         self, X: Any = None, y: Any = None, n_features: Any = None, packed: bool = False, online: bool = False
@@ -78,6 +87,26 @@ class OpuTransformer:
         self._fit = fit(X, n_features, packed=packed, online=online).fitted
         return self
 
+    def _chosen_opu(self) -> OPU:
+        """Return the OPU that the arguments name, with that many components.
+
+        Raises:
+            ValueError: An OPU on hardware is given with simulated=True.
+            DeviceError: It cannot be had.
+        """
+        if self.verbose_level >= 0:
+            set_verbose_level(self.verbose_level)
+        opu = self._given
+        if opu is None:
+            return OPU(self.n_components, max_n_features=self.max_n_features, simulated=self.simulated)
+        checks.instance(OPU, opu=opu)
+        if self.simulated and opu.device.is_hardware:
+            raise ValueError(
+                f"simulated=True, and the given OPU is hardware, {opu.device.name!r}; leave one of them out"
+            )
+        opu.n_components = self.n_components
+        return opu
+
     def _map(self, X: Any) -> Any:
         """Return features of X; the first X fits, and an online map takes the vectors of a batch one by one."""
         if self._fit is None:
@@ -91,25 +120,3 @@ class OpuTransformer:
         rows, batch = fit.features.rows(as_array(X))
         found = [np.asarray(transform(row)) for row in rows.reshape(-1, *fit.features.axes)]
         return like(np.stack(found).reshape(*batch, -1), X)
-
-
-def chosen_opu(
-    opu: OPU | None, n_components: int, max_n_features: int | None, *, simulated: bool, verbose_level: int
-) -> OPU:
-    """Return the OPU that the arguments of a map name, with that many components.
-
-    Raises:
-        ValueError: An OPU on hardware is given with simulated=True.
-        DeviceError: It cannot be had.
-    """
-    if verbose_level >= 0:
-        set_verbose_level(verbose_level)
-    if opu is None:
-        return OPU(n_components, max_n_features=max_n_features, simulated=simulated)
-    checks.instance(OPU, opu=opu)
-    if simulated and opu.device.is_hardware:
-        raise ValueError(
-            f"simulated=True, and the given OPU is hardware, {opu.device.name!r}; leave one of them out"
-        )
-    opu.n_components = n_components
-    return opu

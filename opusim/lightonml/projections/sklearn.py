@@ -8,8 +8,7 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
 from opusim.errors import OpusimError
-from opusim.lightonml.opu import OPU
-from opusim.lightonml.projections import OpuTransformer, chosen_opu
+from opusim.lightonml.projections import OpuTransformer
 
 
 class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -19,31 +18,6 @@ class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     an OPU that was given; one that the map made is made anew. Arguments are those of `OpuTransformer`.
     """
 
-    def __init__(
-        self,
-        n_components: int,
-        opu: OPU | None = None,
-        ndims: int = 1,
-        n_2d_features: tuple[int, int] | None = None,
-        packed: bool = False,
-        simulated: bool = False,
-        max_n_features: int | None = None,
-        verbose_level: int = -1,
-        linear: bool = False,
-    ) -> None:
-        self.n_components = n_components
-        self.ndims = ndims
-        self.n_2d_features = n_2d_features
-        self.packed = packed
-        self.simulated = simulated
-        self.max_n_features = max_n_features
-        self.verbose_level = verbose_level
-        self.linear = linear
-        self._given = opu
-        self.opu = chosen_opu(
-            opu, n_components, max_n_features, simulated=simulated, verbose_level=verbose_level
-        )
-
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the parameters as they were given."""
         return super().get_params(deep=False) | {"opu": self._given}
@@ -51,23 +25,19 @@ class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     def set_params(self, **params: Any) -> Self:
         """Set parameters, and take or make the OPU that they name; fit again after it."""
         before = {name: getattr(self, name) for name in params if name != "opu" and hasattr(self, name)}
-        given = params.pop("opu", self._given)
+        earlier, given = self._given, params.pop("opu", self._given)
         super().set_params(**params)
-        if params.keys() & {"simulated", "max_n_features"} or given is not self._given:
+        if params.keys() & {"simulated", "max_n_features"} or given is not earlier:
+            self._given = given
             try:
-                opu = chosen_opu(
-                    given,
-                    self.n_components,
-                    self.max_n_features,
-                    simulated=self.simulated,
-                    verbose_level=self.verbose_level,
-                )
+                opu = self._chosen_opu()
             except (TypeError, ValueError, OpusimError):
+                self._given = earlier
                 super().set_params(**before)
                 raise
-            if self._given is None:
+            if earlier is None:
                 self.opu.close()
-            self._given, self.opu = given, opu
+            self.opu = opu
         self._fit = None
         return self
 

@@ -555,7 +555,7 @@ def verdict(audit: Audit) -> str:
     weak = _weakness(audit)
     if not audit.scores() and ceiling <= claim.epsilon:
         weak = f"So few trials cannot show more than {ceiling:.2f}, so they could not refute it."
-    ideal = f"; ideal scores would show {ceiling:.2f}" if audit.scores() else ""
+    ideal = f"; ideal scores would typically show {ceiling:.2f}" if audit.scores() else ""
     return (
         f"Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} of "
         f"{whose}{ideal}.{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
@@ -579,8 +579,8 @@ def _game(audit: Audit) -> str:
             )
         text = (
             f"Game: {played} Each bound holds with confidence {plan.confidence:.4g}, so that all of them hold with "
-            f"confidence {audit.confidence:.4g}. The ceiling is what ideal scores would give at the claimed epsilon "
-            "with as many scores; a number near it says that no better attack would have shown more."
+            f"confidence {audit.confidence:.4g}. The ceiling is what ideal scores would typically give at the claimed "
+            "epsilon with as many scores; a number near it says that no better attack would have shown more."
         )
         if audit.looks == 1:
             return text

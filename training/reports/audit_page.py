@@ -51,19 +51,19 @@ _LINE = 1.28 / 72 / _A4[1]
 _FEWEST_FALSE = 1e-5
 _BOUNDS = {
     **{"attack": ("attack", 0.11), "read as": ("read as", 0.10), "epsilon": ("epsilon", 0.12)},
-    **{"ceiling": ("most these trials can show", 0.11), "AUC": ("AUC", 0.06)},
+    **{"ceiling": ("typical of ideal scores", 0.11), "AUC": ("AUC", 0.06)},
     **{"power": ("finds half the noise with probability", 0.11)},
     **{LOW: (LOW, 0.17), "trials": ("trials", 0.10), "finding": ("finding", 0.12)},
 }
 """The columns of the bounds by the key of `audit_rows`: heading, and share of the page's width."""
 AUDIT_COLUMNS = {
     **{"subject": "subject", "attack": "attack", "read as": "read as", "epsilon": "epsilon"},
-    **{"ceiling": "most these trials can show", "finding": "finding"},
+    **{"ceiling": "typical of ideal scores", "finding": "finding"},
 }
 """The columns of a dossier by the key of `audit_rows`."""
 _CONTROLS = {
     **{"subject": ("control", 0.15), "attack": ("attack", 0.20), "epsilon": ("epsilon", 0.14)},
-    **{"ceiling": ("most these trials can show", 0.16), "AUC": ("AUC", 0.08), "finding": ("finding", 0.27)},
+    **{"ceiling": ("typical of ideal scores", 0.16), "AUC": ("AUC", 0.08), "finding": ("finding", 0.27)},
 }
 """The same of the controls."""
 

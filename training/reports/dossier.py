@@ -42,7 +42,6 @@ from opusim.training.private_loop.folder import SETTINGS_FILE, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Page
 from opusim.training.reports.run_report import (
-    NOT_FOR_RELEASE,
     command_of,
     kept_audits,
     run_name,
@@ -400,7 +399,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     leads += [f"{WARNINGS[code][0].upper()}{WARNINGS[code][1:]}" for code in statement.warnings]
     leads += [] if audits else [common["audits"]]
     if statement.mode == "release" and any(audit.holds_private_records for _, audit in audits):
-        leads.append(NOT_FOR_RELEASE)
+        leads.append(common["private_audit"])
     if facts.kind == "private loop" and facts.from_folder:
         leads.append(common["checks"])
     return leads
@@ -490,7 +489,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
         f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
         "on_trust": " ".join(
-            f"{state}: {'; '.join(each)}."
+            f"{state}: {'; '.join(f'({at}) {text}' for at, text in enumerate(each, 1))}."
             for state, each in (("Fails", failed), ("On trust", on_trust))
             if each
         ),
@@ -666,7 +665,7 @@ def _of_work(work: Work) -> Iterator[Section]:
         ]
     yield Section(title="Statement", blocks=blocks)
     yield Section(title="Mechanism", blocks=[("pairs", list(each.items())) for each in work.mechanisms])
-    hypotheses = [{"hypothesis": each.text, "state": states[each.holds]} for each in work.hypotheses]
+    hypotheses = [{"state": states[each.holds], "hypothesis": each.text} for each in work.hypotheses]
     if hypotheses:
         yield Section(title="Hypotheses", blocks=[("table", hypotheses)])
     yield Section(
@@ -708,7 +707,7 @@ def _rows(records: Iterable[Any]) -> list[dict[str, str]]:
 
 
 _LOOKS: dict[str, dict[str, Any]] = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
-_SHARES = {2: (0.72, 0.28), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
+_SHARES = {2: (0.28, 0.72), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
 """Shares of the page's width that the columns of a table take, by their number; others take equal ones."""
 
 

@@ -345,7 +345,7 @@ def test_a_run_that_protects_labels_is_audited_by_its_game(mode: str, tmp_path: 
     assert {path: path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file()} == before
     text = page.read_text()
     assert ("Not refuted." in text) is not refuted
-    assert "most these trials can show" in text
+    assert "typical of ideal scores" in text
     assert "too few trials" not in text
     assert f"opusim {run.facts['versions']['opusim']}" in text
     content = document.read_bytes()

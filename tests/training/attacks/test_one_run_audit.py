@@ -196,6 +196,7 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
     assert found.refuting
 
 
+@pytest.mark.slow
 def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp_path: Path) -> None:
     """Along a batch's inputs there is less noise than sigma_0 C; noise on the parameters hides nothing of that kind."""
     for remedy, found_it in (("extra-noise", True), ("parameters", False)):

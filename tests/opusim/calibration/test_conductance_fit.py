@@ -78,6 +78,7 @@ def test_constants_are_found_within_their_errors(large: ConductanceFit) -> None:
     assert large.p_value > 0.01
 
 
+@pytest.mark.slow
 def test_products_give_the_same_constants_and_the_noise_of_outputs() -> None:
     found = fit(products(500, 2), shape=Shape(degree=1, time="drift"), replicates=30)
     for name, value in (("nu_offset", NU), ("output_std", OUTPUT)):
@@ -85,12 +86,15 @@ def test_products_give_the_same_constants_and_the_noise_of_outputs() -> None:
         assert abs(found.law.numbers()[name] - 1.6 * value) > SURE * error_of(found, name)
 
 
-@pytest.mark.parametrize(("kind", "time"), [("power", "drift"), ("none", "none")])
+@pytest.mark.parametrize(
+    ("kind", "time"), [pytest.param("power", "drift", marks=pytest.mark.slow), ("none", "none")]
+)
 def test_the_law_of_time_is_chosen(kind: str, time: str) -> None:
     found = fit(devices(120, 4, kind=kind), replicates=20)
     assert found.law.shape.time == time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_twenty_products_show_drift(seed: int) -> None:
     found = fit(products(20, seed, least=0.5), replicates=20)
@@ -100,6 +104,7 @@ def test_twenty_products_show_drift(seed: int) -> None:
     assert found.limits["programming[0]"][0] >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exponential", "stuck"])
 def test_measurements_of_another_law_are_noticed(kind: str) -> None:
     shape = Shape(degree=1, time="drift")

@@ -313,7 +313,15 @@ _factor = st.floats(1.05, 3)
 
 @settings(max_examples=6)
 @given(_noise, _factor, st.integers(1, 20), st.integers(1, 20))
-@pytest.mark.parametrize("mechanism", [m for m in QUICK if not isinstance(m, RandomizedResponse)], ids=_name)
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        pytest.param(m, marks=pytest.mark.slow) if isinstance(m, PrivateSelection) else m
+        for m in QUICK
+        if not isinstance(m, RandomizedResponse)
+    ],
+    ids=_name,
+)
 def test_more_noise_never_raises_and_more_steps_never_lower(
     mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
 ) -> None:

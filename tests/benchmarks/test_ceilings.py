@@ -15,7 +15,7 @@ from opusim.training.networks import clipping
 from opusim.training.networks.record_gradients import recorder
 
 ROWS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in ("gpt", "lstm") else [])
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("encoder", "gpt", "lstm") else [])
     for name in operators.CEILINGS
 ]
 

@@ -165,7 +165,13 @@ def test_the_command_writes_no_description_of_another_law(tmp_path: Path) -> Non
     assert result.returncode == 3
     assert "do not describe these measurements" in result.stderr
     assert not out.exists()
-    assert opusim("device", "fit", str(readings), "--out", str(out), "--force", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_description_of_another_law_is_written_by_force(tmp_path: Path) -> None:
+    readings = written(tmp_path / "readings.csv", devices(60, 3, kind="exponential"))
+    command = ("device", "fit", str(readings), "--out", str(tmp_path / "lab.toml"), "--force")
+    assert opusim(*command, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,9 @@ def test_ctrl_c_ends_all_processes_with_a_checkpoint(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("command", ["evaluate", "audit", "curve", "account"])
+@pytest.mark.parametrize(
+    "command", with_marks(["evaluate", "audit", "curve", "account"], ["evaluate", "curve", "account"])
+)
 def test_other_commands_are_refused_in_several_processes(command: str, tmp_path: Path) -> None:
     settings = {**os.environ, "WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
     call = [sys.executable, "-c", "from opusim.training.cli import main; main()", command, "run"]

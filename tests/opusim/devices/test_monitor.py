@@ -38,7 +38,7 @@ def broken(fault: Fault, at_step: int, **window: Any) -> NoisyDevice:
 
 
 @pytest.mark.parametrize("fault", list(NAMES))
-@pytest.mark.parametrize("n_outputs", [64, 1024])
+@pytest.mark.parametrize("n_outputs", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_a_fault_is_found_and_named_within_the_rate(fault: Fault, n_outputs: int) -> None:
     kind, words = NAMES[fault]
     with broken(fault, 7, n_outputs=n_outputs) as device:

@@ -179,6 +179,7 @@ def test_drawn_noise_bounds_epsilon_closely_and_exceeds_it_as_rarely_as_stated(m
     assert abs(share - 0.05) < 5 * math.sqrt(0.05 * 0.95 / REPEATS)
 
 
+@pytest.mark.slow
 def test_drawn_noise_that_is_smaller_than_stated_is_found_with_the_calculated_probability(seed: int) -> None:
     generator, mu, stated = np.random.default_rng(seed), 1.0, 0.96
     claimed = epsilon_of(stated, DELTA)

@@ -313,7 +313,15 @@ _factor = st.floats(1.05, 3)
 
 @settings(max_examples=6)
 @given(_noise, _factor, st.integers(1, 20), st.integers(1, 20))
-@pytest.mark.parametrize("mechanism", [m for m in QUICK if not isinstance(m, RandomizedResponse)], ids=_name)
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        pytest.param(m, marks=pytest.mark.slow) if isinstance(m, PrivateSelection) else m
+        for m in QUICK
+        if not isinstance(m, RandomizedResponse)
+    ],
+    ids=_name,
+)
 def test_more_noise_never_raises_and_more_steps_never_lower(
     mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
 ) -> None:
@@ -329,7 +337,11 @@ def test_more_noise_never_raises_and_more_steps_never_lower(
 
 @settings(max_examples=10)
 @given(st.permutations([0.5, 1.0, 1.5, 2.0]))
-@pytest.mark.parametrize("mechanism", [RECORD, CALIBRATED[5], CALIBRATED[6], CALIBRATED[7]], ids=_name)
+@pytest.mark.parametrize(
+    "mechanism",
+    [RECORD, *(pytest.param(CALIBRATED[n], marks=pytest.mark.slow) for n in (5, 6, 7))],
+    ids=_name,
+)
 def test_the_order_of_composition_does_not_matter(mechanism: Mechanism, order: list[float]) -> None:
     def total(noises: list[float]) -> float:
         return guarantees([mechanism.with_noise(noise) for noise in noises], delta=DELTA)[0].epsilon

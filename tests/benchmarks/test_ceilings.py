@@ -14,8 +14,13 @@ from benchmarks.speed import operators, walk
 from opusim.training.networks import clipping
 from opusim.training.networks.record_gradients import recorder
 
+ROWS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("encoder", "gpt", "lstm") else [])
+    for name in operators.CEILINGS
+]
 
-@pytest.mark.parametrize("name", operators.CEILINGS)
+
+@pytest.mark.parametrize("name", ROWS)
 def test_a_private_step_stays_below_its_ceilings(name: str) -> None:
     row = operators.measured(name)
     assert row["private"] <= operators.CEILINGS[name] * row["plain"]
@@ -36,13 +41,7 @@ def test_planted_fault_a_wait_in_every_layer_is_counted(monkeypatch: pytest.Monk
     assert operators.measured("mlp")["waits"] > 5
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("gpt", "lstm") else [])
-        for name in operators.CEILINGS
-    ],
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_no_operator_of_a_step_hides_a_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values, where all that needs one raises; the look that the processor takes is left out."""
     model, x, y = operators.models()[name]

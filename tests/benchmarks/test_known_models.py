@@ -33,7 +33,9 @@ def task(results: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[nanogpt.Cha
     nanogpt.texts.cache_clear()
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [name if name == "read-out" else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
+)
 def test_a_run_that_is_cut_resumes(
     task: nanogpt.Characters, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

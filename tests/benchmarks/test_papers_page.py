@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.markdown import difference
 from benchmarks.pages.papers import convex, page, zeroth_order
 from benchmarks.pages.papers.item import COSTS
@@ -15,6 +17,7 @@ def test_all_commands_together_take_at_most_a_day_and_a_half() -> None:
     assert sum(COSTS.values()) <= 36
 
 
+@pytest.mark.slow
 def test_the_page_is_written_without_results(results: Path) -> None:
     assert "queued" in page.papers_page()
 

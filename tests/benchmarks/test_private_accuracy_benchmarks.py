@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.private_accuracy import records
 from benchmarks.results_file import load_results
 from opusim.description.section import merged
 from tests.support.paper_data import write_mnist
 
 
+@pytest.mark.slow
 def test_a_row_of_private_accuracy_takes_more_seeds_later(results: Path) -> None:
     write_mnist(results.parent, 60)
     name = "fashion-mnist, convolutions, DP-SGD"

@@ -81,6 +81,7 @@ def test_ulr_widths(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("| small | 64 |") == 1, "seeds are averaged"
 
 
+@pytest.mark.slow
 def test_ulr_proven_with_orthogonal_copies(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 40)
     monkeypatch.setattr(table1, "PROVEN_BATCH", 20)

@@ -95,7 +95,7 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     "layer",
     ["training", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accounting", "hw_configs"))],
 )
-@pytest.mark.parametrize("is_package", [True, False])
+@pytest.mark.parametrize("is_package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_module_of_the_user_with_a_layers_name_is_the_users(
     tmp_path: Path, layer: str, is_package: bool
 ) -> None:

@@ -29,6 +29,7 @@ class Import:
     line: int
 
 
+@cache
 def imports_of(source: str, *, package: str = "") -> list[Import]:
     """List every imported name of a source text.
 

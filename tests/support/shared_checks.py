@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from opusim.accounting.ledger import LedgerContent, read_ledger
 from tests.support.kill_ranks import computed
@@ -25,6 +28,18 @@ def do(program: str, *arguments: str) -> None:
     call = [sys.executable, "-m", f"tests.support.{program}", *arguments]
     done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def with_marks(names: Iterable[str], nightly: Sequence[str]) -> list[Any]:
+    """Return parameters, of which the nightly ones are marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in nightly else ()) for name in names]
+
+
+def selected(request: pytest.FixtureRequest, names: Iterable[str], nightly: Sequence[str]) -> list[str]:
+    """Return the names; without the nightly ones where no slow test of the fixture's module is selected."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    is_night = any(item.get_closest_marker("slow") for item in tests)
+    return [name for name in names if is_night or name not in nightly]
 
 
 def steps_of(file: Path) -> list[tuple[int, list[int]]]:

@@ -74,6 +74,7 @@ def test_a_search_prints_the_epsilon_of_the_choice(tmp_path: Path) -> None:
     assert found.score == max(scores.values())
 
 
+@pytest.mark.slow
 def test_scores_are_noised_for_the_held_out_records(tmp_path: Path) -> None:
     """The noise has standard deviation 1 / (n mu): it is what the score differs from the accuracy by."""
     Search(config(), CHOICES, mean=12.0, folder=tmp_path).run()

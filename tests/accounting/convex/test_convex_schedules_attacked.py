@@ -140,7 +140,7 @@ def largest_share(p: np.ndarray, q: np.ndarray, mu: float) -> float:
     )
 
 
-@pytest.mark.parametrize("c", [0.9, 1.0])
+@pytest.mark.parametrize("c", [pytest.param(0.9, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("final", [0.0, math.sqrt(BATCHES - 1)])
 def test_no_nonlinear_maps_beat_the_theorem(final: float, c: float) -> None:
     generator = np.random.default_rng(11)

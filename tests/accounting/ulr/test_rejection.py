@@ -19,6 +19,7 @@ from opusim.accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian, ad
 
 CASES = ((24, 0.2, 4, 4.0), (100, 0.2, 20, 4.0), (100, 0.2, 20, 1.0), (50, 0.05, 5, 0.7), (40, 0.5, 1, 2.0))
 """N, q, N_B, z."""
+PARAMETERS = [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])]
 ALL_VALUES = (-1.0, 0.0, 1.0)
 
 
@@ -50,7 +51,7 @@ def renyi(order: float, step: np.ndarray, p: np.ndarray, q: np.ndarray) -> float
     return float(np.log(np.exp(logs).sum() * step) / (order - 1))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PARAMETERS, ids=str)
 def test_no_neighbours_exceed_the_bound_in_either_direction(case: tuple[int, float, int, float]) -> None:
     exceeded = False
     for others, new in product(ALL_VALUES, (-1.0, 1.0)):
@@ -69,7 +70,7 @@ def test_no_neighbours_exceed_the_bound_in_either_direction(case: tuple[int, flo
     assert exceeded or case[2] == 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PARAMETERS, ids=str)
 def test_hockey_sticks_stay_below_the_mixture_that_is_composed(case: tuple[int, float, int, float]) -> None:
     mixture, z = run_of(case[0], case[1], case[2], 1.0).as_mixture(), case[3]
     for others, new in product(ALL_VALUES, (-1.0, 1.0)):
@@ -90,6 +91,7 @@ def test_hockey_sticks_stay_below_the_mixture_that_is_composed(case: tuple[int, 
                 assert exact <= bound + 1e-7  # the quadrature's own error
 
 
+@pytest.mark.slow
 def test_the_reference_cases() -> None:
     """Order 4, N = 100, q = 0.2, N_B = 20, z = 4: exact 1.59e-2, eq. 10 5.63e-2, the bound 2.28e-2."""
     case = (100, 0.2, 20, 4.0)

@@ -92,6 +92,7 @@ def failed(found: Calibration) -> list[str]:
     return [test.text for test in found.certificate.tests if test.needed and not test.holds]
 
 
+@pytest.mark.slow
 def test_a_clipped_black_level_moves_no_limit(seed: int) -> None:
     """The blank frames' mean, 3 DN too high, would hide 6 % of the anchor's light."""
     found = calibrated(LowBlackLevel, "camera", seed, frames=64, outputs=2000)
@@ -102,7 +103,7 @@ def test_a_clipped_black_level_moves_no_limit(seed: int) -> None:
     assert law.light_ratio_high * (1 - 3 / anchor_dn) < 1  # planted: with the clipped frames' mean taken off
 
 
-@pytest.mark.parametrize("name", ["camera", "camera_low_light"])
+@pytest.mark.parametrize("name", [pytest.param("camera", marks=pytest.mark.slow), "camera_low_light"])
 @pytest.mark.parametrize("kind", [pytest.param(Vignetting, marks=pytest.mark.slow), OneBrightOutput])
 def test_light_that_is_spread_in_another_way_earns_no_law_of_an_outputs_light(
     kind: type[CameraDevice], name: str, seed: int
@@ -126,14 +127,14 @@ def test_light_that_varies_at_each_output_by_itself_is_refused(seed: int) -> Non
     assert f"{VARIANCE} (excess)" in failed(found)
 
 
-@pytest.mark.parametrize("name", ["camera", "camera_low_light"])
+@pytest.mark.parametrize("name", [pytest.param("camera", marks=pytest.mark.slow), "camera_low_light"])
 def test_a_few_pixels_without_dark_current_are_refused(name: str, seed: int) -> None:
     found = calibrated(ColdPixels, name, seed)
     assert found.certificate.noise is None
     assert any(text.startswith(DARK) for text in failed(found))
 
 
-@pytest.mark.parametrize("name", ["camera", "camera_low_light"])
+@pytest.mark.parametrize("name", [pytest.param("camera", marks=pytest.mark.slow), "camera_low_light"])
 def test_a_sound_camera_is_certified_also_where_the_anchor_is_clipped(name: str, seed: int) -> None:
     """A tenth of the outputs may be full; they are left out, so that the mean is not understated."""
     gain = {"camera": 0.045, "camera_low_light": 8.0}[name]

@@ -134,6 +134,7 @@ def test_a_device_that_has_not_changed_agrees_with_its_certificate(seed: int) ->
     require_noise(old.certificate, new)
 
 
+@pytest.mark.slow
 def test_a_warm_camera_whose_anchor_is_measured_with_errors_is_as_noisy_as_certified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -285,6 +286,7 @@ def test_certified_dark_charge_holds_at_every_pixel(seed: int) -> None:
     assert dark.min() < mean.low * device.exposure.light.exposure_us * 1e-6  # planted: the mean's own limit
 
 
+@pytest.mark.slow
 def test_pixels_of_unequal_noise_get_no_certificate_of_counts(seed: int) -> None:
     uneven = {
         "camera": {"pixels": {"read_noise_spread": 1e-6}}

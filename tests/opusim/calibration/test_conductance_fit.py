@@ -78,6 +78,7 @@ def test_constants_are_found_within_their_errors(large: ConductanceFit) -> None:
     assert large.p_value > 0.01
 
 
+@pytest.mark.slow
 def test_products_give_the_same_constants_and_the_noise_of_outputs() -> None:
     found = fit(products(500, 2), shape=Shape(degree=1, time="drift"), replicates=30)
     for name, value in (("nu_offset", NU), ("output_std", OUTPUT)):
@@ -85,12 +86,15 @@ def test_products_give_the_same_constants_and_the_noise_of_outputs() -> None:
         assert abs(found.law.numbers()[name] - 1.6 * value) > SURE * error_of(found, name)
 
 
-@pytest.mark.parametrize(("kind", "time"), [("power", "drift"), ("none", "none")])
+@pytest.mark.parametrize(
+    ("kind", "time"), [pytest.param("power", "drift", marks=pytest.mark.slow), ("none", "none")]
+)
 def test_the_law_of_time_is_chosen(kind: str, time: str) -> None:
     found = fit(devices(120, 4, kind=kind), replicates=20)
     assert found.law.shape.time == time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_twenty_products_show_drift(seed: int) -> None:
     found = fit(products(20, seed, least=0.5), replicates=20)
@@ -100,6 +104,7 @@ def test_twenty_products_show_drift(seed: int) -> None:
     assert found.limits["programming[0]"][0] >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exponential", "stuck"])
 def test_measurements_of_another_law_are_noticed(kind: str) -> None:
     shape = Shape(degree=1, time="drift")
@@ -160,7 +165,13 @@ def test_the_command_writes_no_description_of_another_law(tmp_path: Path) -> Non
     assert result.returncode == 3
     assert "do not describe these measurements" in result.stderr
     assert not out.exists()
-    assert opusim("device", "fit", str(readings), "--out", str(out), "--force", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_description_of_another_law_is_written_by_force(tmp_path: Path) -> None:
+    readings = written(tmp_path / "readings.csv", devices(60, 3, kind="exponential"))
+    command = ("device", "fit", str(readings), "--out", str(tmp_path / "lab.toml"), "--force")
+    assert opusim(*command, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(

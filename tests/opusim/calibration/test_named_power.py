@@ -98,8 +98,8 @@ def covers(law: object, device: CameraDevice, rms: float) -> bool:
     )
 
 
-@pytest.mark.parametrize("power_law", ["log_normal", "gaussian"])
-@pytest.mark.parametrize("rms", [0.003, 0.03])
+@pytest.mark.parametrize("power_law", ["log_normal", pytest.param("gaussian", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rms", [0.003, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_light_of_a_named_law_is_certified_about_the_truth(power_law: str, rms: float, seed: int) -> None:
     found, device = calibrated(seed, law=power_law, rms=rms)
     law = found.certificate.noise
@@ -140,8 +140,8 @@ def test_a_certificate_is_written_read_and_attached(tmp_path: Path, seed: int) -
     ("fault", "text"),
     [
         ("correlated", "the power of a frame does not follow from earlier ones"),
-        ("heavy", "the power of a frame is log-normal"),
-        ("anchor", "the power has one spread at every light"),
+        pytest.param("heavy", "the power of a frame is log-normal", marks=pytest.mark.slow),
+        pytest.param("anchor", "the power has one spread at every light", marks=pytest.mark.slow),
     ],
 )
 def test_a_power_of_another_law_is_refused_by_name(fault: str, text: str, seed: int) -> None:
@@ -150,12 +150,14 @@ def test_a_power_of_another_law_is_refused_by_name(fault: str, text: str, seed: 
     assert text in failed(found)
 
 
+@pytest.mark.slow
 def test_common_noise_that_is_no_light_is_refused(seed: int) -> None:
     found, _ = calibrated(seed, offset_dn=3.0)
     assert found.certificate.noise is None
     assert "outputs do not correlate" in failed(found)
 
 
+@pytest.mark.slow
 def test_light_that_drifts_is_refused_by_name(seed: int) -> None:
     found, _ = calibrated(seed, drift_rms=0.01, drift_s=1e4, seconds_per_step=1.0)
     assert found.certificate.noise is None
@@ -181,7 +183,8 @@ def test_only_the_power_is_taken_off(seed: int) -> None:
     assert p_value(frames + 3 * random.standard_normal((200, 1))) < 1e-9
 
 
-@pytest.mark.parametrize("runs", [6, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [400])
 def test_limits_hold_together_at_the_stated_rate(runs: int, seed: int) -> None:
     """At beta = 0.05, 128 outputs; failures are at most binomial, since Bonferroni's share is an upper limit.
 

@@ -85,6 +85,7 @@ def jackknife_hits(seed: int, truth: float) -> np.ndarray:
     return np.array(hits)
 
 
+@pytest.mark.slow
 def test_jackknife_limits_hold_at_their_rate(seed: int) -> None:
     assert rate_fits(jackknife_hits(seed, 2.7), CONFIDENCE)
     assert not rate_fits(jackknife_hits(seed, 2.7 * 1.1), CONFIDENCE)

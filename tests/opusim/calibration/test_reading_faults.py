@@ -226,6 +226,7 @@ def assert_alarm_rate(least: np.ndarray) -> None:
     assert np.mean(least < 0.5) > 0.1  # the tests are not idle
 
 
+@pytest.mark.slow
 def test_sound_readings_alarm_at_the_stated_rate_at_most(seed: int) -> None:
     assert_alarm_rate(least_p_values(seed, 60))
 

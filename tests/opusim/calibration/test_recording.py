@@ -47,6 +47,7 @@ def test_images_are_as_square_as_the_outputs_allow() -> None:
     assert shape_of(13) == (13, 1)
 
 
+@pytest.mark.slow
 def test_an_independent_implementation_finds_the_configured_constants(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

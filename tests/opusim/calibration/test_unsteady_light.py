@@ -76,7 +76,9 @@ def failed(found: Calibration) -> list[str]:
     return [test.text for test in found.certificate.tests if test.needed and not test.holds]
 
 
-@pytest.mark.parametrize(("name", "spread"), [("camera_low_light", 0.003), ("camera", 0.01)])
+@pytest.mark.parametrize(
+    ("name", "spread"), [("camera_low_light", 0.003), pytest.param("camera", 0.01, marks=pytest.mark.slow)]
+)
 def test_unsteady_light_is_measured_and_gets_no_certificate(name: str, spread: float, seed: int) -> None:
     found, device = calibrated(name, seed, spread=spread)
     assert found.certificate.noise is None
@@ -107,13 +109,16 @@ def test_without_the_common_part_taken_off_the_gain_is_overstated(seed: int) -> 
     assert abs(common_off - 0.01889) < 0.05 * 0.01889
 
 
-@pytest.mark.parametrize("where", ["flat", "anchor", "project"])
+@pytest.mark.parametrize(
+    "where", ["anchor", *(pytest.param(where, marks=pytest.mark.slow) for where in ("flat", "project"))]
+)
 def test_each_source_of_unsteady_light_is_seen_by_itself(where: str, seed: int) -> None:
     found, _ = calibrated("camera", seed, spread=0.01, where=(where,))
     assert found.certificate.noise is None
     assert any(("outputs do not" if where == "project" else STEADY) in text for text in failed(found))
 
 
+@pytest.mark.slow
 def test_steady_light_is_certified_about_the_truth(seed: int) -> None:
     for name in ("camera", "camera_low_light"):
         found, device = calibrated(name, seed)
@@ -151,7 +156,8 @@ def transfer_of(
     return PhotonTransfer(light=series[0], dark=series[1], exposure_us=1.0, is_rounded=False)
 
 
-@pytest.mark.parametrize("runs", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [400])
 def test_limits_hold_at_their_rate_whatever_the_light_does(runs: int, seed: int) -> None:
     """A gain of 1 under light of 2 %, common to all pixels or of each pixel; the straight line misses the latter."""
     confidence = 0.9
@@ -191,6 +197,7 @@ def test_dark_current_that_differs_over_pixels_is_seen(seed: int) -> None:
     assert varied.property_p_values()[text]["spread over pixels"] < 1e-6
 
 
+@pytest.mark.slow
 def test_the_upper_limit_of_light_noise_is_passed_as_rarely_as_it_says(seed: int) -> None:
     random, runs, beta = np.random.default_rng(seed), 2000, 0.05
     own, light, spread = np.array([0.01, 0.03, 0.1]), np.array([10.0, 40.0, 100.0]), 0.003

@@ -36,7 +36,10 @@ def test_an_accountant_refuses_the_law_by_name(law: NoiseModel) -> None:
         device_readings_guarantee(DeviceReadings(noise=law, readings=1, distance=1.0), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["pcm", "hermes", "reram", "mzi_mesh", "microring_bank"])
+@pytest.mark.parametrize(
+    "name",
+    ["pcm", "hermes", "reram", pytest.param("mzi_mesh", marks=pytest.mark.slow), "microring_bank"],
+)
 def test_a_protection_does_not_credit_a_crossbar(name: str) -> None:
     with (
         open_device(name, n_inputs=4, n_outputs=6) as device,

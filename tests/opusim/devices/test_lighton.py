@@ -246,6 +246,7 @@ os.kill(os.getpid(), signal.SIGKILL)
             appliance(section)
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_named_each_time() -> None:
     """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
     code = """
@@ -270,6 +271,7 @@ for attempt in range(2):
     assert done.stdout == "True\nTrue\n"
 
 
+@pytest.mark.slow
 def test_it_imports_without_pkg_resources() -> None:
     code = """
 import importlib.abc, sys

@@ -38,7 +38,7 @@ def broken(fault: Fault, at_step: int, **window: Any) -> NoisyDevice:
 
 
 @pytest.mark.parametrize("fault", list(NAMES))
-@pytest.mark.parametrize("n_outputs", [64, 1024])
+@pytest.mark.parametrize("n_outputs", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_a_fault_is_found_and_named_within_the_rate(fault: Fault, n_outputs: int) -> None:
     kind, words = NAMES[fault]
     with broken(fault, 7, n_outputs=n_outputs) as device:
@@ -234,7 +234,12 @@ def test_the_stated_smallest_change_is_found_in_time(change: str, seed: int) -> 
         ("camera", (10, 256), {}),
         ("camera_low_light", (10, 64), {}),
         ("camera_low_light", (10, 256), {"camera": {"light": {"power": POWER}}}),
-        ("camera_low_light", (10, 256), {"camera": {"light": {"power": POWER | {"correlation_us": 2e6}}}}),
+        pytest.param(
+            "camera_low_light",
+            (10, 256),
+            {"camera": {"light": {"power": POWER | {"correlation_us": 2e6}}}},
+            marks=pytest.mark.slow,
+        ),
         ("camera_holography", (10, 64), {"camera": {"vibration": {"phase_rms_rad": 0.3}}}),
     ],
 )
@@ -260,6 +265,7 @@ def alarms_of_five(name: str, window: tuple[int, int], overrides: dict[str, Any]
     return alarms
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_noise_that_outputs_share_would_give_false_alarms_if_they_counted_as_independent(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def test_it_passes_the_contract(installed: Path) -> None:
     assert re.search(r"\d\d passed", said)
 
 
+@pytest.mark.slow
 def test_a_script_trains_on_a_class_that_it_registers(tmp_path: Path) -> None:
     for name in ("lab_bench.py", "bench.toml", "train_bench.py"):
         (tmp_path / name).write_text(files()[name])

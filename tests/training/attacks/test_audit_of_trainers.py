@@ -72,6 +72,7 @@ def of(audit: Audit, role: Role) -> Finding:
     return finding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_members_of_an_unprotected_step_are_found(tmp_path: Path, name: str) -> None:
     trainer = {
@@ -83,6 +84,7 @@ def test_members_of_an_unprotected_step_are_found(tmp_path: Path, name: str) -> 
     assert found.controls_hold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> None:
     found = audit_run(protected(tmp_path, name), data=data(), trials=TRIALS, seed=7)
@@ -94,10 +96,17 @@ def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> 
         assert of(found, role).claim.epsilon == pytest.approx(expected, abs=0.001)
 
 
-@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
+@pytest.mark.parametrize(
+    "adjacency", [Adjacency.ZERO_OUT, pytest.param(Adjacency.REPLACE_ONE, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("protects", "kind", "planted"),
-    [(True, "pdfa", False), (True, "bp", False), (True, "pdfa", True), (False, "pdfa", False)],
+    [
+        (True, "pdfa", False),
+        pytest.param(True, "bp", False, marks=pytest.mark.slow),
+        (True, "pdfa", True),
+        pytest.param(False, "pdfa", False, marks=pytest.mark.slow),
+    ],
 )
 def test_single_records_stand_for_batches_only_if_updates_add_up(
     tmp_path: Path,

@@ -168,7 +168,7 @@ def slow_but(fast: Sequence[str], names: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["response", "stages", "device", "argmax", "released model"],
+        ["response", "stages", "device", "released model"],
         list(GAMES),
     ),
 )

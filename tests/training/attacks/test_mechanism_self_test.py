@@ -78,15 +78,11 @@ def require_found(fault: Fault, kind: str, protection: str, mode: str, seed: int
     assert {check.name for check in found.alarms} & set(fault.checks), report_text(found)
 
 
-SEEDED = ("pdfa", "ulr")
-"""Trainers whose seeded noise is tested in every run of the tests; that of the others is nightly."""
-
-
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
         (kind, mode)
-        if (mode == "release" or kind in SEEDED) and kind not in ("ulr", "zo")
+        if (kind, mode) == ("pdfa", "release")
         else pytest.param(kind, mode, marks=pytest.mark.slow)
         for kind in STEPWISE
         for mode in MODES
@@ -141,7 +137,13 @@ RELEASED = {
 """Further laws of noise: trainer, protection and settings."""
 
 
-@pytest.mark.parametrize("name", list(RELEASED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "label-randomized-response" else pytest.param(name, marks=pytest.mark.slow)
+        for name in RELEASED
+    ],
+)
 @pytest.mark.parametrize("mode", ["release", pytest.param("experiment", marks=pytest.mark.slow)])
 def test_further_noise_is_what_is_accounted(name: str, mode: str, seed: int) -> None:
     kind, protection, settings = RELEASED[name]
@@ -191,7 +193,13 @@ class OneNumber:
         return np.broadcast_to(self._source.random((1,)), size)
 
 
-@pytest.mark.parametrize("check", list(STAGED_FAULTS))
+@pytest.mark.parametrize(
+    "check",
+    [
+        check if check.endswith("labels kept") else pytest.param(check, marks=pytest.mark.slow)
+        for check in STAGED_FAULTS
+    ],
+)
 def test_faults_of_responses_in_stages_are_found(
     check: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,21 +283,14 @@ def test_joint_clips_of_loss_differences_are_accounted(seed: int, monkeypatch: p
     assert not self_test("zo", "experiment", seed, settings=["trainer.clip=joint"]).holds
 
 
-NIGHTLY = (
-    "noise_halved_on_release",
-    "noise_missing_on_release",
-    "noise_reused_on_release",
-    "noise_shared_by_parameters",
-    "clipped_together",
-    "steps_without_noise",
-)
-"""Faults beside which another of their kind is planted in every run of the tests."""
+IN_CI = ("noise_halved", "bias_unclipped", "sampled_too_often", "labels_kept_too_often")
+"""One fault of noise, of contributions, of batches and of labels; the others are planted every night."""
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, id=fault.name, marks=[pytest.mark.slow] if fault.name in NIGHTLY else [])
+        pytest.param(fault, id=fault.name, marks=() if fault.name in IN_CI else pytest.mark.slow)
         for fault in (*FAULTS, *OF_ONE_RUN)
     ],
 )
@@ -325,6 +326,7 @@ def test_label_protections_everywhere(protection: str, kind: str, mode: str, see
     assert found.holds, report_text(found)
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_self_test() -> None:
     first, second = (self_test("dfa", "experiment", seed) for seed in (3, 3))
     assert first.checks == second.checks
@@ -365,7 +367,7 @@ def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> l
     return runs
 
 
-@pytest.mark.parametrize("z", [0.5, 3.0])
+@pytest.mark.parametrize("z", [pytest.param(0.5, marks=pytest.mark.slow), 3.0])
 @pytest.mark.parametrize(
     "fault", ["", "noise", "reused", "sizes", "layers", "a part", "a part again", "a step"]
 )
@@ -436,6 +438,7 @@ def test_synthetic_small_batches_alarm_where_they_must(fault: str, seed: int) ->
         assert alarms == ({FAULTY_AMOUNTS[fault]} if fault else set())
 
 
+@pytest.mark.slow
 def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
     generator = np.random.default_rng(seed)
     n, share = 200, 0.05
@@ -465,6 +468,7 @@ def test_a_value_that_is_no_number_is_an_alarm() -> None:
     assert not Check(observed=0.0, p_value=1.0, **values).alarm
 
 
+@pytest.mark.slow
 def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
     for fault in NAMED.values():
         with fault.planted():

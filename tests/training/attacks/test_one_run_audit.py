@@ -140,14 +140,15 @@ def test_a_seed_repeats_the_audit(pdfa: Path) -> None:
     assert next(iter(first.scores().values())).plan.delta == 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "adversary"),
     [
         (NAMED["noise_halved"], "all updates"),
-        pytest.param(NAMED["noise_reused"], "consecutive updates", marks=pytest.mark.slow),
-        pytest.param(NAMED["clipped_by_layer"], "all updates", marks=pytest.mark.slow),
-        pytest.param(NAMED["averaged_before_noise"], "all updates", marks=pytest.mark.slow),
-        pytest.param(NAMED["sampled_too_often"], "all updates", marks=pytest.mark.slow),
+        (NAMED["noise_reused"], "consecutive updates"),
+        (NAMED["clipped_by_layer"], "all updates"),
+        (NAMED["averaged_before_noise"], "all updates"),
+        (NAMED["sampled_too_often"], "all updates"),
     ],
 )
 def test_a_planted_fault_is_refuted(pdfa: Path, fault: Fault, adversary: str) -> None:
@@ -196,6 +197,7 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
     assert found.refuting
 
 
+@pytest.mark.slow
 def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp_path: Path) -> None:
     """Along a batch's inputs there is less noise than sigma_0 C; noise on the parameters hides nothing of that kind."""
     for remedy, found_it in (("extra-noise", True), ("parameters", False)):

@@ -112,9 +112,8 @@ def test_the_report_of_a_loop_takes_its_folder(tmp_path: Path) -> None:
     assert "Repeat this run" not in page
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("experiment"), pytest.param("release", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_a_self_test_of_a_private_loop_agrees_with_its_ledger(mode: str, seed: int) -> None:
     own = seed if mode == "experiment" else None
     found = opusim.audit_mechanism("private-loop", mode=mode, steps=40, seed=own, level=1e-6)

@@ -116,6 +116,7 @@ def test_the_result_is_kept_and_shown(plain: Path, plain_audit: Audit) -> None:
         Audit.from_json({"schema_version": 9})
 
 
+@pytest.mark.slow
 def test_the_same_seed_repeats_an_audit(plain: Path, plain_audit: Audit) -> None:
     again, other = (audit_run(plain, data=data(), trials=40, seed=seed).to_json() for seed in (7, 8))
     assert again == audit_run(plain, data=data(), trials=40, seed=7).to_json()
@@ -157,7 +158,8 @@ def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(
     assert "REFUTED: the step does not do" in "\n".join(paragraphs(broken))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_difference_attack_finds_noise_that_is_too_weak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
@@ -180,6 +182,7 @@ def test_the_difference_attack_finds_noise_that_is_too_weak(
     assert not of(found, Role.RUN).refutes  # the row space cannot see it: the noise has full rank
 
 
+@pytest.mark.slow
 def test_batches_above_the_fan_in_are_found_by_what_they_add(tmp_path: Path) -> None:
     x, y = data()
     config = {**RUN, "sampler": {"batch_size": 60}, "model": {"hidden": [64]}}
@@ -204,6 +207,7 @@ def test_every_trial_starts_from_the_same_state_with_its_own_noise(plain: Path) 
     assert torch.equal(first["layer2.weight"], second["layer2.weight"])  # its error crosses no device
 
 
+@pytest.mark.slow
 def test_a_released_run_is_audited_with_the_systems_noise_outside_its_folder(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -218,7 +222,14 @@ def test_a_released_run_is_audited_with_the_systems_noise_outside_its_folder(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("bp", "sgd"), ("dfa", "sgd"), ("bp", "adam")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        ("bp", "sgd"),
+        pytest.param("dfa", "sgd", marks=pytest.mark.slow),
+        pytest.param("bp", "adam", marks=pytest.mark.slow),
+    ],
+)
 def test_digital_trainers_are_found_out_too(tmp_path: Path, kind: str, optimizer: str) -> None:
     config = {key: value for key, value in RUN.items() if key != "device"}
     config |= {"trainer": {"kind": kind}, "optimizer": {"name": optimizer}}

@@ -47,6 +47,7 @@ def test_an_audit_prints_a_table_and_its_meaning_and_keeps_them(folder: Path) ->
     assert json.loads(again.stdout)["schema_version"] == 2
 
 
+@pytest.mark.slow
 def test_a_control_that_fails_is_a_headline_and_exit_code_3(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def _with_a_flipped_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
     """`python -c` puts the working folder first, so that this module stands for a package that cannot be found."""
     (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no transformers here')\n")

@@ -22,10 +22,10 @@ def asked(**variables: str) -> str:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("opusim tra", "train"),
+        pytest.param("opusim tra", "train", marks=pytest.mark.slow),
         ("opusim device ca", "calibrate"),
         ("opusim train pdfa --prot", "--protect"),
-        ("opusim nothing", ""),
+        pytest.param("opusim nothing", "", marks=pytest.mark.slow),
     ],
 )
 def test_words_are_completed(words: str, answer: str) -> None:

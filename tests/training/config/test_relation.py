@@ -104,7 +104,9 @@ def told_by_a_run(config: dict[str, Any], n: int, place: Path) -> dict[str, Any]
     return files
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(
+    "kind", ["bp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in TRAINERS if kind != "bp")]
+)
 def test_a_release_run_tells_nothing_of_the_number_of_records(tmp_path: Path, kind: str) -> None:
     """One record more: the ledgers are equal byte by byte, and so is every public file but for the model's numbers."""
     sizes = appended_in_training()

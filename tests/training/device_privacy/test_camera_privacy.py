@@ -199,6 +199,7 @@ def test_what_training_keeps_is_inverted_too(kept: str) -> None:
     assert found.temperature_for(target, light * 1.1) is not None
 
 
+@pytest.mark.slow
 def test_holograms_leak_no_more_than_their_exact_counts_say(seed: int) -> None:
     """The four frames of a label under the reference beam, which dims with the laser; the others tell nothing."""
     description = load_description("camera_holography")

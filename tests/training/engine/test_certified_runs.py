@@ -155,7 +155,7 @@ def config(name: Path | str, certificate: Path | None, **changes: Any) -> dict[s
     return base
 
 
-@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize("mode", [pytest.param("experiment", marks=pytest.mark.slow), "release"])
 def test_a_third_partys_device_gets_a_statement(tmp_path: Path, mode: str) -> None:
     device = description_file(tmp_path, "drawing_bench")
     with open_described(load_description(device), n_inputs=3, n_outputs=OUTPUTS, seed=4) as opened:

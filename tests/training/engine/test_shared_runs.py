@@ -18,18 +18,21 @@ from opusim.processes.ranks import Ranks
 from opusim.training.engine.session import share_trainer
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.ranks import run_ranks
-from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
+from tests.support.shared_checks import (
+    ROOT,
+    SURE,
+    deviations,
+    do,
+    require_kills_are_paid,
+    selected,
+    steps_of,
+    with_marks,
+)
 from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
 
-SAME = [
-    "pdfa=2",
-    "pdfa module=2",
-    "pdfa record=2",
-    "pdfa record=2+1",
-    "pdfa module record=2",
-    "bp banded=2+1",
-]
+SAME = ["pdfa record=2", "pdfa record=2+1"]
 MORE = [
+    *("pdfa=2", "pdfa module=2", "pdfa module record=2", "bp banded=2+1"),
     "pdfa module small batches=2",
     *(
         "bp banded=3",
@@ -46,7 +49,8 @@ MORE = [
 ]
 STEPS = 240
 """Of batches; enough for each fault of their law to show by ten standard errors."""
-NOISES = ["noise", "noise in release", "noise of both", "noise averaged", "noise over own divisor"]
+NOISES = ["noise", "noise in release"]
+FAULTS = ["noise of both", "noise averaged", "noise over own divisor"]
 REFUSED = {
     "ulr": "trainer.kind: 'ulr' trains in one process; take 'bp', 'dfa'",
     "convex": "trainer.kind: 'convex' trains in one process; take 'bp', 'dfa'",
@@ -60,6 +64,8 @@ FAILED = {
     "device fault": "DeviceFault: device 'gaussian': the laser is off",
     "diverged": "TrainingDiverged: step ",
 }
+NIGHTLY = ("noise of both", "noise over own divisor", "ulr", "convex", "device noise", "diverged")
+"""What is done only where slow tests are selected; another of its kind is done in every run of the tests."""
 
 
 def ones(runs: list[str]) -> list[str]:
@@ -67,9 +73,10 @@ def ones(runs: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
-    do("shared_runs", str(path), *ones(SAME), *SAME, *NOISES, "batches", *REFUSED, *FAILED)
+    names = [*ones(SAME), *SAME, *NOISES, *FAULTS, "batches", *REFUSED, *FAILED]
+    do("shared_runs", str(path), *selected(request, names, NIGHTLY))
     return path
 
 
@@ -117,7 +124,7 @@ def test_small_batches_leave_a_process_without_records(folder: Path) -> None:
 
 
 def test_only_the_first_process_writes(folder: Path) -> None:
-    assert (folder / "pdfa=2" / "summary.json").exists()
+    assert (folder / "pdfa record=2" / "summary.json").exists()
     assert not list(folder.glob("*.rank1"))
 
 
@@ -138,12 +145,12 @@ def noise_deviation(run: Path) -> float:
     return (float(update.square().mean()) / expected - 1) / math.sqrt(2 / update.numel())
 
 
-@pytest.mark.parametrize("name", NOISES[:2])
+@pytest.mark.parametrize("name", NOISES)
 def test_the_released_sum_has_the_accounted_noise(folder: Path, name: str) -> None:
     assert abs(noise_deviation(folder / name)) < SURE
 
 
-@pytest.mark.parametrize("name", NOISES[2:])
+@pytest.mark.parametrize("name", with_marks(FAULTS, NIGHTLY))
 def test_other_noise_is_found(folder: Path, name: str) -> None:
     assert abs(noise_deviation(folder / name)) > 2 * SURE
 
@@ -191,14 +198,14 @@ def test_batches_of_another_law_are_found(fault: str) -> None:
 # What is refused, and what ends a run
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", with_marks(REFUSED, NIGHTLY))
 def test_what_runs_in_one_process_is_refused_before_anything_is_written(folder: Path, name: str) -> None:
     for rank in (0, 1):
         assert REFUSED[name] in (folder / f"{name}.{rank}.error").read_text()
     assert not (folder / name).exists()
 
 
-@pytest.mark.parametrize("name", FAILED)
+@pytest.mark.parametrize("name", with_marks(FAILED, NIGHTLY))
 def test_what_ends_the_first_process_ends_the_other_likewise(folder: Path, name: str) -> None:
     for rank in (0, 1):
         assert (folder / f"{name}.{rank}.error").read_text().startswith(FAILED[name])
@@ -213,7 +220,9 @@ def test_ctrl_c_ends_all_processes_with_a_checkpoint(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("command", ["evaluate", "audit", "curve", "account"])
+@pytest.mark.parametrize(
+    "command", with_marks(["evaluate", "audit", "curve", "account"], ["evaluate", "curve", "account"])
+)
 def test_other_commands_are_refused_in_several_processes(command: str, tmp_path: Path) -> None:
     settings = {**os.environ, "WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
     call = [sys.executable, "-c", "from opusim.training.cli import main; main()", command, "run"]
@@ -226,6 +235,7 @@ def test_other_commands_are_refused_in_several_processes(command: str, tmp_path:
 # Kills
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Path) -> None:
     require_kills_are_paid(tmp_path, "run", seed=5, kills=3)
 

@@ -61,9 +61,9 @@ def test_a_trainer_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "protection"),
     [
-        ("softmax", {"kind": "record", "epsilon": 3.0}),
+        pytest.param("softmax", {"kind": "record", "epsilon": 3.0}, marks=pytest.mark.slow),
         ("softmax", {"kind": "shield", "noise_multiplier": 1.5}),
-        ("bp", {"kind": "shield"}),
+        pytest.param("bp", {"kind": "shield"}, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_priced_resumed_and_audited(
@@ -179,6 +179,7 @@ def test_labels_are_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         train(config(trainer), data=arrays(), folder=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_self_test_takes_a_protection_of_another_package() -> None:
     found = audit_mechanism("bp", settings=["protection.kind=shield"], steps=40, seed=1, level=1e-6)
     assert found.holds

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "support" / "third_party_accountant"
 GROUP = "opusim.accountants"
 
 
-@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove_one"])
+@pytest.mark.parametrize("relation", [pytest.param("zero_out", marks=pytest.mark.slow), "add_or_remove_one"])
 def test_the_accountant_of_the_documentation_agrees(
     relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

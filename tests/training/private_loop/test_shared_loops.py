@@ -15,10 +15,20 @@ import torch
 
 import opusim
 from tests.support.private_ranks import N_RECORDS, NOISE
-from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
+from tests.support.shared_checks import (
+    ROOT,
+    SURE,
+    deviations,
+    do,
+    require_kills_are_paid,
+    selected,
+    steps_of,
+    with_marks,
+)
 
-SAME = ["plain=2", "plain=2+1", "feedback=2"]
+SAME = ["plain=2", "feedback=2"]
 MORE = [
+    "plain=2+1",
     "plain=3",
     "plain=1+2",
     "plain=2+3",
@@ -54,6 +64,12 @@ ENDED = {
     "another rate": ("RuntimeError: parameter '0.weight' has norm",) * 2,
     "own error": ("ProcessLost: process 0 of 2: another process ended", "ZeroDivisionError: of the loop"),
 }
+NIGHTLY = (
+    *("feedback=1", "feedback=2", "wrapped", "other starts", "feedback in parts", "noise"),
+    *("noise over own divisor", "own batches", "shards", "device of one"),
+    *("damaged record", "another loop", "backward twice", "another rate"),
+)
+"""What is done only where slow tests are selected; another of its kind is done in every run of the tests."""
 
 
 def ones(names: list[str]) -> list[str]:
@@ -61,21 +77,10 @@ def ones(names: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("loops")
-    do(
-        "private_ranks",
-        str(path),
-        *ones(SAME),
-        *SAME,
-        *ALIKE,
-        *NOISES,
-        *FAULTS,
-        "batches",
-        "own batches",
-        *REFUSED,
-        *ENDED,
-    )
+    names = [*ones(SAME), *SAME, *ALIKE, *NOISES, *FAULTS, "batches", "own batches", *REFUSED, *ENDED]
+    do("private_ranks", str(path), *selected(request, names, NIGHTLY))
     return path
 
 
@@ -106,7 +111,7 @@ def require_same(folder: Path, name: str) -> None:
         assert [(step, records) for step, records in steps_of(folder / f"{key}=1.0.steps")] == joined
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", with_marks(SAME, NIGHTLY))
 def test_several_processes_train_as_one(folder: Path, name: str) -> None:
     require_same(folder, name)
 
@@ -118,7 +123,7 @@ def test_more_processes_train_as_one(tmp_path: Path) -> None:
         require_same(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", [*(name for name in SAME if "+" not in name), *ALIKE])
+@pytest.mark.parametrize("name", with_marks([*SAME, *ALIKE], NIGHTLY))
 def test_processes_end_alike(folder: Path, name: str) -> None:
     """The same parameters to the bit, the same step, the same epsilon and the same statement."""
     first, second = found(folder, name), found(folder, name, 1)
@@ -129,15 +134,14 @@ def test_processes_end_alike(folder: Path, name: str) -> None:
     assert "every process" not in found(folder, "plain=1")["statement"]
 
 
-def test_small_batches_leave_a_process_without_records(folder: Path) -> None:
+@pytest.mark.parametrize("name", with_marks(SAME, NIGHTLY))
+def test_small_batches_leave_a_process_without_records(folder: Path, name: str) -> None:
     """The loops above take empty batches, and batches of one record, also through a device."""
-    for name in ("plain=2", "feedback=2"):
-        parts = [
-            [len(records) for _, records in steps_of(folder / f"{name}.{rank}.steps")] for rank in (0, 1)
-        ]
-        assert {(0, 0), (1, 0), (1, 1)} <= set(zip(*parts, strict=True))
+    parts = [[len(records) for _, records in steps_of(folder / f"{name}.{rank}.steps")] for rank in (0, 1)]
+    assert {(0, 0), (1, 0), (1, 1)} <= set(zip(*parts, strict=True))
 
 
+@pytest.mark.slow
 def test_a_module_that_is_wrapped_afterwards_trains_as_a_plain_one(folder: Path) -> None:
     """DistributedDataParallel then finds nothing to average."""
     assert torch.equal(found(folder, "wrapped")["end"], found(folder, "plain=2")["end"])
@@ -167,7 +171,7 @@ def noise_deviation(folder: Path, name: str) -> float:
     return (float(update.square().mean()) / expected - 1) / math.sqrt(2 / update.numel())
 
 
-@pytest.mark.parametrize("name", NOISES)
+@pytest.mark.parametrize("name", with_marks(NOISES, NIGHTLY))
 def test_the_released_sum_has_the_accounted_noise(folder: Path, name: str) -> None:
     """At most N records of norm C contribute, which is below a tenth of a standard error of the variance."""
     assert abs(noise_deviation(folder, name)) < SURE
@@ -175,7 +179,7 @@ def test_the_released_sum_has_the_accounted_noise(folder: Path, name: str) -> No
     assert (N_RECORDS / NOISE) ** 2 / entries < 0.1 * math.sqrt(2 / entries)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", with_marks(FAULTS, NIGHTLY))
 def test_other_noise_is_found(folder: Path, name: str) -> None:
     assert abs(noise_deviation(folder, name)) > 2 * SURE
 
@@ -196,6 +200,7 @@ def test_batches_are_poisson_over_the_whole_data_set(folder: Path) -> None:
     assert all(abs(found) < SURE for found in deviations(batches(folder, "batches"), 0.1).values())
 
 
+@pytest.mark.slow
 def test_batches_of_each_process_of_its_own_are_found(folder: Path) -> None:
     """Two batches of the stated size, each from half of the records, are not one from all."""
     assert abs(deviations(batches(folder, "own batches"), 0.1)["rate"]) > 2 * SURE
@@ -204,14 +209,14 @@ def test_batches_of_each_process_of_its_own_are_found(folder: Path) -> None:
 # What is refused, and what ends a loop
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", with_marks(REFUSED, NIGHTLY))
 def test_calls_that_differ_are_refused_before_anything_is_paid(folder: Path, name: str) -> None:
     for rank in (0, 1):
         assert (folder / f"{name}.{rank}.error").read_text().startswith(REFUSED[name])
     assert not list((folder / name).glob("ledger*"))
 
 
-@pytest.mark.parametrize("name", ENDED)
+@pytest.mark.parametrize("name", with_marks(ENDED, NIGHTLY))
 def test_what_ends_one_process_ends_the_other(folder: Path, name: str) -> None:
     for rank in (0, 1):
         assert (folder / f"{name}.{rank}.error").read_text().startswith(ENDED[name][rank])

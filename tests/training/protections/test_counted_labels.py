@@ -244,6 +244,7 @@ def test_a_certificate_dims_the_light_and_takes_its_beta(
             assert mechanism.certificate == certificate_of(limits.device).digest
 
 
+@pytest.mark.slow
 def test_a_certificate_with_wide_limits_of_dark_charge_takes_smaller_groups(answers: ArgmaxReadout) -> None:
     with certified(dark_e_low=4.0, dark_e_high=8.0) as wide:
         found = ArgmaxReadout.within(wide, epsilon=EPSILON)
@@ -311,6 +312,7 @@ def test_groups_of_uneven_dark_charge_stay_within_the_limits(answers: ArgmaxRead
     assert narrow < wide
 
 
+@pytest.mark.slow
 def test_what_outputs_share_is_covered_in_cells(answers: ArgmaxReadout) -> None:
     """One box of all light and dark charge would let groups differ by what they share."""
     groups, light = answers.groups, answers.light

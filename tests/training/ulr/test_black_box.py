@@ -17,6 +17,7 @@ def example() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(path)))
 
 
+@pytest.mark.slow
 def test_a_layer_in_another_process_is_trained_through(example: SimpleNamespace) -> None:
     with example.plant() as url:
         through, alone = example.compare(example.Remote(url), epochs=4)

@@ -166,7 +166,14 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        pytest.param(kind, lora, marks=() if (kind, lora) == ("gpt2", True) else pytest.mark.slow)
+        for kind in KINDS
+        for lora in (False, True)
+    ],
+)
 def test_the_command_goes_on_with_a_language_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
 ) -> None:
@@ -346,7 +353,7 @@ def test_the_loss_of_a_text_is_that_of_its_next_tokens(
         assert found.tolist() == pytest.approx(wanted, abs=5e-6)
 
 
-@pytest.mark.parametrize("prefix", [None, Prefix(tokens=3)])
+@pytest.mark.parametrize("prefix", [pytest.param(None, marks=pytest.mark.slow), Prefix(tokens=3)])
 def test_a_run_models_texts(tmp_path: Path, prefix: Prefix | None) -> None:
     model, tokenizer = load_classifier(make(tmp_path / "model"), None, prefix=prefix)
     x = encode(tokenizer, TEXTS, Prompt(template="{text}", max_tokens=9))

@@ -281,7 +281,7 @@ def test_release_mode_keeps_no_secret(tmp_path: Path) -> None:
     assert replay(first.folder.path).arrived
 
 
-@pytest.mark.parametrize("directions", [1, 3])
+@pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_replay_in_another_process_and_with_other_threads(tmp_path: Path, directions: int) -> None:
     trained = run(tmp_path, {**PROTECTED, "trainer": {"kind": "zo", "directions": directions}})
     out = tmp_path / "again.safetensors"

@@ -246,8 +246,10 @@ class Sequencer:
         with self._calls("Patterns.run"):
             self._patterns.run(self._period_us)
         with self._calls("Grabber.grab"):
-            frames, counters = self._grabber.grab(len(shown))
-        frames, counters = self._as_promised(frames, counters)
+            found = self._grabber.grab(len(shown))
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise TypeError(f"it returned a {type(found).__name__}, not the frames and their numbers")
+        frames, counters = self._as_promised(*found)
         last, self._last = self._last, int(counters[-1]) if len(counters) else None
         first = counters[:1] - 1 if last is None else [last]
         steps = np.diff(np.concatenate([first, counters]))
@@ -318,7 +320,10 @@ class Sequencer:
 
     def _arm(self) -> float:
         with self._calls("Grabber.configure"):
-            exposure_us = float(self._grabber.configure(**self._settings, trigger=True))
+            found = self._grabber.configure(**self._settings, trigger=True)
+            if found is None:
+                raise TypeError("it returned None, not the exposure that was set")
+            exposure_us = float(found)
         self._last = None
         if not 0 < exposure_us < float("inf"):
             raise DeviceFault(

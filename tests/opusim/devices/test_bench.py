@@ -291,7 +291,8 @@ def fixed(value: Any) -> property:
         ({"bits": fixed(24)}, "has bits = 24; give the bits of its numbers, an integer from 1 to 16"),
         ({"shape": fixed((40,))}, r"has shape = \(40,\); give rows and columns"),
         ({"grab": None}, "lacks grab"),
-        ({"configure": lambda self, **given: None}, "Grabber.configure raised TypeError"),
+        ({"configure": lambda self, **given: None}, "it returned None, not the exposure that was set"),
+        ({"grab": grabbed(lambda f, c: f)}, "it returned a ndarray, not the frames and their numbers"),
         (
             {"configure": lambda self, **given: 0.0},
             "Grabber.configure returned 0.0; return the exposure that was set",

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,9 @@ class FeedbackAlignment(PointHooks):
         >>> nn.functional.cross_entropy(model(torch.randn(2, 8)), torch.tensor([0, 1])).backward()
     """
 
+    attached: ClassVar[WeakSet[FeedbackAlignment]] = WeakSet()
+    """All whose hooks are on a model."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -196,6 +200,7 @@ class FeedbackAlignment(PointHooks):
         """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
         self._handles = self._install()
+        FeedbackAlignment.attached.add(self)
 
     def _sized(self) -> list[Slice]:
         if not self._slices:
@@ -222,6 +227,7 @@ class FeedbackAlignment(PointHooks):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        FeedbackAlignment.attached.discard(self)
         return self.model
 
     def backpropagating(self) -> AbstractContextManager[None]:

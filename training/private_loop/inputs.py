@@ -101,6 +101,24 @@ def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
     return list(found.values())
 
 
+def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignment]) -> None:
+    """Refuse feedback that reaches parameters of a module from a part that the module does not register.
+
+    What a private loop sees to, such as secret draws, would not reach it.
+
+    Raises:
+        TypeError: There is such feedback.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for points in FeedbackAlignment.attached:
+        hidden = not any(points is each for each in found)
+        if hidden and any(id(parameter) in own for parameter in points.model.parameters()):
+            raise TypeError(
+                f"module: holds parameters of a FeedbackAlignment on {type(points.model).__name__}, which is no "
+                "submodule of it; register it as one, or give that model itself"
+            )
+
+
 def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) -> None:
     """Refuse feedback devices whose readings may hold another's frame, or that the processes cannot read together.
 

@@ -31,6 +31,7 @@ from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
     arguments_for,
     feedback_of,
+    require_no_hidden_points,
     require_own_parameters,
     require_own_readings,
     require_plain_parts,
@@ -196,6 +197,7 @@ def make_private(
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
         points = feedback_of(module)
+        require_no_hidden_points(module, points)
         require_own_readings(points, ranks.world)
         for each in points:
             each.private_loops += 1

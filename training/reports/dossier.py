@@ -13,7 +13,7 @@ import re
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -36,10 +36,12 @@ from opusim.accounting.theorems import Theorem, known_theorems
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
 from opusim.training.attacks.findings import Audit, audit_rows, headline, paragraphs, verdict
+from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
 from opusim.training.private_loop.folder import SETTINGS_FILE, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Page
 from opusim.training.reports.run_report import (
     command_of,
@@ -444,11 +446,13 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts that answers are made from, by name: the variants that fit, with what they name."""
     statement, first, k = facts.statement, facts.first, facts.per_user
     noun = "user" if first.unit is Unit.USER else "record"
-    code = [] if facts.run is None else described_code(facts.run.facts)
+    code = [] if facts.run is None else _own_code(facts.run)
     device = None if facts.run is None else facts.run.facts["device"]
+    features = None if facts.run is None else facts.run.facts["data"].get("features", {}).get("device")
     searches = [each.describe() for each in statement.mechanisms if each.kind == "private_selection"]
     loop = facts.kind == "private loop"
-    kind_of_device = "loop" if loop else "absent" if device is None else "unearned"
+    kind_of_device = "loop" if loop else "unearned" if device else "features" if features else "absent"
+    device = device or features
     if any(each.credits_device for each in statement.mechanisms):
         kind_of_device = "certified" if statement.certificates else "assumed"
     variants: dict[str, str] = {
@@ -459,6 +463,9 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         **common["device"][kind_of_device],
         **common["tuning"]["search" if searches else "absent"],
     }
+    if statement.mode == "release" and "here_release" in variants:
+        variants |= {"here": variants["here_release"], "seed_state": variants["seed_release"]}
+        variants["randomness"] = variants["randomness_release"]
     named = {
         "noun": noun,
         "k": k,
@@ -505,6 +512,16 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         **_about_utility(facts, common["absent"]),
     }
     return texts | _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
+
+
+def _own_code(run: StoredRun) -> list[str]:
+    """Return what the user supplied of model, loss and data."""
+    network, found = run.facts["network"], described_code(run.facts)
+    if "layers" not in network and "recipe" not in network:
+        found.append(f"a module {network.get('module', '')}, which the program gave".replace(" ,", ","))
+    if run.config.data.name == OWN_ARRAYS:
+        found.append("records, which the program gave as arrays")
+    return found
 
 
 def _about_epsilon(facts: _Facts) -> Iterator[str]:
@@ -600,13 +617,21 @@ def _command(facts: _Facts) -> str:
         chosen = [f"--choose {key}={','.join(values)}" for key, values in search.asked["choices"].items()]
         kind = facts.run.config.trainer.kind
         return f"opusim tune {kind} {' '.join(chosen)} --trials {search.asked['mean']:g} ...  # other options as before"
-    # what only the program holds stands without a value
-    own = ["module, optimizer, criterion, data_loader", *(["user_ids"] if facts.per_user is not None else [])]
+    # What only the program holds has no value, and the digest of its users is no argument.
+    names = ["module", "optimizer", "criterion", "data_loader", "folder"]
+    own = [f"{name}=..." for name in names + (["user_ids"] if facts.per_user is not None else [])]
     given = {} if facts.settings is None else to_json(facts.settings)
-    values = [f"{key}={value!r}" for key, value in given.items() if key != "batch_size" and value is not None]
-    return (
-        f"opusim.make_private({', '.join([*own, 'folder=...', *values])})  # Python; the program is not kept"
-    )
+    for name in ("batch_size", "users", "clipping"):
+        given.pop(name, None)
+    if given.get("target_epsilon") is not None:
+        given.pop("noise_multiplier")
+    if facts.settings is not None and facts.settings.clipping != FLAT:
+        rule = facts.settings.clipping
+        if rule.layer_norms is not None:
+            given["max_grad_norm"] = list(rule.layer_norms)
+        own.append(f"clipping=opusim.training.{replace(rule, layer_norms=None)!r}")
+    values = [f"{key}={value!r}" for key, value in given.items() if value is not None]
+    return f"opusim.make_private({', '.join([*own, *values])})  # Python; the program is not kept"
 
 
 # The page and the PDF

@@ -24,7 +24,7 @@ from opusim.training.runs.drawing import (
     main_figure,
     noise_curves,
 )
-from opusim.training.runs.folder import RunFolder, StoredRun
+from opusim.training.runs.folder import RunFolder, StoredRun, read_run
 from opusim.training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"
@@ -37,11 +37,13 @@ RELEASE_DASHES = (
 """Explains the dashes in the table of a release run."""
 
 
-def write_report(run: StoredRun, *, audit: Audit | None = None, folder: Path | None = None) -> Path:
+def write_report(
+    run: StoredRun | str | Path, *, audit: Audit | None = None, folder: Path | None = None
+) -> Path:
     """Draw a run's figures and write `report.html`.
 
     Args:
-        run: The run.
+        run: The run, or its folder.
         audit: An audit to show besides those in the run folder, which only an experiment has, or in place of the kept
             one of its kind.
         folder: The folder of the page and its figures; None takes the run folder.
@@ -52,6 +54,7 @@ def write_report(run: StoredRun, *, audit: Audit | None = None, folder: Path | N
     Raises:
         OSError: The folder is not writable.
     """
+    run = run if isinstance(run, StoredRun) else read_run(run)
     place = run.folder if folder is None else RunFolder(folder)
     name = run_name(run)
     alignment = "Cosine of each layer's update with its backpropagation gradient"

@@ -190,7 +190,8 @@ class Run(Shown, StoredRun):
             return _evaluate_named(self)[2]
         if is_frame(x):
             label = self.config.data.label
-            table = table_of(x, label, "x", columns=self.columns, as_text=bool(self.classes))
+            user = self.config.data.user
+            table = table_of(x, label, "x", columns=self.columns, as_text=bool(self.classes), user=user)
             records = self.form.records(table.x, table.y)
         else:
             records = self.form.records(x, y)

@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import opusim
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.one_run import Method
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Role, read_audit
 from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.attacks.one_run.audit import audit_one_training, audit_private_folder
 from opusim.training.cli.app import app
+from tests.support.faults.base import replaced
 from tests.support.faults.users import FAULTS
 from tests.support.private_loops import private_loop, records, run_epoch
 
@@ -65,6 +67,19 @@ def test_an_audit_of_users_sees_whole_users(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="the IDs of the users and k"):
         opusim.audit_private_loop(unknown_to_the_audit, run_epoch, canaries=40, seed=1)
+
+
+def test_an_audit_whose_canaries_do_not_arrive_says_so(tmp_path: Path) -> None:
+    """Planted: users with more than k records bring no row, so that no other fault could show."""
+
+    def chosen(before: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, user, step: (
+            [] if len(self.records[user]) > self.most else before(self, user, step)
+        )
+
+    dropped = replaced("opusim.training.data.users:Users.chosen", chosen)
+    with dropped, pytest.raises(NoGuarantee, match="0.00 of what they contribute"):
+        opusim.audit_private_loop(builder(tmp_path), run_epoch, canaries=40, seed=1)
 
 
 @pytest.mark.slow

@@ -175,6 +175,20 @@ def test_what_it_refuses(tmp_path: Path) -> None:
             points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
     points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
 
+    class Calls(nn.Module):
+        """Holds the model outside torch's registry."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.__dict__["model"], self.own = model, nn.ParameterList(model.parameters())
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.model(x)
+            return found
+
+    with pytest.raises(TypeError, match="which is no submodule of it"):
+        private_loop(tmp_path / "hidden", parts(Calls()))
+
 
 @pytest.mark.parametrize("trainer", ["bp", "pdfa"])
 def test_a_run_refuses_a_module_that_carries_points(trainer: str, tmp_path: Path) -> None:

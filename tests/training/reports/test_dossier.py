@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 from opusim import training
@@ -81,8 +82,10 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_a_run_that_protects_nothing_claims_nothing(tmp_path: Path) -> None:
-    page, content = written(training.train(SMALL, folder=tmp_path / "run"))
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_that_protects_nothing_claims_nothing(tmp_path: Path, mode: str) -> None:
+    config = {key: value for key, value in SMALL.items() if key != "seed"}
+    page, content = written(training.train({**config, "mode": mode}, folder=tmp_path / "run"))
     (work,) = content["works"]
     assert work["leads"][0].startswith("Status 'none': no finite number")
     answers = {one["question"]: one["answer"] for one in work["answers"]}
@@ -91,6 +94,24 @@ def test_a_run_that_protects_nothing_claims_nothing(tmp_path: Path) -> None:
     assert "holds for the same run in release mode only" not in page
     states = [one["state"] for one in work["side_channels"]]
     assert "covered" not in states
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_what_the_program_gave_and_a_device_of_features_take_part(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(90, 8)), np.arange(90) % 3
+    model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    config = {**SMALL, "data": {"n_classes": 3}}
+    del config["model"]
+    own = training.train(config, data=(x, y), model=model, folder=tmp_path / "own")
+    optical = {**SMALL, "data": {"name": "digits", "features": "optical:gaussian", "n_features": 20}}
+    for run, party, said in (
+        (own, "Your own code: model, loss, data, loop", "as arrays"),
+        (training.train(optical, folder=tmp_path / "optical"), "The optical device", "computed the features"),
+    ):
+        _, content = written(run)
+        (row,) = [one for one in content["works"][0]["trust"] if one["party"] == party]
+        assert row["trusted"] == "in part"
+        assert said in row["why"]
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -41,6 +41,7 @@ from opusim.training.attacks.one_run.observers import (
     FirstLayerObserver,
     GradientObserver,
     Observer,
+    require_fixed_bound,
     weight_layers,
 )
 from opusim.training.attacks.replay import AuditedRun
@@ -124,6 +125,8 @@ def audit_one_training(
     place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
     plan = started_again(run, seed)
+    if isinstance(plan.algorithm.protection, RecordProtection):
+        require_fixed_bound(plan.algorithm.protection.clipping)
     canaries, text = planned_canaries(plan, canaries, delta=delta)
     on_forecast(text)
     found = play_one_run(plan, canaries, seed=seed, delta=delta, progress=progress)
@@ -682,7 +685,7 @@ def audit_private_folder(
     Raises:
         RunFolderError: The folder holds no private loop, or its settings were changed; or `out` is missing, or holds
             something else.
-        NoGuarantee: No step was paid for yet.
+        NoGuarantee: No step was paid for yet, or the loop's clipping is adaptive.
         ValueError: A number out of range.
     """
     checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
@@ -696,7 +699,9 @@ def audit_private_folder(
     count = max(round(settings.batch_size / settings.sample_rate), 2) * (each or 1)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(count, side, generator=generator), torch.zeros(count, dtype=torch.int64)
+    require_fixed_bound(settings.clipping)
     same = ("max_grad_norm", "target_delta", "noise_multiplier", "relation", "sample_rate")
+    clipping = replace(settings.clipping, layer_norms=None)  # the stand-in has one layer, whose norm is C
 
     def build(plant: Callable[..., Any]) -> PrivateTraining:
         given, ids = TensorDataset(x, y), None
@@ -717,6 +722,7 @@ def audit_private_folder(
             user_ids=ids,
             records_per_user=each,
             seed=own_seed,
+            clipping=clipping,
             **{name: getattr(settings, name) for name in same},
         )
 

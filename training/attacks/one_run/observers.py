@@ -156,6 +156,19 @@ def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
     return found
 
 
+def require_fixed_bound(clipping: Clipping) -> None:
+    """Refuse a bound that moves: canaries of one training are read in units of one clip.
+
+    Raises:
+        NoGuarantee: It moves.
+    """
+    if clipping.kind == "adaptive":
+        raise NoGuarantee(
+            "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
+            "train a run with this clipping and play the game of single steps: opusim audit RUN"
+        )
+
+
 class CraftedGradients(WrappedGradients):
     """Replaces the canaries' signals by crafted ones, and notes what the other records contribute to the entries.
 
@@ -185,11 +198,7 @@ class CraftedGradients(WrappedGradients):
         rows: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(writer)
-        if clipping.kind == "adaptive":
-            raise NoGuarantee(
-                "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
-                "train a run with this clipping and play the game of single steps: opusim audit RUN"
-            )
+        require_fixed_bound(clipping)
         self._network, self._canaries, self._rows_of = network, canaries, rows or (lambda drawn: drawn)
         self._clip_norm, self._clipping = clip_norm, clipping
         self._planted = canaries.planted
@@ -467,12 +476,36 @@ class EntryObserver(Observer):
     @override
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         y = np.array(self._readings)
+        self._require_arrived(y, mechanism)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
         return {
             self._seeing(ALL_UPDATES): self._log_ratios(y, mechanism),
             self._seeing(CONSECUTIVE): jumps.sum(axis=0).astype(float),
             FINAL_MODEL: (self._first - self._before).numpy(),
         }
+
+    def _require_arrived(self, y: np.ndarray, mechanism: Any) -> None:
+        """Refuse an audit whose canaries are missing from the sums: it would find nothing, whatever else is wrong.
+
+        A canary that is drawn adds its sign, in units of C. Half of it must arrive, on average, within five standard
+        errors; and some must be drawn if ten are expected.
+
+        Raises:
+            NoGuarantee: They do not arrive.
+        """
+        drawn = np.array(self._drawn)
+        at, expected = (
+            drawn != 0,
+            float(self._canaries.inside.sum() * len(y) * mechanism.sampling_probability),
+        )
+        count = int(at.sum())
+        arrived = float((y * drawn)[at].mean()) if count else 0.0
+        error = float(y[~at].std()) / math.sqrt(count) if 0 < count < at.size else 0.0
+        if (count or expected >= 10) and arrived + 5 * error < 0.5:
+            raise NoGuarantee(
+                f"canaries: {arrived:.2f} of what they contribute is in the sums of steps that drew them ({count} "
+                f"draws, {expected:.0f} expected); the run drops their rows, so this audit can find nothing"
+            )
 
     @override
     def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:

@@ -27,7 +27,7 @@ extensions = [
     "mathml",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
 templates_path: list[str] = []
 autosummary_generate = (
     False  # the tables of api.md link to the entries, which stand on a page for each section

@@ -48,9 +48,8 @@ def main(steps: int = 40, text: str | None = None) -> float:
     numbers = torch.tensor([characters.index(c) for c in content])
     model: nn.Module = GPT(len(characters))
     model = opusim.FeedbackAlignment(model)  # opusim
-    model.noisy_device = opusim.open_device(
-        "gaussian", **model.shape(numbers[None, :CONTEXT])._asdict()
-    )  # opusim
+    shape = model.shape(numbers[None, :CONTEXT])  # opusim
+    model.noisy_device = opusim.open_device("gaussian", **shape._asdict())  # opusim
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     for step in range(1, steps + 1):

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from typing_extensions import override
 
 from opusim.errors import ConfigError
@@ -236,14 +242,22 @@ class PointsConfig(FeedbackConfig):
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
     not normalised, such as those with pre-norm blocks. None looks at the model."""
     readout_every: int = Field(0, ge=0)
-    """Steps from one fit of a learnt read-out of the projection to the next (`opusim.FeedbackAlignment.fit_readout`);
-    the batch of such a step is backpropagated once more, and in the first of these steps three other batches. 0 takes
-    plain feedback. No protection covers what a fit learns of records."""
+    """Steps from one fit of a learnt read-out of the projection to the next (`fit_readout` of `FeedbackAlignment`); the
+    batch of such a step is backpropagated once more, and in the first of these steps three other batches. 0 takes plain
+    feedback. No protection covers what a fit learns of records."""
 
     @property
     def projected(self) -> dict[str, Any]:
         """How the error is shown, and to which matrix, as arguments of `opusim.FeedbackAlignment`."""
         return {"encoding": "real"}
+
+    @model_serializer(mode="wrap")
+    def _without_a_readout(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run without a read-out names none, as folders of earlier versions do."""
+        found: dict[str, Any] = handler(self)
+        if not self.readout_every:
+            found.pop("readout_every", None)
+        return found
 
     @model_validator(mode="after")
     def _check_points(self) -> Self:

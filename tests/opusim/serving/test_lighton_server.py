@@ -37,7 +37,13 @@ def served(lab: Laboratory, bind: str = "tcp://127.0.0.1:*") -> Iterator[tuple[s
     command = [PYTHON, str(SCRIPT), "--bind", bind, "--keys", str(lab.keys), "--config-file", CONFIG_FILE]
     window = ["--inputs", str(N_INPUTS), "--outputs", str(N_OUTPUTS)]
     settings = {**os.environ, "PYTHONPATH": str(DOUBLE), "LIGHTONOPU_DOUBLE_FOLDER": str(lab.folder)}
-    with subprocess.Popen([*command, *window], stdout=subprocess.PIPE, text=True, env=settings) as process:
+
+    def take_interrupts() -> None:  # a program in the background ignores them, and so do its children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        [*command, *window], stdout=subprocess.PIPE, text=True, env=settings, preexec_fn=take_interrupts
+    ) as process:
         try:
             lines = iter(process.stdout.readline, "")
             line = next(line for line in lines if line.startswith("serving on "))

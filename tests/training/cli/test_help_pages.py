@@ -122,7 +122,7 @@ def test_options_are_listed_by_topic_and_word() -> None:
     keys = {key for key, _, _ in key_rows("zo")}
     assert {"trainer.law", "trainer.language.prompt"} <= keys
     assert all(key.startswith("trainer.") for key in keys)
-    assert {key for key, _, _ in key_rows("record", search="divi")} == {"protection.divisor"}
+    assert {key for key, _, _ in key_rows("record", search="divisor")} == {"protection.divisor"}
     assert {"run", "sampler", "pdfa", "label-readout"} <= set(topics())
     assert all(topics().values())
     shown = CliRunner().invoke(app, ["train", "options", "optimizer", "--search", "MOMENTUM"])

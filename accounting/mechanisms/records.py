@@ -468,8 +468,8 @@ class ClippedRecords(CertifiedMechanism):
         return {
             "per_layer": f"clipped by layer, to {self.clip_norm:g} over all",
             "automatic": f"scaled below {self.clip_norm:g}",
-            "adaptive": f"clipped to a bound that noisy counts move, which are released too (count noise {self.count_noise or 0:g} of the "
-            f"multiplier), from {self.clip_norm:g}",
+            "adaptive": f"clipped to a bound that noisy counts move, which are released too (count noise "
+            f"{self.count_noise or 0:g} of the multiplier), from {self.clip_norm:g}",
         }.get(self.clipping, f"clipped to {self.clip_norm:g}")
 
     @property

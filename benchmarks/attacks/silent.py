@@ -685,7 +685,8 @@ def judged(plant: Plant, library: str) -> Found:
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
             warnings.simplefilter("always")
             found.append(program.result(plant))
-        lines = [*(str(one.message) for one in caught), *out.getvalue().splitlines()]
+        told = [str(one.message) for one in caught if not issubclass(one.category, ResourceWarning)]
+        lines = [*told, *out.getvalue().splitlines()]  # what is collected late tells of no fault
         heard.append([line for line in dict.fromkeys(lines) if line.strip()])
     sound, faulty = found
     if isinstance(sound, NotApplicable):

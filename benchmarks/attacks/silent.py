@@ -73,7 +73,7 @@ class Loop(ABC):
         model: What is trained.
         records: Its records.
         loss: Of outputs and targets.
-        whole: Whether a step takes all records, with hardly any noise, so that its clipped sum can be read.
+        whole: Full batches with almost no noise, so that the clipped sum can be read.
         options: Of the library.
     """
 

@@ -36,7 +36,7 @@ SEEDS, EPOCHS, BAR = (0, 1, 2), 15, 2.0
 
 @dataclass(frozen=True)
 class Bench:
-    """What a network trains through, and the twins beside it.
+    """The optical path of a training run, and the twins that it is compared with.
 
     Attributes:
         through: the bench in words.

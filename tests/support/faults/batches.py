@@ -92,7 +92,7 @@ FAULTS = (
     ),
     Fault(
         name="batches_reused",
-        breaks="Every second step takes the batch of the step before, so that batches are not drawn afresh.",
+        breaks="Every second step repeats the batch of the previous step, so that batches are not independent.",
         trainers=STEPWISE,
         protections=("record", "label-amplified"),
         checks=("batch size: any two steps",),

@@ -518,7 +518,7 @@ def _own_code(run: StoredRun) -> list[str]:
     """Return what the user supplied of model, loss and data."""
     network, found = run.facts["network"], described_code(run.facts)
     if "layers" not in network and "recipe" not in network:
-        found.append(f"a module {network.get('module', '')}, which the program gave".replace(" ,", ","))
+        found.append(f"a module {network.get('module', 'without a name')}, which the program gave")
     if run.config.data.name == OWN_ARRAYS:
         found.append("records, which the program gave as arrays")
     return found

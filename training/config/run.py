@@ -401,7 +401,8 @@ def load_config(
     """Resolve a configuration: the file or mapping, then `changes`, then `key=value` settings.
 
     Args:
-        source: A TOML file (or the config.json of a run), a mapping, a RunConfig, or None for the defaults.
+        source: A TOML file (or the config.json of a run), the name of a trainer, a mapping, a RunConfig, or None for
+            the defaults.
         settings: Lines "dotted.key=value"; the value is read as TOML, a bare word as a string.
         changes: A nested mapping merged over the source.
 
@@ -496,6 +497,8 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         return source.model_dump(), True
     if isinstance(source, Mapping):
         return dict(source), False
+    if source in KINDS["trainer"].names():
+        return {"trainer": {"kind": source}}, False
     path = Path(source)
     try:
         text = read_text(path)
@@ -511,8 +514,6 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         return dict(config), is_stored
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the path"
-        if str(source) in KINDS["trainer"].names():
-            reason = f"is a trainer and no file; write config={{'trainer': {{'kind': {str(source)!r}}}}}"
         raise ConfigError(str(path), "path", reason) from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "syntax", f"is not valid {path.suffix or 'TOML'}: {error}") from error

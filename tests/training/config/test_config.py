@@ -177,6 +177,5 @@ def test_merging_goes_key_by_key() -> None:
     assert merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}) == {"a": {"b": 3, "c": 2}, "d": 4}
 
 
-def test_the_name_of_a_trainer_is_no_file() -> None:
-    with pytest.raises(ConfigError, match=r"is a trainer and no file; write config=\{'trainer': \{'kind'"):
-        load_config("pdfa")
+def test_the_name_of_a_trainer_is_a_configuration() -> None:
+    assert load_config("zo", ["epochs=2"]) == load_config({"trainer": {"kind": "zo"}, "epochs": 2})

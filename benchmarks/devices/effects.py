@@ -238,12 +238,13 @@ def coverage(part: str, instruments: int) -> None:
 
 
 def docs_table() -> str:
-    """Return the table of docs/devices.md, from what was saved."""
+    """Return the table of docs/devices.md, from what was saved: faults that end alike share a row."""
     held = load_results("effects_coverage").get("effects", {})
-    rows = [
-        (f"{effect.name}, {effect.size}".removesuffix(", "), *_counted(held.get(effect.name)))
-        for effect in (*effects(), SLIGHT)
-    ]
+    faults: dict[tuple[str, str], list[str]] = {}
+    for effect in (*effects(), SLIGHT):
+        name = f"{effect.name}, {effect.size}".removesuffix(", ")
+        faults.setdefault(_counted(held.get(effect.name)), []).append(name)
+    rows = [("; ".join(names), *counts) for counts, names in faults.items()]
     return markdown(("fault", "missed", "refused"), rows)
 
 

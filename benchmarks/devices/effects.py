@@ -244,7 +244,7 @@ def docs_table() -> str:
     for effect in (*effects(), SLIGHT):
         name = f"{effect.name}, {effect.size}".removesuffix(", ")
         faults.setdefault(_counted(held.get(effect.name)), []).append(name)
-    rows = [("; ".join(names), *counts) for counts, names in faults.items()]
+    rows: list[tuple[str, ...]] = [("; ".join(names), *counts) for counts, names in faults.items()]
     return markdown(("fault", "missed", "refused"), rows)
 
 

@@ -111,7 +111,7 @@ def docs_table() -> str:
             "as if nothing had happened" if row["as_undisturbed"] else "resumes at the step of the stop",
         )
         faults.setdefault(end, []).append(row["fault"])
-    rows = [("; ".join(names), *end) for end, names in faults.items()]
+    rows: list[tuple[str, ...]] = [("; ".join(names), *end) for end, names in faults.items()]
     return markdown(("fault", "error", "steps until the stop", "the resumed run"), rows)
 
 

@@ -271,7 +271,7 @@ def confusion_table() -> str:
             called = sorted(row["called"].items(), key=lambda one: -one[1])
             key = (f"{row['inputs']:,}", ", ".join(f"{name} {count}" for name, count in called))
             faults.setdefault(key, []).append(f"{row['fault']}, {_size(row['size'], row['unit'])}")
-    rows = [("; ".join(names), *key) for key, names in faults.items()]
+    rows: list[tuple[str, ...]] = [("; ".join(names), *key) for key, names in faults.items()]
     return markdown(("fault", "inputs", "called"), rows) if rows else ""
 
 

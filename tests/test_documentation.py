@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
-DESIGN = ROOT / "docs" / "design.md"
 PAGES = [
     README,
     CONTRIBUTING,
@@ -180,7 +179,7 @@ def test_the_map_names_files_that_there_are() -> None:
 
 
 def misplaced(text: str) -> list[str]:
-    """Rows of the design's table whose file does not define the name."""
+    """Rows of the table of places whose file does not define the name."""
     rows = re.findall(r"^\| .+ \| `([\w/]+\.py)`, `(\w+)` \|$", text, re.MULTILINE)
     assert len(rows) >= 5
     return [f"{file}: {name}" for file, name in rows if name not in definitions(ROOT / file)]
@@ -194,8 +193,8 @@ def definitions(file: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
 
 
-def test_the_design_says_where_things_are() -> None:
-    text = DESIGN.read_text()
+def test_contributing_says_where_things_are() -> None:
+    text = CONTRIBUTING.read_text()
     assert misplaced(text) == []
     assert misplaced(text.replace("`fill_numbers`", "`fill_nothing`")) == [
         "opusim/camera/stages.py: fill_nothing"

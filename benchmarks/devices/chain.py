@@ -47,20 +47,14 @@ _SHARED = ("device",)
 _LENT = ("bench", "warm.toml")
 """What they write and the others read."""
 REPEATS = 5
-COLUMN_NAMES = (
-    "device",
-    "kept",
-    "epsilon",
-    "runs",
-    "test [%]",
-    "minus randomized response",
-)
+EPSILONS = 8.0, 3.0, 1.0
+COLUMN_NAMES = ("device", "kept", *(f"epsilon {epsilon:g}" for epsilon in EPSILONS))
 
 
 def documented(device: str, kept: str) -> list[list[str]]:
     """Return the page's commands, without `opusim`, for a device and what is kept."""
     section = PAGE.read_text().split("### From frames to a private network")[1]
-    (block,) = re.findall(r"```console\n(.*?)```", section.split("\n**What")[0], re.DOTALL)
+    block, *_ = re.findall(r"```console\n(.*?)```", section, re.DOTALL)
     found = []
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("camera_low_light", device).replace("=counts", f"={kept}"))[1:]
@@ -211,23 +205,15 @@ def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
 
 
 def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each device, way of keeping and epsilon."""
-    rows = []
+    """Return a line for each device and way of keeping: the accuracy, and its difference, at each epsilon."""
+    rows: dict[tuple[str, str], dict[float, str]] = {}
     for (device, kept, epsilon), group in groupby(
         runs, key=lambda run: (run["device"], run["kept"], run["epsilon"])
     ):
-        same = list(group)
-        rows.append(
-            (
-                f"`{device}`",
-                kept,
-                f"{epsilon:g}",
-                f"{len(same)}",
-                with_error(tests := [run["test"] for run in same]),
-                _difference(tests, epsilon),
-            )
-        )
-    return rows
+        tests = [run["test"] for run in group]
+        cell = f"{with_error(tests)} ({_difference(tests, epsilon)})".removesuffix(" ()")
+        rows.setdefault((f"`{device}`", kept), {})[epsilon] = cell
+    return [(*key, *(cells.get(epsilon, "-") for epsilon in EPSILONS)) for key, cells in rows.items()]
 
 
 def _difference(values: list[float], epsilon: float) -> str:

@@ -238,22 +238,23 @@ def coverage(part: str, instruments: int) -> None:
 
 
 def docs_table() -> str:
-    """Return the table of docs/devices.md, from what was saved."""
+    """Return the table of docs/devices.md, from what was saved: faults that end alike share a row."""
     held = load_results("effects_coverage").get("effects", {})
-    rows = [
-        (f"{effect.name}, {effect.size}".removesuffix(", "), _counted(held.get(effect.name)))
-        for effect in (*effects(), SLIGHT)
-    ]
-    return markdown(("fault", "calibrations"), rows)
+    faults: dict[tuple[str, str], list[str]] = {}
+    for effect in (*effects(), SLIGHT):
+        name = f"{effect.name}, {effect.size}".removesuffix(", ")
+        faults.setdefault(_counted(held.get(effect.name)), []).append(name)
+    rows: list[tuple[str, ...]] = [("; ".join(names), *counts) for counts, names in faults.items()]
+    return markdown(("fault", "missed", "refused"), rows)
 
 
-def _counted(entry: dict[str, Any] | None) -> str:
-    """Return how calibrations of an effect ended."""
+def _counted(entry: dict[str, Any] | None) -> tuple[str, str]:
+    """Return how many calibrations of an effect missed the law, and how many were refused."""
     if entry is None:
-        return "not run"
+        return "not run", ""
     outcomes, number = entry["outcomes"], entry["instruments"]
     refused = sum(count for name, count in outcomes.items() if name.startswith("refused"))
-    return f"{outcomes.get('fails', 0)} missed, {refused} refused of {number}"
+    return str(outcomes.get("fails", 0)), f"{refused}" + (f" of {number}" if number != INSTRUMENTS else "")
 
 
 def main() -> None:

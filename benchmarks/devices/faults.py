@@ -102,16 +102,16 @@ def inject(
 
 
 def docs_table() -> str:
-    """Return the table of docs/devices.md."""
-    rows = [
-        (
-            row["fault"],
+    """Return the table of docs/devices.md: faults that end alike share a row."""
+    faults: dict[tuple[str, ...], list[str]] = {}
+    for row in load_results(NAME).get("rows", []):
+        end = (
             row["error"],
             "–" if row["steps_until_stop"] is None else str(row["steps_until_stop"]),
             "as if nothing had happened" if row["as_undisturbed"] else "resumes at the step of the stop",
         )
-        for row in load_results(NAME).get("rows", [])
-    ]
+        faults.setdefault(end, []).append(row["fault"])
+    rows: list[tuple[str, ...]] = [("; ".join(names), *end) for end, names in faults.items()]
     return markdown(("fault", "error", "steps until the stop", "the resumed run"), rows)
 
 

@@ -242,7 +242,8 @@ def docs_table() -> str:
         size = (
             f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
         )
-        cell = f"{size} ({row['found']} of {row['trials']})"
+        missed = "" if row["found"] == row["trials"] else f" ({row['found']} of {row['trials']})"
+        cell = size + missed
         found.setdefault(row["change"], {})[row["checks"]] = cell
     checks = sorted({number for cells in found.values() for number in cells})
     rows = [(key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
@@ -263,20 +264,15 @@ def named_table() -> str:
 
 
 def confusion_table() -> str:
-    """Return the table of docs/devices.md on names: faults that get none, or not always the same."""
-    rows = [
-        (
-            row["fault"],
-            _size(row["size"], row["unit"]),
-            f"{row['inputs']:,}",
-            ", ".join(
-                f"{name} {count}" for name, count in sorted(row["called"].items(), key=lambda one: -one[1])
-            ),
-        )
-        for row in load_results(NAME).get("confusion", [])
-        if len(row["called"]) > 1 or "nothing" in row["called"]
-    ]
-    return markdown(("fault", "size", "inputs", "called"), rows) if rows else ""
+    """Return the table of docs/devices.md on names: faults that get none, or not always the same, by what they get."""
+    faults: dict[tuple[str, str], list[str]] = {}
+    for row in load_results(NAME).get("confusion", []):
+        if len(row["called"]) > 1 or "nothing" in row["called"]:
+            called = sorted(row["called"].items(), key=lambda one: -one[1])
+            key = (f"{row['inputs']:,}", ", ".join(f"{name} {count}" for name, count in called))
+            faults.setdefault(key, []).append(f"{row['fault']}, {_size(row['size'], row['unit'])}")
+    rows: list[tuple[str, ...]] = [("; ".join(names), *key) for key, names in faults.items()]
+    return markdown(("fault", "inputs", "called"), rows) if rows else ""
 
 
 def _size(value: float, unit: str) -> str:

@@ -144,7 +144,7 @@ def test_standard_mechanisms_take_zero_out_too(mechanism: Callable[[Adjacency], 
     assert holds(null, NUMBER_IS_PUBLIC) == [None]
 
 
-# The proof of docs/privacy-records.md, section 2, on a mechanism small enough to be written down whole.
+# What docs/privacy-records.md, section 2, says of relations, on a mechanism small enough to be written down whole.
 
 REACH = 6
 KS = np.exp(np.linspace(-4, 4, 41)).tolist()

@@ -1,13 +1,22 @@
-"""Lists in the options of the benchmarks' commands, such as `--batches 64,256`."""
+"""The benchmarks' command lines, and lists in their options, such as `--batches 64,256`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import typer
 
 T = TypeVar("T", str, int, float)
+
+
+def program(*commands: Callable[..., object]) -> None:
+    """Run the command that the command line names, such as `measure`."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True)
+    app.callback()(lambda: None)
+    for each in commands:
+        app.command()(each)
+    app()
 
 
 def listed(option: str, line: str, allowed: Sequence[T]) -> list[T]:

@@ -20,7 +20,6 @@ from joblib import Parallel, delayed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import private_accuracy, train_or_read
 from opusim.description.section import merged, parse_setting
-from opusim.tables import print_table
 
 Point = dict[str, Any]
 
@@ -138,7 +137,6 @@ class TunedRows:
             runs = [*self._others("runs", chosen), *earlier, *own]
             runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
             self._save(runs=runs, cells=self.cells_of(runs))
-        print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.results["cells"]))
 
     def best_point(self, row: str, epsilon: float) -> Point:
         """Return the point of the best validation accuracy, or the only one.
@@ -215,10 +213,7 @@ class TunedRows:
         save_results(self.name, {"configuration": dict(self.base), **known, **parts})
 
 
-COLUMN_NAMES = (
-    *("protection", "epsilon", "test [%]", "seeds", "validation [%]"),
-    *("frames", "kJ", "chosen point"),
-)
+HEADER = "protection | epsilon | test [%] | seeds | validation [%] | frames | kJ | chosen point"
 
 
 def _cell(result: Mapping[str, Any]) -> tuple[str, float]:

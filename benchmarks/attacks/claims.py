@@ -1,7 +1,6 @@
 """Does each privacy claim of the four papers survive an audit? The claims' rows of benchmarks/papers/README.md.
 
     OPUSIM_DATA=... python -m benchmarks.attacks.claims measure     (resumes; about a minute of one core)
-    python -m benchmarks.attacks.claims show
 
 Claims about what opusim runs and proves are audited by the games of `benchmarks.attacks.guarantees`. Here stand the
 claims that do not hold: photonic DFA and likelihood ratio training as published, attacked in one training from its
@@ -10,7 +9,6 @@ updates, and two formulas that an exact instance refutes.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +19,8 @@ import torch
 from scipy.integrate import trapezoid
 
 from benchmarks.attacks import guarantees
-from benchmarks.markdown import command, markdown
+from benchmarks.markdown import command, table
+from benchmarks.options import program
 from benchmarks.pdfa import table1
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr import table1 as ulr_table1
@@ -30,7 +29,6 @@ from opusim.accounting.audit import gaussian_mu
 from opusim.accounting.guarantee import Status
 from opusim.accounting.mechanisms.convex import cyclic_descent_mu
 from opusim.accounting.mechanisms.selection import selection_bounds, theorem_epsilon
-from opusim.tables import print_table
 from opusim.training.attacks.one_run.audit import play_one_run
 from opusim.training.config import load_config
 from opusim.training.data.catalogue import build_dataset
@@ -42,7 +40,7 @@ PDFA = "Photonic DFA (Ohana et al. 2021)"
 ULR = "DP-ULR (Feng et al. 2025)"
 CONVEX = "Convex ReLU networks (Koskela 2024)"
 ZEROTH_ORDER = "DP-ZO (Tang et al. 2024)"
-COLUMN_NAMES = ("claim", "in", "epsilon claimed", "epsilon proven", "audit", "so the claim is")
+HEADER = "claim | in | epsilon claimed | epsilon proven | audit | so the claim is"
 DELTA, SEED = 1e-5, 20261122
 RECORDS, CANARIES = 2560, 1000
 OWN = {"n_classes": 10, "validation_fraction": 0.0, "standardise": False}
@@ -379,24 +377,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 """Every claim, by paper."""
 
 
-def table_rows(paper: str) -> list[tuple[str, ...]]:
-    """Return a paper's claims with their audits."""
-    return [(claim.text, claim.where, *claim.row()) for claim in CLAIMS[paper]]
-
-
 def page_table(paper: str) -> str:
     """Return what benchmarks/papers/README.md shows of a paper's claims."""
-    return f"### Privacy claims\n\n{markdown(COLUMN_NAMES, table_rows(paper))}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    if parser.parse_args().what == "measure":
-        measure()
-    for paper in CLAIMS:
-        print_table(paper, COLUMN_NAMES, table_rows(paper))
+    rows = [(claim.text, claim.where, *claim.row()) for claim in CLAIMS[paper]]
+    return f"### Privacy claims\n\n{table(HEADER, rows)}"
 
 
 if __name__ == "__main__":
-    main()
+    program(measure)

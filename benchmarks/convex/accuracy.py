@@ -18,22 +18,19 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import typer
 from joblib import Parallel, delayed
 
 from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
-from benchmarks.markdown import command, markdown, section, verdict
-from benchmarks.options import listed
+from benchmarks.markdown import verdict
+from benchmarks.options import listed, program
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.records import PoissonGaussian
 from opusim.description.section import merged, parse_setting
-from opusim.tables import print_table
 
 MODULE = "benchmarks.convex.accuracy"
-COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper [%]", "s", "chosen point")
 NAME, FOLDER = "convex", Path("runs/convex")
 SEARCH_SEED = 100
 DELTA = 1e-5
@@ -151,7 +148,7 @@ def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
 def measure(
     jobs: int = 2, rows: str = "", only: str = "", cases: str = "", seeds: int = 3, highest: float = 100.0
 ) -> None:
-    """Train each row's best point with its seeds on all records, and print the table.
+    """Train each row's best point with its seeds on all records.
 
     Args:
         jobs: Runs side by side.
@@ -172,7 +169,6 @@ def measure(
         for seed in ROWS[row].seeds[:seeds]
     ]
     _all(tasks, "runs", jobs)
-    print_table("Test accuracy [%]", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", [])))
 
 
 def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
@@ -285,26 +281,5 @@ def _accuracy(cell: dict[str, Any]) -> str:
     return f"{cell['test']:.2f} ± {error:.2f}" + ("" if seeds == 3 else f" ({seeds} seeds)")
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results.get("cells"):
-        return ""
-    text = (
-        "Replacing a record, delta 1e-5, proven epsilon at most the one shown; all training records private; test "
-        f"accuracy, mean and standard error over seeds ({results['date']}, {command(MODULE, 'search')}, then "
-        "`measure`; seconds of one thread on a machine with other work). Settings were chosen with one other seed on a "
-        f"tenth of the records, held out ({len(results.get('trials', []))} trials), which no guarantee here covers. "
-        "Required of the last iterate on MNIST: 92.5 % and 94.3 %. The paper's figures are after tuning, with "
-        "constants that do not cover its runs."
-    )
-    title = "Convex ReLU approximation, private at the last iterate"
-    return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])))
-
-
-app = typer.Typer(add_completion=False, help=__doc__)
-app.command()(search)
-app.command()(measure)
-
 if __name__ == "__main__":
-    app()
+    program(search, measure)

@@ -13,8 +13,7 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from benchmarks.markdown import command, lines_of, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
 from opusim.accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
@@ -41,14 +40,9 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
     return row
 
 
-def page_section() -> str:
-    """Return the noise of a last iterate, with and without one larger noise at the end; empty without results."""
-    found = load_results(NAME).get("noise", [])
-    more = ({**row, "ratio": row["with"]["total"] / row["without"]["total"]} for row in found)
-    multipliers = ("{without[noise_multiplier]:.3f}", "{with[noise_multiplier]:.3f}")
-    rows = lines_of(more, "{epsilon:g}", "{batches}", "{epochs}", *multipliers, "{ratio:.2f}")
-    header = ("epsilon", "batches", "epochs", "multiplier", "with noise at the end", "total noise, ratio")
-    return section("Least noise of the last iterate", command(MODULE), markdown(header, rows)) if rows else ""
+def with_ratio(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to each row the total noise with a larger noise at the end over that without."""
+    return [{**row, "ratio": row["with"]["total"] / row["without"]["total"]} for row in rows]
 
 
 def main() -> None:

@@ -12,14 +12,13 @@ drift; and sound devices, as a control. It resumes where it stopped.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import typer
 
-from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.calibration.calibrate import calibrate
 from opusim.calibration.independence import independence_p_values
@@ -282,7 +281,7 @@ def attempt(broken: Broken | None, number: int) -> str:
     return "holds" if law.std <= SIGMA else "fails"
 
 
-def attempts(number: int) -> None:
+def attempt_all(number: int) -> None:
     """Count how the attempts of each noise end, and save after every few."""
     found: dict[str, Any] = load_results("broken_noises").get("noises", {})
     for name, broken in BROKEN.items():
@@ -297,41 +296,27 @@ def attempts(number: int) -> None:
         print(name, found[name], flush=True)
 
 
-def broken_table() -> str:
-    """Return the table of docs/calibrate.md on devices of broken noise that ask for a certificate."""
-    noises = load_results("broken_noises")["noises"]
-    names = tuple(noises)
-    counts = (f"{entry['attempts'] - entry['outcomes'].get('refused', 0)}" for entry in noises.values())
-    attempted = (str(entry["attempts"]) for entry in noises.values())
-    return markdown(("noise", *names), [("attempts", *attempted), ("certified", *counts)])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="?", default="")
-    parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--attempts", type=int, default=0)
-    options = parser.parse_args()
-    if options.attempts:
-        attempts(options.attempts)
+def main(part: str = typer.Argument(""), runs: int = 4, attempts: int = 0) -> None:
+    """Measure the faults whose name contains a part, or how attempts of broken devices end."""
+    if attempts:
+        attempt_all(attempts)
         return
-    part, rows = options.part, []
+    rows: list[dict[str, Any]] = []
     for name, (_, _, strength) in FAULTS.items():
         if part in name:
-            shares = [
-                float(np.mean([is_found(name, s, number) for number in range(options.runs)]))
+            found, half = (
+                float(np.mean([is_found(name, s, number) for number in range(runs)]))
                 for s in (strength, strength / 2)
-            ]
-            rows.append({"fault": name, "strength": strength, "found": shares[0], "half": shares[1]})
+            )
+            rows.append({"fault": name, "strength": strength, "found": found, "half": half})
             print(rows[-1], flush=True)
-    if part in LIGHT:
-        for spread in (4e-4, 3e-4, 2e-4):
-            share = float(np.mean([is_light_found(spread, number) for number in range(LIGHT_RUNS)]))
-            rows.append({"fault": LIGHT, "strength": spread, "found": share})
-            print(rows[-1], flush=True)
+    for spread in (4e-4, 3e-4, 2e-4) if part in LIGHT else ():
+        share = float(np.mean([is_light_found(spread, number) for number in range(LIGHT_RUNS)]))
+        rows.append({"fault": LIGHT, "strength": spread, "found": share})
+        print(rows[-1], flush=True)
     if not part:
-        save_results("calibration_faults", {"runs": options.runs, "light_runs": LIGHT_RUNS, "rows": rows})
+        save_results("calibration_faults", {"runs": runs, "light_runs": LIGHT_RUNS, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

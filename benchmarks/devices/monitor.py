@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import typer
 
-from benchmarks.devices.effects import Effect, monitored
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_described
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_described, open_device
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.testing.faults import Fault, faulty_device
 
@@ -110,14 +111,41 @@ CALLED = {
     "its light changed": "light",
 }
 """What a message calls the fault."""
-STEP = 1000
-"""Step after which the medium has moved by the stated share of its time."""
+STEP, WITHIN = 1000, 10
+"""Step after which the medium has moved by the stated share of its time, and checks after a fault came."""
 
 
 def _anchor() -> float:
     camera = load_description(INSTRUMENT).camera
     assert camera is not None
     return camera.light.anchor_flux_per_s
+
+
+def monitored(camera: dict[str, Any], **options: Any) -> str:
+    """Return what the monitor says within `WITHIN` checks after a fault came; nothing if it finds nothing.
+
+    Args:
+        camera: Keys under ``[camera]`` that set the fault.
+        **options: Of `opusim.open_device`; the healthy and the faulty device get them.
+    """
+
+    def opened(**changes: Any) -> CameraDevice:
+        watch = {"every_steps": 1, "false_alarm_per_run": 1e-6}
+        device = open_device(INSTRUMENT, **{**WINDOW, **changes, **options}, monitor=watch)
+        assert isinstance(device, CameraDevice)
+        return device
+
+    try:
+        with opened() as device:
+            baseline = device.baseline
+        with opened(camera=camera) as device:
+            if baseline is not None:
+                device.compare_with(baseline)
+            for step in range(STEP + 1, STEP + 1 + WITHIN):
+                device.seek(step)
+    except (DeviceFault, NoiseBelowCertificate) as error:
+        return str(error).partition("' ")[2].partition(";")[0]
+    return ""
 
 
 def named(trials: int) -> list[dict[str, Any]]:
@@ -129,19 +157,15 @@ def named(trials: int) -> list[dict[str, Any]]:
     for name, (unit, camera_of) in NAMED.items():
         smallest: float | None = None
         largest = 0.0
-        for size in SIZES:
-            effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
+        for each in SIZES:
             try:
-                found = [
-                    monitored(effect, n_outputs=WINDOW["n_outputs"], seed=seed)
-                    for seed in range(1, trials + 1)
-                ]
+                found = [monitored(camera_of(each), seed=seed) for seed in range(1, trials + 1)]
             except ConfigError:
                 continue
-            largest = max(largest, size)
+            largest = max(largest, each)
             if not all(found):
                 break
-            smallest = size
+            smallest = each
         sizes = {"smallest": smallest, "largest": largest}
         rows.append({"fault": name, "unit": unit, **sizes, "trials": trials})
         print(rows[-1], flush=True)
@@ -166,31 +190,22 @@ def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dic
     """
     rows = [row for row in known if row["trials"] == trials]
     cells = [
-        (inputs, name, size)
+        (inputs, name, each)
         for inputs, confused in ((NARROW, CONFUSED), (WIDE, WIDE_CONFUSED))
         for name, sizes in confused.items()
-        for size in sizes
+        for each in sizes
     ]
     for cell in cells:
         if any(cell == (row["inputs"], row["fault"], row["size"]) for row in rows):
             continue
-        inputs, name, size = cell
+        inputs, name, each = cell
         unit, camera_of = NAMED[name]
-        effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
         found = Counter(
-            called(
-                monitored(
-                    effect,
-                    n_outputs=WINDOW["n_outputs"],
-                    seed=seed,
-                    n_inputs=inputs,
-                    medium={"seed": seed},
-                )
-            )
+            called(monitored(camera_of(each), seed=seed, n_inputs=inputs, medium={"seed": seed}))
             for seed in range(1, trials + 1)
         )
         said = {"called": dict(found), "trials": trials}
-        rows.append({"inputs": inputs, "fault": name, "size": size, "unit": unit, **said})
+        rows.append({"inputs": inputs, "fault": name, "size": each, "unit": unit, **said})
         print(rows[-1], flush=True)
         rows.sort(key=lambda row: cells.index((row["inputs"], row["fault"], row["size"])))
         keep(rows)
@@ -222,27 +237,26 @@ def changes(trials: int) -> list[dict[str, Any]]:
     with open_described(load_description(INSTRUMENT, {"monitor": {}}), **WINDOW) as device:
         promised = {checks: device.smallest_changes(checks) for checks in CHECKS}
     for (change, (fault, amount_of)), checks in product(_CHANGES.items(), CHECKS):
-        size = promised[checks][change]
-        if math.isnan(size):
+        least = promised[checks][change]
+        if math.isnan(least):
             continue
         found = [
-            checks_until_found(broken(fault, amount_of(size), seed), checks) is not None
+            checks_until_found(broken(fault, amount_of(least), seed), checks) is not None
             for seed in range(trials)
         ]
-        row = {"device": INSTRUMENT, "change": change, "checks": checks, "smallest": round(size, 4)}
+        row = {"device": INSTRUMENT, "change": change, "checks": checks, "smallest": round(least, 4)}
         rows.append(row | {"found": sum(found), "trials": trials})
         print(rows[-1], flush=True)
     return rows
 
 
-def docs_table() -> str:
+def changes_table() -> str:
     """Return the table of docs/devices.md: the smallest change of a camera that each number of checks finds."""
     found: dict[str, dict[int, str]] = {}
     for row in load_results(NAME).get("changes", []):
-        size = (
-            f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
-        )
-        cell = f"{size} ({row['found']} of {row['trials']})"
+        percent = f"{100 * row['smallest']:.1f} %"
+        least = f"{row['smallest']:.3f}" if row["change"] == "correlation" else percent
+        cell = f"{least} ({row['found']} of {row['trials']})"
         found.setdefault(row["change"], {})[row["checks"]] = cell
     checks = sorted({number for cells in found.values() for number in cells})
     rows = [(key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
@@ -250,24 +264,12 @@ def docs_table() -> str:
     return markdown(header, rows)
 
 
-def named_table() -> str:
-    """Return the table of docs/devices.md on the faults of a real instrument."""
-    rows = []
-    for row in load_results(NAME).get("named", []):
-        size = row["smallest"]
-        if size is None:
-            rows.append((row["fault"], f"not found at {_size(row['largest'], row['unit'])}"))
-            continue
-        rows.append((row["fault"], _size(size, row["unit"])))
-    return markdown(("fault", "smallest size found"), rows)
-
-
 def confusion_table() -> str:
     """Return the table of docs/devices.md on names: faults that get none, or not always the same."""
     rows = [
         (
             row["fault"],
-            _size(row["size"], row["unit"]),
+            size(row["size"], row["unit"]),
             f"{row['inputs']:,}",
             ", ".join(
                 f"{name} {count}" for name, count in sorted(row["called"].items(), key=lambda one: -one[1])
@@ -279,29 +281,26 @@ def confusion_table() -> str:
     return markdown(("fault", "size", "inputs", "called"), rows) if rows else ""
 
 
-def _size(value: float, unit: str) -> str:
+def size(value: float, unit: str) -> str:
+    """Return a fault's size as text."""
     return f"{value:g} {unit}" if unit.startswith("pixels") else f"{100 * value:g} % {unit}"
 
 
-def main(trials: int = 20, parts: str = "changes named confusion", save: bool = False) -> None:
-    """Measure some parts; --save renews these in benchmarks/results/monitor.json."""
+def main(trials: int = 20, parts: str = "changes named confusion") -> None:
+    """Measure some parts and save each."""
     torch.set_num_threads(1)
     results = load_results(NAME)
     found = {key: results.get(key, []) for key in ("changes", "named", "confusion")}
 
-    def keep(rows: list[dict[str, Any]]) -> None:
-        found["confusion"] = rows
-        if save:
-            save_results(NAME, {"window": WINDOW, **found})
+    def keep(part: str, rows: list[dict[str, Any]]) -> None:
+        found[part] = rows
+        save_results(NAME, {"window": WINDOW, **found})
 
-    measured = {"changes": changes, "named": named}
     for part in parts.split():
         if part == "confusion":
-            confusion(trials, found[part], keep)
-            continue
-        found[part] = measured[part](trials)
-        if save:
-            save_results(NAME, {"window": WINDOW, **found})
+            confusion(trials, found[part], partial(keep, part))
+        else:
+            keep(part, {"changes": changes, "named": named}[part](trials))
 
 
 if __name__ == "__main__":

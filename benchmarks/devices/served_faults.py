@@ -20,10 +20,8 @@ from typing import Any
 
 import typer
 
-from benchmarks.markdown import markdown
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.files import parse_json
-from opusim.tables import print_table
 
 NAME = "served_faults"
 _EVERY_S = 60.0
@@ -102,15 +100,8 @@ def _as_expected(note: dict[str, Any]) -> bool:
     return "\n" not in text and any(each in text for each in (wanted, *_NO_SERVER))
 
 
-def docs_table() -> str:
-    """Return the table of docs/serving.md."""
-    found = load_results(NAME)
-    rows = [(row["who"], str(row["results"]), str(row["equal"])) for row in found.get("runs", [])]
-    return markdown(("who", "results under faults", "equal to the local ones, bit for bit"), rows)
-
-
-def main(minutes: float = 60.0, folder: Path | None = None, save: bool = False) -> None:
-    """Let faults happen for some minutes; --save renews benchmarks/results/served_faults.json every minute."""
+def main(minutes: float = 60.0, folder: Path | None = None) -> None:
+    """Let faults happen for some minutes, and save what was noted every minute."""
     place = folder or Path(tempfile.mkdtemp())
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.support.served_runs", str(place), str(60 * minutes)]
@@ -119,14 +110,8 @@ def main(minutes: float = 60.0, folder: Path | None = None, save: bool = False) 
     while ended is None:
         time.sleep(min(_EVERY_S, 20 * minutes))
         ended = play.poll()
-        found = summary(place)
-        if save and found:
+        if found := summary(place):
             save_results(NAME, found)
-    rows = [tuple(map(str, row.values())) for row in found["runs"]]
-    print_table("Runs under faults", ("who", "results", "equal", "different"), rows)
-    print_table(
-        "Faults", ("fault", "times"), [(fault, f"{times:,}") for fault, times in found["faults"].items()]
-    )
     sys.exit(ended)
 
 

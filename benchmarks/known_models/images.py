@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.known_models.gpt import Block, Setting, initialise, optimizer_of, rate
-from benchmarks.known_models.training import BP, Row, Task, last, runs_of, table, train_rows
-from benchmarks.markdown import command, section, with_error
+from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
+from benchmarks.markdown import with_error
 from benchmarks.options import listed
-from benchmarks.results_file import load_results
 from opusim.training.data import load_dataset
 from opusim.training.networks.models import ResNet
 
@@ -189,30 +188,13 @@ def closed(results: dict[str, Any], row: str) -> str:
     return f"{100 * (own - plain) / (best - plain):.0f}"
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    parts = []
-    for kind in KINDS:
-        for full in (False, True):
-            task = task_of(kind, full=full)
-            results = load_results(task.name)
-            if not results:
-                continue
-            epochs = KINDS[kind].epochs[full]
-            words = (kind, "--full") if full else (kind,)
-            parts += [
-                f"{KINDS[kind].title}, {epochs} epochs of CIFAR-10 from JPEG files, batch {BATCH} "
-                f"({results['date']}, {command(MODULE, *words)}). In print: {KINDS[kind].printed}.",
-                table(
-                    results,
-                    ROWS,
-                    {
-                        "test accuracy [%]": lambda name, runs: with_error(last(runs, "accuracy"), ".2f"),
-                        "gap closed [%]": lambda name, runs, found=results: closed(found, name),
-                    },
-                ),
-            ]
-    return section("Images", *parts) if parts else ""
+def figures(results: dict[str, Any]) -> str:
+    """Return the table of the rows: accuracies, the gap that is closed, and costs."""
+    columns: dict[str, Column] = {
+        "test accuracy [%]": lambda _, runs: with_error(last(runs, "accuracy"), ".2f"),
+        "gap closed [%]": lambda row, _: closed(results, row),
+    }
+    return table(results, ROWS, columns)
 
 
 def main(

@@ -15,12 +15,11 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.markdown import markdown, with_error
 from benchmarks.pdfa.table1 import PAPER, SEEDS, SIGMAS, configuration
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import keep_row, rows_of
 from benchmarks.runs import train_or_read
 from opusim.description.section import merged
-from opusim.tables import print_table
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.readings", "pdfa_readings", Path("runs/readings")
 COLUMNS = ("0", "0.2")
@@ -64,11 +63,7 @@ def run_one(reading: str, row: str, column: str, seed: int) -> dict[str, Any]:
 
 def tests(reading: str, row: str, column: str) -> list[float]:
     """Return the test accuracies of a cell, by seed."""
-    return [
-        found["test"]
-        for found in load_results(NAME).get("rows", [])
-        if (found["reading"], found["row"], found["column"]) == (reading, row, column)
-    ]
+    return [found["test"] for found in rows_of(NAME, reading=reading, row=row, column=column)]
 
 
 def seeds() -> str:
@@ -88,42 +83,24 @@ def largest_move() -> float:
     return max(moves, default=0.0)
 
 
-def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and the lines: the paper, then each reading."""
+def table() -> str:
+    """Return the table: the paper, then each reading."""
     columns = list(itertools.product(ROWS, COLUMNS))
     paper = (f"{PAPER[row][1 + SIGMAS.index(float(column))]:.2f}" for row, column in columns)
     lines = [(name, *(with_error(tests(name, *column)) for column in columns)) for name in READINGS]
     header = ("reading", *(f"{row}, sigma {column}" for row, column in columns))
-    return header, [("*the paper*", *paper), *lines]
-
-
-def missing() -> list[tuple[str, str, str, int]]:
-    """Return the reading, row, column and seed of each training that is not in the results."""
-    found = load_results(NAME).get("rows", [])
-    done = {tuple(row[key] for key in ("reading", "row", "column", "seed")) for row in found}
-    return [task for task in itertools.product(READINGS, ROWS, COLUMNS, SEEDS) if task not in done]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    text = (
-        f"Test accuracy under other readings of eqs. 8 to 10, {seeds()}, standard errors if there are several "
-        f"({results['date']}, {command(MODULE)}). Each is a named option of the configuration."
-    )
-    return section("Other readings of the paper's equations", text, markdown(*table()))
+    return markdown(header, [("*the paper*", *paper), *lines])
 
 
 def main(jobs: int = 2) -> None:
-    """Train what is missing, save each run as it ends, and print the table."""
+    """Train what is missing, and save each run as it ends."""
+    cells = itertools.product(READINGS, ROWS, COLUMNS, SEEDS)
+    keys = ("reading", "row", "column", "seed")
+    missing = [cell for cell in cells if not rows_of(NAME, **dict(zip(keys, cell, strict=True)))]
     for found in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-        delayed(run_one)(*task) for task in missing()
+        delayed(run_one)(*task) for task in missing
     ):
-        save_results(NAME, {"rows": [*load_results(NAME).get("rows", []), found]})
-        print(found, flush=True)
-    print_table("Readings of eqs. 8 to 10", *table())
+        keep_row(NAME, found)
 
 
 if __name__ == "__main__":

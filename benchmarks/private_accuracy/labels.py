@@ -18,9 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results
-from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, table_rows
+from benchmarks.tuned_rows import RowPlan, TunedRows
 
 MODULE, NAME = "benchmarks.private_accuracy.labels", "private_accuracy_labels"
 EPSILONS = (1.0, 3.0, 8.0)
@@ -45,10 +43,6 @@ NETWORK: dict[str, Any] = {
     "sampler": {"batch_size": 512},
     "trainer": {"kind": "bp"},
 }
-
-
-EXPLORED = 35
-"""Exploratory trials of networks, linear models and sets of classes, whose results are not kept."""
 
 
 def _in_stages(stages: int) -> RowPlan:
@@ -76,30 +70,6 @@ TABLE = TunedRows(
     },
     seeds=(0, 1, 2, 3, 4),
 )
-TARGET = 85.0
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results.get("cells"):
-        return ""
-    amplified = [
-        f"{cell['test']:.1f} % at epsilon {cell['epsilon']:g}"
-        for cell in load_results("pdfa_private")["cells"]
-        if cell["row"] == "label, amplified"
-    ]
-    text = (
-        "FashionMNIST, 54,000 records with private labels and public features: one noisy linear model "
-        "(`opusim train ridge --protect label-release`), and in the rows `hidden` a network with one hidden layer "
-        f"trained by `bp` on labels of randomized response in stages. Test accuracy, mean over seeds "
-        f"and its standard error ({results['date']}, {command(MODULE, 'tune')}, then "
-        "`measure`). The ridge was chosen on the 6,000 other records with one other seed "
-        f"({len(results['trials'])} trials in all), the settings of the networks after {EXPLORED} exploratory trials "
-        "on those records; the choice is not paid for and no guarantee here covers it. Required at epsilon 1: "
-        f"{TARGET:g} %. Photonic DFA on pixels under `label-amplified` reaches {', '.join(amplified)}."
-    )
-    return section("Labels on public features", text, markdown(COLUMN_NAMES, table_rows(results["cells"])))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
-from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, shown_accuracy, table_rows
+from benchmarks.tuned_rows import RowPlan, TunedRows, shown_accuracy
 from opusim.description.section import merged
 
 MODULE, NAME = "benchmarks.private_accuracy.records", "private_accuracy_records"
@@ -57,16 +57,6 @@ TRANSFERRED: dict[str, Any] = {
 CIFAR_RATE = 8.0
 """Rate for CIFAR-10, set before any run on it: half of FashionMNIST's, as Tramer and Boneh's rates times the norms of
 their features are 16 x 63 for FashionMNIST and 4 x 125 for CIFAR-10."""
-EXPLORED = 90
-"""Exploratory trials on the same held-out records of FashionMNIST, whose results are not kept."""
-ORIGINS = {
-    "mnist, linear": "MNIST takes the settings chosen for FashionMNIST.",
-    "cifar-10, ": "CIFAR-10 (a copy in JPEG) takes them too, but for its rate, which follows from published recipes.",
-    "fashion-mnist, convolutions": "The rows `convolutions` take batch size, rate, clip and epochs from Tramer and "
-    "Boneh's repository and are not tuned here.",
-    "cifar-10, convolutions": "`cifar-10, convolutions` takes network and settings of FashionMNIST.",
-}
-"""Where settings that were not chosen on a row's own records come from, by the beginning of its name."""
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
 COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0, 32.0), "optimizer.averaged_tail": (0.25,)}
@@ -187,32 +177,6 @@ TABLE = TunedRows(
 )
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results.get("cells"):
-        return ""
-    rows = [cell["row"] for cell in results["cells"]]
-    text = (
-        "All training records are private (50,000 of CIFAR-10, else 60,000); test accuracy, mean over "
-        f"seeds and its standard error ({results['date']}, "
-        f"{command(MODULE, 'tune')}, then `measure`). Settings of FashionMNIST were chosen on 10 % of its training "
-        f"records with one other seed ({len(results.get('trials', []))} trials in the results file, after some "
-        f"{EXPLORED} exploratory ones on those records: features, components, whitening, averages, batch sizes); the "
-        "choice is not paid for and no guarantee here covers it, as in the papers compared with."
-    )
-    origins = [note for start, note in ORIGINS.items() if any(row.startswith(start) for row in rows)]
-    text = " ".join([text, *origins])
-    grids = ", ".join(
-        f"{key.split('.')[-1]} of {', '.join(f'{value:g}' for value in values)}"
-        for key, values in COMPONENTS_GRID.items()
-    )
-    grid = f"The grid of the rows on components: {grids}; that of the others is in the program."
-    return section(
-        "Records on public features", text, markdown(COLUMN_NAMES, table_rows(results["cells"])), grid
-    )
-
-
 def docs_table() -> str:
     """Return our accuracies next to those of others, for the documentation."""
     ours = [
@@ -236,18 +200,6 @@ def docs_table() -> str:
         ("data", "epsilon", "method", "test accuracy [%]"),
         [(data, f"{epsilon:g}", method, value) for data, epsilon, method, value in rows],
     )
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracies of linear models."""
-    cells = load_results(NAME).get("cells", [])
-    figures = "; ".join(
-        f"{cell['row'].partition(',')[0]} at epsilon {cell['epsilon']:g}: {cell['test']:.1f}"
-        for cell in cells
-        if ", linear on components" in cell["row"]
-    )
-    claim = "DP-SGD of linear models on scattering features, test accuracy [%], delta 1e-5"
-    return [(claim, figures, command(MODULE, "measure"))] if figures else []
 
 
 if __name__ == "__main__":

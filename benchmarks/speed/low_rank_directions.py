@@ -9,7 +9,6 @@ memory, which is the peak of resident memory (VmHWM) in a process of its own abo
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -99,10 +98,7 @@ def main() -> None:
         share = memory[method] / memory["inference"]
         entry = {"work": method, "seconds": seconds[method], "throughput": throughput}
         rows.append({**entry, "memory_mib": memory[method], "memory_ratio": share})
-        print(
-            f"{method:10s} {seconds[method]:6.2f} s  {throughput:5.2f} of inference's throughput   "
-            f"{memory[method]:6.0f} MiB  {share:5.2f}"
-        )
+        print(rows[-1], flush=True)
     facts = {
         "threads": 1,
         "repeats": REPEATS,
@@ -118,5 +114,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--memory"]:
         print_memory(sys.argv[2])
     else:
-        argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
         main()

@@ -35,7 +35,6 @@ from benchmarks.speed.operators import losses, plain_step, private_step
 from benchmarks.timing import Step, interleaved, interleaved_turns, memory_rise, print_memory_rise
 from opusim import FeedbackAlignment, open_device
 from opusim.randomness.streams import noise_stream
-from opusim.tables import print_table
 from opusim.training.networks.models import ConvolutionalNetwork, ResNet
 from opusim.training.networks.sequence_models import TransformerLM
 
@@ -225,11 +224,10 @@ def speed_rows() -> list[Row]:
 
 
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Measure each part, save and print the ratios."""
+    """Measure each part and save it."""
     torch.set_num_threads(1)
     for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
         save_results(name, PARTS[name]())
-    print_table("Steps of modules", ("work", "ratio", "command"), speed_rows())
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ from opusim.lightonml import OPU
 from opusim.lightonml.projections import sklearn as sklearn_map
 from opusim.lightonml.projections import torch as torch_map
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
-from opusim.tables import print_table
 
 MODULE = "benchmarks.speed.projections"
 N_INPUTS, N_OUTPUTS, BATCH, REPEATS = 4096, 16384, 256, 11
@@ -268,10 +267,9 @@ def speed_rows() -> list[Row]:
 
 
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Measure each part, save and print the ratios."""
+    """Measure each part and save it."""
     for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
         save_results(name, PARTS[name]())
-    print_table("Projections", ("work", "ratio", "command"), speed_rows())
 
 
 def print_memory(part: str, *arguments: str) -> None:

@@ -32,7 +32,6 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import Step, interleaved, with_threads
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
-from opusim.tables import print_table
 from opusim.training.config import load_config
 from opusim.training.config.kinds import TRAINERS
 from opusim.training.config.sections import OptimizerConfig
@@ -379,11 +378,10 @@ def speed_rows() -> list[Row]:
 
 
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Time each part's steps in turn, save and print the ratios."""
+    """Time each part's steps in turn, and save them."""
     warnings.filterwarnings("ignore", module="opacus")
     for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
         save_results(name, PARTS[name]())
-    print_table("Ratios of steps", ("work", "ratio", "command"), speed_rows())
 
 
 if __name__ == "__main__":

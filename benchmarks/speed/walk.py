@@ -22,18 +22,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.markdown import command, lines_of, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.speed.operators import models, private_step
 from benchmarks.speed.steps import protected_step
-from opusim.tables import print_table
 
-MODULE, NAME = "benchmarks.speed.walk", "walk"
 ROOT = Path(__file__).parents[2]
 PRODUCT = f"{ROOT / 'opusim'}/"
 NUMERICS = str(ROOT / "opusim" / "accounting" / "numerics")
 _INLINE = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
-COLUMNS = ("action", "calls", "functions", "files", "moves between files", "calls, at most")
 CEILINGS = {
     "a projection of 32 rows on a camera": 50,
     "open_device('camera')": 282,
@@ -152,25 +148,5 @@ def measured() -> list[dict[str, Any]]:
         return [{"action": name, **walked(action)._asdict()} for name, action in actions(folder).items()]
 
 
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the lines of the table."""
-    more = ({**row, "most": CEILINGS[row["action"]]} for row in rows)
-    return lines_of(more, "{action}", "{calls}", "{functions}", "{files}", "{moves}", "{most}")
-
-
-def page_section() -> str:
-    """Return what the results page shows."""
-    results = load_results(NAME)
-    text = f"Code of the product that runs on the way of one action ({results['date']}, {command(MODULE)})."
-    return section("The way of an action", text, markdown(COLUMNS, table_rows(results["rows"])))
-
-
-def main() -> None:
-    """Count, print and save."""
-    rows = measured()
-    print_table("The way of an action", COLUMNS, table_rows(rows))
-    save_results(NAME, {"rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    save_results("walk", {"rows": measured()})

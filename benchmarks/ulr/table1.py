@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.markdown import with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
@@ -39,7 +39,6 @@ from opusim.training.data.samplers import ShuffledEpochsSampler
 from opusim.training.runs.run import evaluate_split
 
 MODULE, FOLDER = "benchmarks.ulr.table1", Path("runs/ulr-table1")
-PROVEN_NAMES = ("trainer", "epsilon", "test [%]", "seeds", "seconds a run")
 PAPER = {
     (64, 0.5): (86.12, 94.14), (64, 1.0): (82.73, 91.20), (64, 2.0): (78.80, 78.32),
     (64, 4.0): (72.14, 68.73), (64, 8.0): (58.65, 32.07),
@@ -371,18 +370,6 @@ def proven_table_rows() -> list[tuple[str, ...]]:
         tests = [r["test"] for r in mine]
         rows.append((trainer, f"{epsilon:g}", with_error(tests), str(len(tests)), f"{seconds:.0f}"))
     return rows
-
-
-def proven_section() -> str:
-    """Return what the results page shows of the proven form; empty without results."""
-    rows = proven_table_rows()
-    text = (
-        "Clipped records, central Gaussian noise, Poisson batches of 1000, delta 1e-5, 10 epochs, SGD at 0.5 with "
-        f"momentum 0.9 for all ({command(MODULE, 'proven')}). `bp` is DP-SGD; `ulr` has {PROVEN_COPIES} independent "
-        'copies, "128 orthogonal" has 128 copies in orthogonal directions, both sigma = 0.3.'
-    )
-    title = "The proven form at equal proven epsilon (MNIST)"
-    return section(title, text, markdown(PROVEN_NAMES, rows)) if rows else ""
 
 
 if __name__ == "__main__":

@@ -33,10 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.zeroth_order.memory", "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
@@ -263,9 +262,6 @@ def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-COLUMN_NAMES = ("sequences x tokens", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
-
-
 def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
     """What was measured, as text, shapes and methods in their order."""
     found: list[tuple[str, ...]] = []
@@ -283,20 +279,6 @@ def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
             memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
             found.append((size, method, *memory, *times))
     return found
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("rows", {}))
-    text = (
-        "A decoder of 163 million parameters, random weights, float32, one thread, each method in a process of its own "
-        f"({results.get('date')}, {command(MODULE)}); forward passes are timed in turn with the steps. "
-        '"inference, bare" has loaded only torch, "inference" the same libraries as zo. Required: at most 1.1 of '
-        "inference's memory and 2.2 forward passes."
-    )
-    title = "Memory and time of a step (Table 5 of the DP-ZO paper)"
-    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
 
 
 def speed_rows() -> list[Row]:
@@ -336,8 +318,6 @@ def main() -> None:
             if key_of(method, shape) not in rows and method.startswith(options.only):
                 rows[key_of(method, shape)] = in_process(method, shape, options.repeats)
                 save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
-    title = "163 million parameters, one thread"
-    print_table(title, COLUMN_NAMES, table_rows(rows))
 
 
 if __name__ == "__main__":

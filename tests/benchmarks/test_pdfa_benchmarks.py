@@ -53,7 +53,7 @@ def test_pdfa_readings(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(load_results(readings.NAME)["rows"]) == 2 * 2 * len(readings.READINGS)
     trains_nothing(lambda: readings.main(jobs=1), monkeypatch)
     assert readings.largest_move() > 0.0
-    assert "| eqs. 8 to 10 to the letter |" in readings.page_section()
+    assert "| eqs. 8 to 10 to the letter |" in readings.table()
 
 
 @pytest.mark.slow

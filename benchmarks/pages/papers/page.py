@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER, page_table
-from benchmarks.markdown import markdown, section
+from benchmarks.markdown import markdown
 from benchmarks.pages.papers.item import COSTS, Item, blocks
 from benchmarks.pages.papers.item import PAPERS as SAID
 
@@ -47,13 +47,6 @@ def papers_page() -> str:
     for title, part in found.items():
         overview = markdown(("item", "shows", "state"), [now.row() for now in part])
         details = blocks(*(now.details() for now in part))
-        parts.append(
-            section(
-                title,
-                SAID["papers"][KEYS[title]].get("introduction", ""),
-                overview,
-                details,
-                page_table(title),
-            )
-        )
+        introduction = SAID["papers"][KEYS[title]].get("introduction", "")
+        parts.append(blocks(f"## {title}", introduction, overview, details, page_table(title)))
     return "\n\n".join((head, *parts)) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,18 @@ def difference(mine: Sequence[float], theirs: Sequence[float]) -> str:
     """
     pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ()
     return with_error([a - b for a, b in pairs], "+.1f")
+
+
+def compared(ours: Sequence[float], others: Sequence[float]) -> int:
+    """Return 1 or -1 if a mean is more than two standard errors of the difference above or below another one, else 0.
+
+    Also 0 without two values of each.
+    """
+    if min(len(ours), len(others)) < 2:
+        return 0
+    error = math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (ours, others)))
+    apart = statistics.fmean(ours) - statistics.fmean(others)
+    return (apart > 2 * error) - (apart < -2 * error)
 
 
 def verdict(met: bool | None) -> str:

@@ -8,21 +8,15 @@ What the papers' tables and figures show stands in papers/README.md.
 from __future__ import annotations
 
 import ast
-import pkgutil
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from benchmarks.markdown import command, difference, markdown, table, verdict, with_error
-from benchmarks.pages.papers.page import papers_page
-from benchmarks.results_file import load_results
+from benchmarks.markdown import markdown
+from benchmarks.pages.environment import TEMPLATES, environment, tidy
+from benchmarks.pages.papers import papers_page
 
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
-TEMPLATES = Path(__file__).parent / "templates"
 FOLDERS = (
     *("any_module", "pdfa", "private_accuracy", "ulr", "convex", "zeroth_order", "analog", "known_models"),
     *("devices", "attacks", "curves", "speed"),
@@ -38,26 +32,9 @@ BLOCKS = {
 """Tables between markers of a page, by name."""
 
 
-def use(name: str) -> Any:
-    """Return a module of the benchmarks, such as "devices.faults"."""
-    return pkgutil.resolve_name(f"benchmarks.{name}")
-
-
-def environment() -> Environment:
-    """Return what the templates see: results, Markdown, and the benchmarks' modules."""
-    found = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    found.globals.update(results=load_results, use=use, table=table, command=command, verdict=verdict)
-    found.globals.update(with_error=with_error, difference=difference)
-    found.filters["f"] = format
-    return found
-
-
 def folder_page(folder: str) -> str:
     """Return the whole of a folder's README; sections without results are left out."""
-    text = environment().get_template(f"{folder}.md").render()
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return tidy(environment().get_template(f"{folder}.md").render()) + "\n"
 
 
 def index_page() -> str:

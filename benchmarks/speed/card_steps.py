@@ -19,44 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import opusim
 from benchmarks.markdown import markdown
 from benchmarks.results_file import save_results
 from benchmarks.speed.operators import Encoder, Recurrent, plain_step, private_step
+from benchmarks.zeroth_order.memory import Block
 from opusim.randomness.streams import NoiseStream, noise_stream
 
 MODULE, NAME = "benchmarks.speed.card_steps", "card_steps"
 REPEATS, WARM = 9, 3
 Step = Callable[[], object]
-
-
-class Block(nn.Module):
-    """A pre-norm block of a decoder."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.n1, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.n2, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, T, width) to the same."""
-        records, positions, width = x.shape
-        parts = self.qkv(self.n1(x)).view(records, positions, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(records, positions, width))
-        return x + self.down(functional.gelu(self.up(self.n2(x))))
 
 
 class Decoder(nn.Module):

@@ -76,6 +76,19 @@ class Cell:
         return least_noise(self.law, epsilon, delta=delta, **sizes)
 
 
+LAWS = {
+    "gaussian": "DP-ZO, Gaussian noise",
+    "laplace": "DP-ZO, Laplace noise",
+    "dp-sgd": "DP-SGD",
+    "none": "ZO, no privacy",
+}
+COLUMNS = {
+    "records": "n = {0.records:,}",
+    "clip": "C = {0.clip:g}",
+    "batch": "batch {0.batch}",
+    "steps": "{0.steps:,} steps",
+}
+"""What a study's cells are told apart by."""
 CELLS = (
     *(Cell(study="clip", clip=clip, noise=SIGMA) for clip in (1.0, 0.1, 0.05, 0.01)),
     *(Cell(study="records", records=n) for n in (250, 500, 1000, 5000, 6920)),
@@ -193,11 +206,21 @@ def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
     ]
 
 
-def left(study: str, laws: Sequence[str]) -> int:
-    """Return how many trainings of a study, under some laws of noise, are not in the results."""
-    found = load_results(NAME).get("cells", {})
-    keys = [cell.key for cell in CELLS if cell.study == study and cell.law in laws]
-    return sum(str(seed) not in found.get(key, {}) for key in keys for seed in SEEDS)
+def by_column(
+    study: str, laws: Sequence[str], records: Sequence[int] | None = None
+) -> dict[tuple[str, str], list[float]]:
+    """Return a study's accuracies in per cent by law of noise and column; of some numbers of records, or all."""
+    return {
+        (cell.law, COLUMNS[study].format(cell)): values
+        for cell, values in accuracies(study)
+        if cell.law in laws and (records is None or cell.records in records)
+    }
+
+
+def loss_curves() -> dict[int, list[float]]:
+    """Return the mean training losses under Gaussian noise by records."""
+    cells = [cell for cell, _ in accuracies("records") if cell.law == "gaussian"]
+    return {cell.records: losses(cell) for cell in cells}
 
 
 if __name__ == "__main__":

@@ -19,23 +19,23 @@ seconds of processor time on one thread.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
-import math
 import resource
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, resident_mib
 
 MODULE, NAME = "benchmarks.zeroth_order.memory", "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
@@ -64,26 +64,29 @@ class LowRank(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a layer norm."""
+    """Attention and two linear layers, each behind a layer norm, on a stream (batch, length, width)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attend: nn.Module = nn.Linear(WIDTH, 3 * WIDTH)
-        self.join = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend: nn.Module = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        batch, length, _ = x.shape
+        batch, length, width = x.shape
         parts = self.attend(self.first(x)).chunk(3, dim=2)
-        q, k, v = (part.reshape(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.reshape(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
 class Decoder(nn.Module):
-    """Negative mean log-probability of each sequence's next tokens; the logits are made in pieces."""
+    """Scores of each sequence's next tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +231,7 @@ def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
     """Peak resident memory and seconds of a step, in this process."""
     torch.set_num_threads(1)
     work = worker(method, shape)
-    held = resident_mib()
+    held = resident_mib("VmRSS")
     work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     found = {"peak_mib": peak, "above_model_mib": peak - held}
@@ -242,12 +245,6 @@ def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
     return found | {"seconds": seconds["step"], "forward_passes": seconds["step"] / seconds["forward"]}
 
 
-def resident_mib() -> float:
-    """Resident memory now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
-
-
 def key_of(method: str, shape: Shape) -> str:
     """Name of a row in the results."""
     return f"{method}, {shape[0]} x {shape[1]}"
@@ -255,7 +252,7 @@ def key_of(method: str, shape: Shape) -> str:
 
 def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     """The same in a process of its own; a failure is kept as its last line."""
-    call = [sys.executable, "-m", MODULE, "--one", method, *map(str, (*shape, repeats))]
+    call = [sys.executable, "-m", MODULE, "--repeats", str(repeats), "--one", method, *map(str, shape)]
     done = subprocess.run(call, capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]}
@@ -263,62 +260,58 @@ def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
 
 
 def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What was measured, as text, shapes and methods in their order."""
+    """Return a line for each shape and method that was measured."""
     found: list[tuple[str, ...]] = []
-    for shape in SHAPES:
-        for method in METHODS:
-            row, size = rows.get(key_of(method, shape)), f"{shape[0]} x {shape[1]:,}"
-            if row is None:
-                continue
-            if "failed" in row:
-                found.append((size, method, row["failed"], "", "", ""))
-                continue
-            times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
+    for shape, method in itertools.product(SHAPES, METHODS):
+        row, size = rows.get(key_of(method, shape), {}), f"{shape[0]} x {shape[1]:,}"
+        if "failed" in row:
+            found.append((size, method, row["failed"], "", "", ""))
+        elif row:
+            times = [f"{row[key]:.2f}" if key in row else "" for key in ("seconds", "forward_passes")]
             like = "inference, bfloat16" if "bfloat16" in method else "inference"
-            reference = rows.get(key_of(like, shape), {}).get("peak_mib", math.nan)
-            memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
-            found.append((size, method, *memory, *times))
+            ratio = row["peak_mib"] / rows[key_of(like, shape)]["peak_mib"]
+            found.append((size, method, f"{row['peak_mib']:,.0f}", f"{ratio:.2f}", *times))
     return found
+
+
+def peak_over(method: str, base: str, length: int) -> float:
+    """Return the peak memory of a method over that of another one, with two sequences of a length."""
+    rows = load_results(NAME)["rows"]
+    ours, other = (rows[key_of(each, (2, length))]["peak_mib"] for each in (method, base))
+    return float(ours / other)
 
 
 def speed_rows() -> list[Row]:
     """Return memory and time of a step against inference, at the most tokens that were measured."""
-    rows = load_results(NAME).get("rows", {})
-    measured = [shape for shape in SHAPES if key_of("zo", shape) in rows]
-    if not measured:
-        return []
-    shape = measured[-1]
-    zo, peak = rows[key_of("zo", shape)], rows[key_of("inference", shape)]["peak_mib"]
+    shape = SHAPES[-1]
+    zo = load_results(NAME)["rows"][key_of("zo", shape)]
     others = [
-        f"Opacus {method.removeprefix('dp-sgd, ')} {rows[key_of(method, shape)]['peak_mib'] / peak:.2f}"
+        f"Opacus {method.removeprefix('dp-sgd, ')} {peak_over(method, 'inference', shape[1]):.2f}"
         for method in METHODS
-        if "dp-sgd" in method and "peak_mib" in rows.get(key_of(method, shape), {})
+        if "dp-sgd" in method
     ]
     what = f"a zeroth-order step, 163 million parameters, {shape[0] * shape[1]:,} tokens"
-    listed = f" ({', '.join(others)})" if others else ""
+    memory = f"{peak_over('zo', 'inference', shape[1]):.2f} of inference ({', '.join(others)})"
     return [
-        (f"peak memory of {what}", f"{zo['peak_mib'] / peak:.2f} of inference{listed}", command(MODULE)),
+        (f"peak memory of {what}", memory, command(MODULE)),
         (f"time of {what}, one thread", f"{zo['forward_passes']:.2f} forward passes", command(MODULE)),
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="", help="Measure methods that begin so, with all shapes.")
-    parser.add_argument("--one", nargs=4, metavar=("METHOD", "SEQUENCES", "TOKENS", "REPEATS"))
-    options = parser.parse_args()
-    if options.one:
-        method, (sequences, tokens, repeats) = options.one[0], map(int, options.one[1:])
-        print(json.dumps(measured(method, (sequences, tokens), repeats)))
+def main(
+    repeats: int = 3,
+    one: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure what the results lack, each method and shape in a process of its own."""
+    if one is not None:
+        print(json.dumps(measured(one[0], one[1:], repeats)))
         return
     rows = load_results(NAME).get("rows", {})
-    for shape in SHAPES:
-        for method in METHODS:
-            if key_of(method, shape) not in rows and method.startswith(options.only):
-                rows[key_of(method, shape)] = in_process(method, shape, options.repeats)
-                save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
+    for shape, method in itertools.product(SHAPES, METHODS):
+        if key_of(method, shape) not in rows:
+            rows[key_of(method, shape)] = in_process(method, shape, repeats)
+            save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -21,7 +21,6 @@ Every result is saved as it comes; a second call resumes where the first one sto
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -32,6 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import feedback_trainer, zo_trainer
+from benchmarks.markdown import difference
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
@@ -267,9 +268,10 @@ def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dic
     return tuple(float(value) for value in best.split())
 
 
-def measure(results: dict[str, Any], only: str) -> None:
-    """Do what is not done yet, and save after each training."""
+def measure(only: str = "") -> None:
+    """Do what is not done yet, of one method or of all, and save after each training."""
     torch.set_num_threads(1)
+    results = load_results(NAME)
     data: dict[str, Any] = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
     data["reference"] = results.get("reference") or reference(data)
     cells = results.setdefault("cells", {})
@@ -294,13 +296,16 @@ def key_of(method: str, epsilon: float) -> str:
     return f"{method}, {epsilon:g}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure"])
-    parser.add_argument("--only", default="", help="One method by its name.")
-    options = parser.parse_args()
-    measure({k: v for k, v in load_results(NAME).items() if k in ("reference", "cells")}, options.only)
+def accuracies(method: str, epsilon: float) -> list[float]:
+    """Return the accuracies of a cell in per cent, by seed."""
+    runs = load_results(NAME).get("cells", {}).get(key_of(method, epsilon), {}).get("runs", {})
+    return [100 * runs[seed]["accuracy"] for seed in sorted(runs, key=int)]
+
+
+def lead(method: str, other: str, epsilon: float) -> str:
+    """Return how far a method is ahead of another one, seed by seed."""
+    return difference(accuracies(method, epsilon), accuracies(other, epsilon))
 
 
 if __name__ == "__main__":
-    main()
+    program(measure)

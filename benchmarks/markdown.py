@@ -7,9 +7,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Row = tuple[str, str, str]
-"""A line of a summary table: what was measured, the figure, the command that measures it again."""
-
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""

@@ -42,7 +42,6 @@ class RowPlan:
 
     @property
     def points(self) -> list[Point]:
-        """Every point of the grid."""
         return [
             dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())
         ]
@@ -74,7 +73,6 @@ class TunedRows:
 
     @property
     def app(self) -> typer.Typer:
-        """The command line."""
         app = typer.Typer(add_completion=False, no_args_is_help=True)
         app.command()(self.tune)
         app.command()(self.measure)

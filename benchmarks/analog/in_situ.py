@@ -10,8 +10,6 @@ equation 10 of the photonic DFA paper with sigma 0.1. Accuracies in place are th
 
 Zeroth order in place is left out: each of its steps would program both layers twice. The tests train a smaller network
 by it.
-
-A second call measures what is missing.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         weights = "worst-case" if self.worst_case else "drawn"
         broken = "" if self.less_noise == 1 else f", noise divided by {self.less_noise:g}"
         again = f", repeated with seed {self.repeats}" if self.repeats else ""

@@ -26,7 +26,7 @@ from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
 from benchmarks.options import program
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.accounting.audit import audit, audit_drawn_noise
-from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.guarantee import Status
 from opusim.accounting.one_run import Method
 from opusim.training.attacks.findings import Curve
 from opusim.training.attacks.games import LEAN, LastIterateGame, TwoWorlds, played
@@ -96,13 +96,9 @@ def broken(row: Row, game: TwoWorlds) -> dict[str, float]:
 
 
 def claimed_of(game: TwoWorlds, delta: float) -> float | None:
-    """Return a paper's figure for the mechanism, or None if no paper claims one."""
-    return claimed_figure(type(game.mechanism).guarantees([game.mechanism], delta=delta, enforced=True))
-
-
-def claimed_figure(guarantees: list[Guarantee]) -> float | None:
-    """Return the formula's value of the claimed statement among some, or None without one."""
-    values = [one.formula_value for one in guarantees if one.status is Status.CLAIMED]
+    """Return the value of a paper's formula for the mechanism, or None if no paper claims one."""
+    found = type(game.mechanism).guarantees([game.mechanism], delta=delta, enforced=True)
+    values = [one.formula_value for one in found if one.status is Status.CLAIMED]
     return next((value for value in values if value is not None and math.isfinite(value)), None)
 
 
@@ -119,19 +115,6 @@ def measure(names: Annotated[list[str] | None, typer.Argument()] = None) -> None
     for name in names or [name for name in ROWS if "estimate" not in kept.get(name, {})]:
         save_row(name, measured(ROWS[name]))
         print(name, load_results(NAME)["rows"][name], flush=True)
-
-
-def controls() -> None:
-    """Measure the broken control of the rows that lack it; their other numbers stay, with the commit that gave them."""
-    torch.set_num_threads(1)
-    for name, line in load_results(NAME).get("rows", {}).items():
-        if line["less_noise"] is None:
-            added = broken(ROWS[name], ROWS[name].game())
-            save_row(name, {**line, **added, "less_noise_commit": commit()})
-            print(name, added, flush=True)
-        elif "less_noise_epsilon" not in line:
-            weak = ROWS[name].game().weakened()
-            save_row(name, {**line, "less_noise_epsilon": weak.true_epsilon(ROWS[name].delta)})
 
 
 # Ten thousand games on the last iterate
@@ -316,4 +299,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    program(measure, controls, games)
+    program(measure, games)

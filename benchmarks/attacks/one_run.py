@@ -69,7 +69,6 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         return f"{self.fault}, {self.trainer}"
 
 
@@ -177,8 +176,7 @@ def measure() -> None:
         if len(kept["runs"]) <= number:
             kept["runs"].append(attempt(cell, number))
             save_results(
-                NAME,
-                {"canaries": CANARIES, "epsilon": EPSILON, "confidence": CONFIDENCE, "cells": results},
+                NAME, {"canaries": CANARIES, "epsilon": EPSILON, "confidence": CONFIDENCE, "cells": results}
             )
 
 

@@ -70,16 +70,13 @@ class SelectionGame(TwoWorlds):
 
     @property
     def mechanism(self) -> PrivateSelection:
-        """See TwoWorlds.mechanism."""
         return PrivateSelection(mean=self._mean, mu=self._mu)
 
     @property
     def actual(self) -> PrivateSelection:
-        """See TwoWorlds.actual."""
         return PrivateSelection(mean=self._mean, mu=self._mu / self._share)
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores."""
         found = [
             self._search(derive_seed(seed, "search", number) >> 1, first=first) for number in range(count)
         ]
@@ -145,12 +142,10 @@ class SelectedModelGame(TwoWorlds):
 
     @property
     def mechanism(self) -> PrivateSelection:
-        """See TwoWorlds.mechanism."""
         return self._accounted
 
     @property
     def actual(self) -> PrivateSelection:
-        """See TwoWorlds.actual."""
         (step,) = self._plan.mechanisms
         return PrivateSelection(
             mean=self._mean,
@@ -161,7 +156,6 @@ class SelectedModelGame(TwoWorlds):
         )
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores."""
         searches = [
             len(draw_trials(_CHOICES, self._mean, seed=derive_seed(seed, "search", number) >> 1).trials)
             for number in range(count)

@@ -43,7 +43,6 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         return f"{self.fault}, {self.trainer}, {self.protection}, {self.mode}"
 
 

@@ -118,7 +118,6 @@ class OpacusLoop(Loop):
     ways: ClassVar[Ways] = {mode: {"grad_sample_mode": mode} for mode in ("hooks", "functorch", "ghost")}
 
     def open(self, **options: Any) -> None:
-        """See Loop.open."""
         from opacus import PrivacyEngine
 
         self.engine, of_tokens = PrivacyEngine(), self.loss is token_loss
@@ -137,19 +136,15 @@ class OpacusLoop(Loop):
             )
 
     def paid(self) -> int:
-        """See Loop.paid."""
         return sum(steps for *_, steps in self.engine.accountant.history)
 
     def epsilon(self) -> float:
-        """See Loop.epsilon."""
         return float(self.engine.get_epsilon(1e-5))
 
     def save(self, folder: Path) -> None:
-        """See Loop.save."""
         self.engine.save_checkpoint(path=folder / "save.pt", module=self.model, optimizer=self.optimizer)
 
     def restore(self, folder: Path) -> None:
-        """See Loop.restore."""
         self.engine.load_checkpoint(path=folder / "save.pt", module=self.model, optimizer=self.optimizer)
 
 
@@ -159,7 +154,6 @@ class FastDpLoop(Loop):
     ways: ClassVar[Ways] = {mode: {"clipping_mode": mode} for mode in ("MixOpt", "ghost", "MixGhostClip")}
 
     def open(self, **options: Any) -> None:
-        """See Loop.open."""
         from fastDP import PrivacyEngine
 
         self.divisor = self.batch
@@ -170,11 +164,9 @@ class FastDpLoop(Loop):
         self.engine.attach(self.optimizer)
 
     def paid(self) -> int:
-        """See Loop.paid."""
         return int(self.engine.steps)
 
     def epsilon(self) -> float:
-        """See Loop.epsilon."""
         return float(next(iter(self.engine.get_privacy_spent().values())))
 
 
@@ -188,7 +180,6 @@ class OpusimLoop(Loop):
     }
 
     def open(self, **options: Any) -> None:
-        """See Loop.open."""
         self._stack = contextlib.ExitStack()
         scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         made: dict[str, Any] = {"module": self.model, "optimizer": self.optimizer, "criterion": self.loss}
@@ -200,21 +191,17 @@ class OpusimLoop(Loop):
         self.divisor = self.private.settings.mechanism.divisor
 
     def paid(self) -> int:
-        """See Loop.paid."""
         self.private.close()  # steps that were reserved and not taken are given back
         ledger = opusim.read_ledger(self.private.folder / LEDGER_FILE)
         return sum(payment.steps for payment in ledger.payments)
 
     def epsilon(self) -> float:
-        """See Loop.epsilon."""
         return self.private.epsilon
 
     def save(self, folder: Path) -> None:
-        """See Loop.save."""
         self.private.save()
 
     def close(self) -> None:
-        """See Loop.close."""
         self._stack.close()
 
 
@@ -224,7 +211,6 @@ class JaxLoop(Loop):
     ways: ClassVar[Ways] = {"one batch": {}, "microbatches": {"microbatch_size": 4}}
 
     def open(self, **options: Any) -> None:
-        """See Loop.open."""
         import jax
         import jax.numpy as jnp
         import jax_privacy
@@ -246,7 +232,6 @@ class JaxLoop(Loop):
         self._sum = torch.cat(rows).double()
 
     def summed(self) -> Tensor:
-        """See Loop.summed."""
         return self._sum
 
 

@@ -7,8 +7,6 @@ fewer epochs, and one larger noise at the end.
 `search` tries a grid for each row, data set (MNIST, FashionMNIST, CIFAR-10) and epsilon with one seed on nine tenths of
 the training records and keeps the point of the best accuracy on the others, which no guarantee here covers. `measure`
 trains that point on all training records with three other seeds and looks at the test set.
-
-Runs are ordinary run folders under runs/convex; a second call does what is not in the results, and resumes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any
 
 from joblib import Parallel, delayed
 
-from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
+from benchmarks.convex.rows import BASE, CELLS, DATA, LAST_ITERATE, ROWS, SEEDS, Point
 from benchmarks.markdown import verdict
 from benchmarks.options import listed, program
 from benchmarks.results_file import keep_row, rows_of, save_results
@@ -44,7 +42,6 @@ PAPER = {
 """Tables 1 and 2 of the paper: the last iterate, the convex model under Poisson DP-SGD, the network."""
 TUNED = {1.33: 2.88, 4.76: 8.91}
 """Epsilon that the paper states for its figures, after tuning, by the epsilon of one training."""
-DATA_SETS = tuple(dict.fromkeys(name for row in ROWS.values() for name, _ in row.cells))
 BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
 
 
@@ -111,21 +108,8 @@ def stated_epsilon(found: list[Any], config: dict[str, Any], *, len_train: int) 
     return guarantees([whole], delta=DELTA)[0].epsilon
 
 
-def points(row: str, data: str, epsilon: float) -> list[Point]:
-    """Every point of a row's grid, on top of what it starts from, with its first measured change."""
-    start = starting_point(row, data, epsilon) | next(iter(ROWS[row].measured.values()))
-    return [start | point for point in ROWS[row].grid]
-
-
-def starting_point(row: str, data: str, epsilon: float) -> Point:
-    """The best point of the row that this one is like."""
-    return best_point(ROWS[row].like, data, epsilon) if ROWS[row].like else {}
-
-
 def best_point(row: str, data: str, epsilon: float) -> Point:
-    """The point of the best accuracy on held-out records; without a grid, what the row starts from."""
-    if not ROWS[row].grid:
-        return starting_point(row, data, epsilon)
+    """The point of the best accuracy on held-out records."""
     mine = trials_of(row, data, epsilon)
     if not mine:
         raise ValueError(f"row {row!r} on {data} at epsilon {epsilon:g} has no trials; run: search")
@@ -139,39 +123,30 @@ def trials_of(row: str, data: str, epsilon: float) -> list[dict[str, Any]]:
 
 def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
     """Try every point of every grid with one seed, on held-out records."""
-    names = listed("--only", only, DATA_SETS)
+    names = listed("--only", only, DATA)
     for row in listed("--rows", rows, tuple(ROWS)):
-        tasks = [
-            (row, name, epsilon, point, SEARCH_SEED)
-            for name, epsilon in ROWS[row].cells
-            if name in names
-            for point in points(row, name, epsilon)
-        ]
+        first = next(iter(ROWS[row].measured.values()))
+        cells = [(name, epsilon) for name, epsilon in CELLS if name in names]
+        tasks = [(row, *cell, first | point, SEARCH_SEED) for cell in cells for point in ROWS[row].grid]
         _all(tasks, "trials", jobs)
 
 
-def measure(
-    jobs: int = 2, rows: str = "", only: str = "", cases: str = "", seeds: int = 3, highest: float = 100.0
-) -> None:
+def measure(jobs: int = 2, rows: str = "", only: str = "") -> None:
     """Train each row's best point with its seeds on all records.
 
     Args:
         jobs: Runs side by side.
         rows: Names of rows, separated by semicolons; empty for all.
         only: Names of data sets, separated by commas; empty for all.
-        cases: What a case's name begins with; empty for all.
-        seeds: Seeds at most.
-        highest: Largest epsilon.
     """
-    names = listed("--only", only, DATA_SETS)
+    names = listed("--only", only, DATA)
     tasks = [
         (row, name, epsilon, best_point(row, name, epsilon) | change, seed)
         for row in listed("--rows", rows, tuple(ROWS))
-        for case, change in ROWS[row].measured.items()
-        if case.startswith(cases)
-        for name, epsilon in ROWS[row].cells
-        if name in names and epsilon <= highest
-        for seed in ROWS[row].seeds[:seeds]
+        for change in ROWS[row].measured.values()
+        for name, epsilon in CELLS
+        if name in names
+        for seed in SEEDS
     ]
     _all(tasks, "runs", jobs)
 
@@ -243,7 +218,7 @@ def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             cell["data"],
             f"{cell['epsilon']:g}",
             _name(cell),
-            _accuracy(cell),
+            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
             verdict(cell["within_bar"]),
             "none" if cell["paper"] is None else f"{cell['paper']:.1f}",
             f"{cell['seconds']:.0f}",
@@ -258,14 +233,6 @@ def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def _name(cell: dict[str, Any]) -> str:
     hyperplanes = cell["point"].get("trainer.hyperplanes")
     return cell["row"] if hyperplanes is None else f"{cell['row']}, P = {hyperplanes}"
-
-
-def _accuracy(cell: dict[str, Any]) -> str:
-    """Mean and standard error; the number of seeds if it is not three."""
-    error, seeds = cell["test_standard_error"], cell["seeds"]
-    if error is None:
-        return f"{cell['test']:.2f} (1 seed)"
-    return f"{cell['test']:.2f} ± {error:.2f}" + ("" if seeds == 3 else f" ({seeds} seeds)")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ sigma = 5 and 15 (Figure 5; sigma is the multiplier here). Two products of size 
 so P and the epochs set the time. For each noise, the learning rates of the network and of the convex model (at P = 64,
 for all P) are chosen from `RATES`, the paper's grid of half powers of ten, by the accuracy on 6,000 held-out training
 records, with another seed. Accuracy is that on the held-out records after each epoch, and on the test records at the
-end; three seeds. The curves are drawn in docs/convex_hyperplanes.png. A second call resumes.
+end; three seeds. The curves are drawn in docs/convex_hyperplanes.png.
 """
 
 from __future__ import annotations

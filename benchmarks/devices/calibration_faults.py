@@ -7,7 +7,7 @@ contains it.
 
 `--attempts` lets devices of 128 outputs with broken noise ask for a certificate, at beta = 0.05 and with 200 readings
 of an input, so many times each: copied outputs, a mixed law of the stated variance, a fine grid, a common mode and a
-drift; and sound devices, as a control. It resumes where it stopped.
+drift; and sound devices, as a control.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ FashionMNIST, 784-512-512-10 tanh, photonic DFA in the hardware order, 15 epochs
 0.9, threshold 0.15, three seeds: the physical twin at two presets, and lightonml's simulated device. sigma is the root
 mean square over outputs of the device's own noise for vectors with one 1 and one -1. Required: mean test accuracies
 within one point of the `gaussian` device.
-
-A second call resumes.
 """
 
 from __future__ import annotations

@@ -264,23 +264,6 @@ def changes_table() -> str:
     return markdown(header, rows)
 
 
-def confusion_table() -> str:
-    """Return the table of docs/devices.md on names: faults that get none, or not always the same."""
-    rows = [
-        (
-            row["fault"],
-            size(row["size"], row["unit"]),
-            f"{row['inputs']:,}",
-            ", ".join(
-                f"{name} {count}" for name, count in sorted(row["called"].items(), key=lambda one: -one[1])
-            ),
-        )
-        for row in load_results(NAME).get("confusion", [])
-        if len(row["called"]) > 1 or "nothing" in row["called"]
-    ]
-    return markdown(("fault", "size", "inputs", "called"), rows) if rows else ""
-
-
 def size(value: float, unit: str) -> str:
     """Return a fault's size as text."""
     return f"{value:g} {unit}" if unit.startswith("pixels") else f"{100 * value:g} % {unit}"

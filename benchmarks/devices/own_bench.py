@@ -8,8 +8,6 @@ mean test accuracy within two points of the `camera` twin.
 `--slmsuite` asks the same of slmsuite's simulated modulator and camera, with the sensor of `camera_low_light`
 (tests/support/own_bench/slmsuite_bench.py), and of the twin that `opusim device calibrate --recorded` makes of that
 camera's frames; it needs the environment of `make adapters`.
-
-A second call resumes.
 """
 
 from __future__ import annotations

@@ -129,15 +129,12 @@ class Images(Task):
     place: torch.device
 
     def model(self) -> nn.Module:
-        """See Task.model."""
         return KINDS[self.kind].build()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """See Task.optimizer."""
         return optimizer_of(model)
 
     def rate(self, step: int) -> float:
-        """See Task.rate."""
         return rate(step, self.steps)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
@@ -158,7 +155,6 @@ class Images(Task):
         return found.contiguous().to(self.place), y[chosen].to(self.place)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """See Task.loss."""
         return functional.cross_entropy(model(x), y)
 
     @torch.no_grad()

@@ -96,19 +96,15 @@ class Characters(Task):
 
     @property
     def steps(self) -> int:  # type: ignore[override]
-        """See Task."""
         return self.setting.steps
 
     def model(self) -> nn.Module:
-        """See Task.model."""
         return GPT(self.setting, texts()[2])
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """See Task.optimizer."""
         return optimizer_of(model)
 
     def rate(self, step: int) -> float:
-        """See Task.rate."""
         return rate(step, self.steps)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER, page_table
+from benchmarks.attacks.claims import page_table
 from benchmarks.markdown import markdown
 from benchmarks.pages.environment import environment, tidy
 from benchmarks.results_file import load_results
@@ -93,8 +93,7 @@ class Item:
         )
 
 
-KEYS = {PDFA: "pdfa", ULR: "ulr", CONVEX: "convex", ZEROTH_ORDER: "zeroth_order"}
-PAPERS = {title: tuple(Item(**each) for each in SAID["papers"][key]["items"]) for title, key in KEYS.items()}
+PAPERS = {paper["title"]: tuple(Item(**each) for each in paper["items"]) for paper in SAID["papers"].values()}
 """The items of each paper."""
 
 
@@ -123,9 +122,9 @@ def papers_page() -> str:
         + SAID["head"]
     )
     parts = [head]
-    for title, part in found.items():
+    for (title, part), said in zip(found.items(), SAID["papers"].values(), strict=True):
         overview = markdown(("item", "shows", "state"), [item.row(*now) for item, *now in part])
         details = blocks(*(item.details(shown) for item, _, shown in part))
-        introduction = SAID["papers"][KEYS[title]].get("introduction", "")
-        parts.append(blocks(f"## {title}", introduction, overview, details, page_table(title)))
+        claims = page_table(said["claims"])
+        parts.append(blocks(f"## {title}", said.get("introduction", ""), overview, details, claims))
     return blocks(*parts) + "\n"

@@ -44,11 +44,7 @@ CONFIG: dict[str, Any] = {
 
 def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = None) -> Path:
     """Train once; returns the run's folder."""
-    config = {
-        **CONFIG,
-        "seed": seed,
-        "trainer": {"kind": kind},
-    }
+    config = {**CONFIG, "seed": seed, "trainer": {"kind": kind}}
     if kind == "pdfa":
         config["device"] = {"name": str(DEVICE_FILE), **(device or {})}
     return train(config, folder=FOLDER / name).folder.path

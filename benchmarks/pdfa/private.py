@@ -9,8 +9,6 @@
 `tune` tries a grid for each row and epsilon with one seed, as many points for each protection of the same unit, and
 keeps the point of the best validation accuracy. `measure` trains that point with three other seeds and looks at the
 test set. The choice looked at the labels of the 6,000 validation records, which no guarantee here covers.
-
-Runs are ordinary run folders under runs/private; a second call resumes where the first one stopped.
 """
 
 from __future__ import annotations

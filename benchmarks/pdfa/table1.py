@@ -4,7 +4,8 @@
 seeds. Rows BP, DFA, TDFA, PDFA; columns non-private and tau = 1 with sigma 0 to 0.2. Required: DFA and TDFA within one
 point of the paper, PDFA not more than one below (the paper's was real hardware), nothing of BP.
 
-The paper leaves the clipped rows under-specified; `readings.py` measures what was tried. The reading kept here:
+The paper leaves the clipped rows under-specified. The reading kept here (others were measured at e037478d,
+`benchmarks/pdfa/readings.py`):
 - the hidden neurons themselves are clipped to 1/sqrt(512), in the forward pass and at inference, and a clipped neuron
   has slope 0; the input and the output layer are not clipped; tau_h_min = 0;
 - B e is brought to norm tau_B = 1 for every record, not only shortened to it;

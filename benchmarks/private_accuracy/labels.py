@@ -32,12 +32,7 @@ STAGES = (1, 2, 4, 8)
 NETWORK: dict[str, Any] = {
     "threads": 1,
     "epochs": 10,
-    "data": {
-        **FEATURES["scattering"],
-        "components": 1000,
-        "components_from": "synthetic",
-        "whitening": 0.5,
-    },
+    "data": {**FEATURES["scattering"], "components": 1000, "components_from": "synthetic", "whitening": 0.5},
     "model": {"hidden": [128]},
     "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "schedule": "linear"},
     "sampler": {"batch_size": 512},

@@ -17,6 +17,7 @@ papers. The measured runs train on all 60,000 records with five other seeds. Fea
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,7 @@ FROZEN: dict[str, Any] = {
     "options": {"width": WIDTH},
 }
 CONVOLUTIONS = "benchmarks.private_accuracy.models:tanh_convolutions"
-TRANSFERRED: dict[str, Any] = {
-    "model": {"hidden": []},
-    "optimizer": {"lr": 16.0, "averaged_tail": 0.25},
-}
+TRANSFERRED: dict[str, Any] = {"model": {"hidden": []}, "optimizer": {"lr": 16.0, "averaged_tail": 0.25}}
 """Settings chosen for FashionMNIST."""
 CIFAR_RATE = 8.0
 """Rate for CIFAR-10, set before any run on it: half of FashionMNIST's, as Tramer and Boneh's rates times the norms of
@@ -61,28 +59,8 @@ EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
 COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0, 32.0), "optimizer.averaged_tail": (0.25,)}
 HIDDEN_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.25,)}
-LITERATURE: tuple[tuple[str, float, str, float], ...] = (
-    ("fashion-mnist", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 89.7),
-    ("fashion-mnist", 3.0, "the same, run again (Fu et al. 2024)", 89.0),
-    ("fashion-mnist", 3.0, "importance sampling, DPIS (Fu et al. 2024)", 88.8),
-    ("fashion-mnist", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 86.3),
-    ("fashion-mnist", 3.0, "CNN with tanh on pixels (Tramer and Boneh 2021)", 86.0),
-    ("fashion-mnist", 3.0, "DPSUR, claimed (Fu et al. 2024)", 89.7),
-    ("fashion-mnist", 1.0, "ScatterNet, run again (Fu et al. 2024)", 85.5),
-    ("fashion-mnist", 1.0, "importance sampling, DPIS (Fu et al. 2024)", 86.3),
-    ("fashion-mnist", 1.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 83.6),
-    ("fashion-mnist", 1.0, "DPSUR, claimed (Fu et al. 2024)", 88.4),
-    ("mnist", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 98.7),
-    ("mnist", 3.0, "the same, run again (Fu et al. 2024)", 98.3),
-    ("mnist", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 98.2),
-    ("mnist", 3.0, "CNN with tanh on pixels (Tramer and Boneh 2021)", 98.1),
-    ("mnist", 3.0, "DPSUR, claimed (Fu et al. 2024)", 98.9),
-    ("cifar-10", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 67.0),
-    ("cifar-10", 3.0, "ScatterNet and a CNN (Tramer and Boneh 2021)", 69.3),
-    ("cifar-10", 3.0, "CNN with tanh on pixels (Tramer and Boneh 2021)", 59.2),
-    ("cifar-10", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 60.4),
-)
-"""Data, epsilon, method and test accuracy of others, per cent; none pays for its choice of settings."""
+LITERATURE = tomllib.loads(Path(__file__).with_name("literature.toml").read_text())["rows"]
+"""Data, epsilon, method and test accuracy of others."""
 
 
 def _linear(data: str) -> RowPlan:
@@ -161,9 +139,7 @@ ROWS = {
     "fashion-mnist, hidden, DP-SGD": _hidden({}),
     "fashion-mnist, hidden, pdfa": _hidden(PHOTONIC),
     "fashion-mnist, hidden, frozen": RowPlan(
-        config={**HIDDEN, "model": FROZEN},
-        grid=HIDDEN_GRID,
-        epsilons=(3.0,),
+        config={**HIDDEN, "model": FROZEN}, grid=HIDDEN_GRID, epsilons=(3.0,)
     ),
 }
 TABLE = TunedRows(

@@ -19,8 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.markdown import Row, command
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 
 MODULE, NAME = "benchmarks.speed.accounting", "accounting_speed"
@@ -99,26 +98,6 @@ def warm_row(sigma: float, repeats: int) -> dict[str, Any]:
     seconds = interleaved(work, repeats=repeats, warm_up=0)
     ratios = {name: seconds[name] / seconds[OURS] for name in (THEIRS, BUILT)}
     return {"sigma": sigma, "seconds": seconds, "speed_ratio": ratios}
-
-
-def speed_rows() -> list[Row]:
-    """Return the ratio of the times, and both intervals."""
-    results = load_results(NAME)
-    if not results:
-        return []
-    ratios = [row["speed_ratio"] for row in results["cold"]]
-    warm = results["warm"]["speed_ratio"]
-    fresh, before = (f"{warm[key]:.0f}" for key in (THEIRS, BUILT))
-    rest = f"warm {fresh}, against its accountant built before {before}"
-    intervals = "; ".join(
-        f"sigma {row['sigma']:g}: {calls[OURS]['low']:.4f} to {calls[OURS]['high']:.4f}, its "
-        f"{calls[THEIRS]['low']:.4f} to {calls[THEIRS]['high']:.4f}"
-        for row in results["cold"]
-        for calls in [row["calls"]]
-    )
-    name = "epsilon of 75,000 sampled Gaussian steps, against prv_accountant at eps_error 0.001"
-    faster = f"{min(ratios):.0f} to {max(ratios):.0f} times faster (cold; {rest})"
-    return [(f"speed: {name}", faster, command(MODULE)), (name, intervals, command(MODULE))]
 
 
 def main(

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.markdown import Row, command
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved, memory_rise, print_memory_rise
 from opusim.training import ZerothOrder
 
@@ -72,19 +71,6 @@ def print_memory(method: str) -> None:
     """Print by how much one turn raises memory, the model included."""
     once = work_of(method, directions=1, layers=1)[method]  # imports and compiles
     print_memory_rise(once, lambda: work_of(method)[method])
-
-
-def speed_rows() -> list[Row]:
-    """Return a step's throughput and memory over those of inference."""
-    return [
-        (
-            f"a zeroth-order step along 64 directions of {entry['work']}, SmolLM2-135M's shape, one thread",
-            f"{entry['throughput']:.2f} of inference's throughput, {entry['memory_ratio']:.2f} of its memory",
-            command(MODULE),
-        )
-        for entry in load_results(NAME).get("rows", [])
-        if entry["work"] in RANKS
-    ]
 
 
 def main() -> None:

@@ -28,9 +28,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.markdown import Row, command
 from benchmarks.options import listed
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.speed.operators import losses, plain_step, private_step
 from benchmarks.timing import Step, interleaved, interleaved_turns, memory_rise, print_memory_rise
 from opusim import FeedbackAlignment, open_device
@@ -195,32 +194,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "module_record_step": measure_records,
 }
 """What measures each file of results."""
-
-
-def speed_rows() -> list[Row]:
-    """Return what protected steps cost, and Opacus's fastest form; then what steps with feedback points do."""
-    found: list[Row] = []
-    rows = load_results("module_record_step").get("rows", [])
-    for model in MODELS:
-        mine = {row["work"]: row for row in rows if row["model"] == model}
-        others = [row for name, row in mine.items() if name.startswith("opacus")]
-        if others and "opusim" in mine:
-            own, best = mine["opusim"], min(others, key=lambda row: float(row["ratio"]))
-            figure = (
-                f"{own['ratio']:.2f} of backpropagation's time, {own['memory_ratio']:.2f} of its memory (Opacus's "
-                f"fastest form: {best['ratio']:.2f} and {best['memory_ratio']:.2f})"
-            )
-            what = f"a record-protected step of {model}, one thread"
-            found.append((what, figure, command(MODULE, "module_record_step")))
-    return found + [
-        (
-            f"a step of a transformer of four blocks, {row['work']}, one thread",
-            f"{row['ratio']:.2f} of backpropagation's time, {row['memory_ratio']:.2f} of its memory",
-            command(MODULE, "transformer_step"),
-        )
-        for row in load_results("transformer_step").get("rows", [])
-        if row["work"].startswith("pdfa")
-    ]
 
 
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008

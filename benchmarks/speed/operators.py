@@ -65,7 +65,6 @@ class Counted(TorchDispatchMode):
         self.operators, self.waits = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator and count it."""
         name = func.name().replace("::", ".").partition(".")[0] + "." + func._opname
         masked = name in ("aten.index", "aten.index_put_", "aten.index_put") and any(
             isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
@@ -89,7 +88,6 @@ class HostReads(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function and count it."""
         self.count += func in _HOST
         return func(*args, **(kwargs or {}))
 

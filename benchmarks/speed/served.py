@@ -23,8 +23,7 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.markdown import Row, command
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.serving.keys import make_key
@@ -102,18 +101,6 @@ def _processor_s(act: Callable[[], object], server: int, calls: int) -> float:
     for _ in range(calls):
         act()
     return (time.process_time() + processor_s(server) - before) / calls
-
-
-def speed_rows() -> list[Row]:
-    """Return the time of a call over loopback over that of the local call."""
-    return [
-        (
-            f"time of a call of a served `{row['device']}`, {BATCH} vectors, {N_OUTPUTS:,} outputs, over loopback",
-            f"{row['time_ratio']:.2f} of the local call",
-            command(MODULE),
-        )
-        for row in load_results(NAME).get("rows", [])
-    ]
 
 
 def main(repeats: int = 11) -> None:

@@ -11,7 +11,6 @@ with ten orthogonal copies of that, both with a tenth of sigma, which smooths th
 larger batch and at more noise. Three seeds at the paper's batch, and for DP-SGD; one for the other batch, and without
 protection for what lies between plain `ulr` and the best estimate. `search` compares values of sigma, of the clip and
 of the published form's K: a quarter of the records train, and the others are held out.
-Each trains what the results lack, and every run resumes after a stop.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 784-128-64-32-10 GELU, cross-entropy, 25 epochs, Adam, C = 1, the rate lowered by 0.85 every ten epochs; batches of 64,
 200, 500 and sigma_0 of 0.5, 1, 2, 4, 8, three seeds. Required: within two points of the paper's accuracy on the 10,000
-test images (its "valid acc."), or above it. The paper's own runs take shuffled batches, and so do these. Its remedy is
-extra noise (appendix A.4). Its learning rate is 0.01; it states neither sigma nor K. Here K = 30, and `search` tries
-sigma and the learning rate with one other seed on 54,000 records, in one cell of each batch size: pairs for 5 epochs,
-then the two that were best on average for all 25. For the batch of 64, whose noise is largest, three slower ones were
-added once its first cells were seen to fall short of the paper. A batch size takes the pair with the best accuracy on
-the 6,000 other records.
+test images (its "valid acc."), or above it. Batches are shuffled, as in the paper; its remedy is extra noise (appendix
+A.4). It states neither sigma nor K. Here K = 30, and `search` tries sigma and the learning rate with one other seed on
+54,000 records, in one cell of each batch size: pairs for 5 epochs, then the two that were best on average for all 25.
+For the batch of 64 three slower ones were added once its first cells were seen to fall short of the paper. A batch size
+takes the pair with the best accuracy on the 6,000 other records.
 
 `published` and `opacus` train the cells (DP-SGD by Opacus as in the paper: SGD, learning rate 0.1, which falls as
 above, batches of a fixed size). The paper puts GELU behind each of its four layers; here the last one has none.

@@ -2,18 +2,14 @@
 
 A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a
 feature of its own, as large as an embedding or five times as large, or with a token of its own; a fair coin for each
-says whether it is trained on.
-An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
+says whether it is trained on. An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
 64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is over all canaries of
 all runs, its standard error the one of ranks at 1/2. A canary of an embedding's size is what one unusual sentence would
 be; five times it is an attacker who may write what no sentence could.
 
 The paper makes each canary with one new token. "token" does this: the canary is another training sentence behind a
 token of its own, whose entry in the encoder's table is drawn like the other entries, with a random label. Its feature
-is what the encoder makes of that, and the head that is trained has no weight of its own for it. The paper fine-tunes
-the language model itself. What is to be seen again is near one half with noise, and clearly above it without.
-
-Every run is saved when it ends; a second call resumes where the first one stopped.
+is what the encoder makes of that, and the head that is trained has no weight of its own for it.
 """
 
 from __future__ import annotations
@@ -150,7 +146,6 @@ def measure(runs: int = 20) -> None:
 
 
 def key_of(method: str, epsilon: float, size: str) -> str:
-    """Name of a cell in the results."""
     return f"{method}, {epsilon:g}, size {size}"
 
 

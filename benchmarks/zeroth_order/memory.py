@@ -2,19 +2,17 @@
 
 A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
-method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), next
-to the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16, the
-batch that the paper trains with, of 128 tokens. Steps are timed in turn with forward passes in the same process, in
-seconds of processor time on one thread.
+method runs in a process of its own; its peak is the kernel's maximum of resident memory (ru_maxrss). Two sequences a
+step, as in Table 5, and 16, the batch that the paper trains with. Steps are timed in turn with forward passes in the
+same process, in processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
   kernels as zo; inference, bare: in one that has loaded only torch.
 - zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
   model's parameters, whose float32 copies stand on disk.
 - dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
-  model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Opacus has no
-  rule for GPT-2's own linear class: the model is built of torch.nn.Linear, and position embeddings are looked up for
-  each sequence, as its hooks need.
+  model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Position
+  embeddings are looked up for each sequence, as its hooks need.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved, resident_mib
 
@@ -59,7 +56,7 @@ class LowRank(nn.Module):
         self.up = nn.Linear(RANK, inner.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + self.up(self.down(x))
 
 
@@ -74,7 +71,7 @@ class Block(nn.Module):
         self.join = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         parts = self.attend(self.first(x)).chunk(3, dim=2)
         q, k, v = (
@@ -95,7 +92,7 @@ class Decoder(nn.Module):
         self.last = nn.LayerNorm(WIDTH)
         self.words = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
         x = self.tokens(ids) + self.places(places)
         for block in self.blocks:
@@ -137,7 +134,7 @@ class AsScores(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         losses = sequence_losses(self.model, x.long()).float()
         return torch.stack([torch.zeros_like(losses), torch.log(torch.expm1(losses))], dim=1)
 
@@ -149,7 +146,7 @@ class SequenceLoss(nn.Module):
         super().__init__()
         self.reduction = "mean"
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1)
         return losses if self.reduction == "none" else losses.mean()
 
@@ -246,7 +243,6 @@ def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
 
 
 def key_of(method: str, shape: Shape) -> str:
-    """Name of a row in the results."""
     return f"{method}, {shape[0]} x {shape[1]}"
 
 
@@ -281,26 +277,8 @@ def peak_over(method: str, base: str, length: int) -> float:
     return float(ours / other)
 
 
-def speed_rows() -> list[Row]:
-    """Return memory and time of a step against inference, at the most tokens that were measured."""
-    shape = SHAPES[-1]
-    zo = load_results(NAME)["rows"][key_of("zo", shape)]
-    others = [
-        f"Opacus {method.removeprefix('dp-sgd, ')} {peak_over(method, 'inference', shape[1]):.2f}"
-        for method in METHODS
-        if "dp-sgd" in method
-    ]
-    what = f"a zeroth-order step, 163 million parameters, {shape[0] * shape[1]:,} tokens"
-    memory = f"{peak_over('zo', 'inference', shape[1]):.2f} of inference ({', '.join(others)})"
-    return [
-        (f"peak memory of {what}", memory, command(MODULE)),
-        (f"time of {what}, one thread", f"{zo['forward_passes']:.2f} forward passes", command(MODULE)),
-    ]
-
-
 def main(
-    repeats: int = 3,
-    one: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None,
+    repeats: int = 3, one: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None
 ) -> None:
     """Measure what the results lack, each method and shape in a process of its own."""
     if one is not None:

@@ -69,7 +69,6 @@ def cells() -> Iterator[Cell]:
 
 
 def key_of(method: str, epsilon: float) -> str:
-    """Name of a row in the results."""
     return (
         method
         if method == ZERO_SHOT
@@ -87,12 +86,12 @@ def chosen(seed: int) -> Sentences:
 class Meter(opusim.Callback):
     """Processor time of a step and peak memory, of the steps done since training began or was resumed."""
 
-    def on_start(self, *, step: int, total_steps: int) -> None:  # noqa: D102
+    def on_start(self, *, step: int, total_steps: int) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
         self._first = self._step = step
         self._started = time.process_time()
 
-    def on_step(self, *, step: int) -> None:  # noqa: D102
+    def on_step(self, *, step: int) -> None:
         self._step = step
 
     def figures(self) -> dict[str, float]:

@@ -10,8 +10,8 @@ at delta 1e-5, three seeds of parameters, batches and noise.
 - opacus: DP-SGD by Opacus (extra `baselines`), `make_private_with_epsilon` with its default accountant and gradients of
   single records by hooks. Same initial parameters, clip, batch size, steps and optimizer.
 
-Seconds are processor time of one thread, from the search for the noise to the last accuracy. Required: bp of
-opusim at most one standard error of the paired differences below Opacus.
+Seconds are processor time of one thread, from the search for the noise to the last accuracy. Required: bp of opusim at
+most one standard error of the paired differences below Opacus.
 """
 
 from __future__ import annotations

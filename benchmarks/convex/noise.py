@@ -1,8 +1,8 @@
 """What noise does the last iterate take at one epsilon, by batches and epochs, and what does choosing settings cost?
 
 Noise: 60,000 records, eta 1.9, lambda 0, delta 1e-5; the least multiplier by the proven theorem with the noise of all
-steps alike and with one larger noise at the end, and what each puts on a weight in all (in units of C / n).
-Choosing: epsilon of the best of a Poisson number of trials, by three theorems, at the paper's base epsilons.
+steps alike and with one larger noise at the end, and what each puts on a weight in all (in units of C / n). Choosing:
+epsilon of the best of a Poisson number of trials, by three theorems, at the paper's base epsilons.
 """
 
 from __future__ import annotations

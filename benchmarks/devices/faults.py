@@ -1,8 +1,8 @@
 """What happens to a run when its device breaks: is each fault noticed, named and survived?
 
-Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the
-monitor looks every ten steps. Kept: the error, the steps from the fault to the stop, and whether the run
-that resumes with the mended device ends like the undisturbed run.
+Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the monitor
+looks every ten steps. Kept: the error, the steps from the fault to the stop, and whether the run that resumes with the
+mended device ends like the undisturbed run.
 """
 
 from __future__ import annotations

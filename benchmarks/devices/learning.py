@@ -1,9 +1,9 @@
 """Does a network learn through every other device as through B x + N(0, sigma^2) with the same noise?
 
-FashionMNIST, 784-512-512-10 tanh, photonic DFA in the hardware order, 15 epochs, batch 256, SGD 0.01 with momentum
-0.9, threshold 0.15, three seeds: the physical twin at two presets, and lightonml's simulated device. sigma is the root
-mean square over outputs of the device's own noise for vectors with one 1 and one -1. Required: mean test accuracies
-within one point of the `gaussian` device.
+FashionMNIST, 784-512-512-10 tanh, photonic DFA in the hardware order, 15 epochs, batch 256, SGD 0.01 with momentum 0.9,
+threshold 0.15, three seeds: the physical twin at two presets, and lightonml's simulated device. sigma is the root mean
+square over outputs of the device's own noise for vectors with one 1 and one -1. Required: mean test accuracies within
+one point of the `gaussian` device.
 """
 
 from __future__ import annotations

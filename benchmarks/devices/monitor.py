@@ -1,7 +1,7 @@
 """How small a change does the monitor find, and after how many checks? Faults of growing size in a healthy camera.
 
-For each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many
-checks with probability 0.99; `found` tells in how many of the trials it was found by then.
+For each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many checks with
+probability 0.99; `found` tells in how many of the trials it was found by then.
 
 `named` tells from which size on each fault of a real instrument is found: sizes fall until one is missed in a trial, on
 instruments with noise of their own. `confusion` tells what the monitor calls each of them at some sizes, on instruments

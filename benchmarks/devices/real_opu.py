@@ -8,10 +8,11 @@ more are always on; features y = |R x|^degree, divided by their mean of |R x|^2 
 of their number and, at degree 4, by 10^4; ridge on targets -1 and 1 without an intercept; 60,000 records to train,
 10,000 to test. n features are the first n columns of one map.
 
-Each device is read with several maps (seeds of the medium). `fit` tries the light, the background light and the size
-of grains on degree 2 at 500 to 5,000 features, with one map; `camera_fitted` has the numbers of the smallest distance
-to the middle between the two tunings. Other sizes and degree 4 are left to check it. Required: within half a point of the middle between the two tunings at 1,000 and 10,000, and below the ideal device by
-two standard errors from 500 to 10,000 features (paired over maps).
+Each device is read with several maps (seeds of the medium). `fit` tries the light, the background light and the size of
+grains on degree 2 at 500 to 5,000 features, with one map; `camera_fitted` has the numbers of the smallest distance to
+the middle between the two tunings. Other sizes and degree 4 are left to check it. Required: within half a point of the
+middle between the two tunings at 1,000 and 10,000, and below the ideal device by two standard errors from 500 to 10,000
+features (paired over maps).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Tiny Shakespeare from $OPUSIM_DATA as bytes; a record is a stretch of 65 bytes, and the last tenth is held out. Three of
 nanoGPT's blocks (`benchmarks.known_models.gpt`) of width 96 by `opusim.train`: Adam, Poisson batches of 256 expected
-records, 5 epochs, `protection.kind = "record"` with its defaults and the epsilon of the row at delta 1e-5.
-Nothing was tuned.
+records, 5 epochs, `protection.kind = "record"` with its defaults and the epsilon of the row at delta 1e-5. Nothing was
+tuned.
 
     OPUSIM_DATA=... python -m benchmarks.known_models.private    (resumes; some 10 minutes of a core a run)
 """

@@ -9,8 +9,8 @@ The paper leaves the clipped rows under-specified. The reading kept here (others
 - the hidden neurons themselves are clipped to 1/sqrt(512), in the forward pass and at inference, and a clipped neuron
   has slope 0; the input and the output layer are not clipped; tau_h_min = 0;
 - B e is brought to norm tau_B = 1 for every record, not only shortened to it;
-- ||g|| = 10 sigma, as section 4 says ("sigma = 0.1 implies ||g|| ~ ||B e||"), so each entry has standard deviation
-  10 sigma / sqrt(512) = 0.44 sigma;
+- ||g|| = 10 sigma, as section 4 says ("sigma = 0.1 implies ||g|| ~ ||B e||"), so each entry has standard deviation 10
+  sigma / sqrt(512) = 0.44 sigma;
 - hidden layers sum over the batch of 256 and divide by sqrt(512) where eq. 8 averages;
 - pixels are standardised by MNIST's constants;
 - BP's error at the top is brought to norm 1 and has noise of 10 sigma / sqrt(10) an entry; its updates are sums over
@@ -18,8 +18,8 @@ The paper leaves the clipped rows under-specified. The reading kept here (others
 
 It does not follow from the paper's text. It was found from public third-party code built on TinyDFA with the paper's
 hyperparameters, whose link to the authors is not established; only its formulas were taken up. The pixel constants were
-chosen among three on one seed by closeness to the paper's cells, with test figures in sight; validation accuracy
-gives the same order.
+chosen among three on one seed by closeness to the paper's cells, with test figures in sight; validation accuracy gives
+the same order.
 
 Runs are ordinary run folders under runs/table1; a second call resumes where the first one stopped. Figure 2 draws the
 runs' curves (`figure2.py`).

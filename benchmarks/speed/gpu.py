@@ -2,9 +2,9 @@
 
 The work of `benchmarks.speed.projections` and `steps`, at their sizes and at batches of 4096, and a step of likelihood
 ratio training of ResNet-5 (`benchmarks.ulr.resnet`: ten orthogonal copies, records clipped by module): on the GPU, on
-the processor next to it with all its cores, and other code on the same GPU. A turn ends when the GPU is done.
-Required, as on a processor: a projection has 0.9 of the speed of torch's float32 product, a photonic DFA step takes at
-most the time of autograd's, a record-protected one is at least 1.8 times faster than Opacus's ghost clipping.
+the processor next to it with all its cores, and other code on the same GPU. A turn ends when the GPU is done. Required,
+as on a processor: a projection has 0.9 of the speed of torch's float32 product, a photonic DFA step takes at most the
+time of autograd's, a record-protected one is at least 1.8 times faster than Opacus's ghost clipping.
 """
 
 from __future__ import annotations

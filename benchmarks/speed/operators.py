@@ -1,8 +1,8 @@
 """How many operators does a private step dispatch beside plain backpropagation, and how often does it wait?
 
 On a graphics card small steps are bound by launches and by waiting, so that the ratio of operators predicts the ratio
-of times there. One step on the processor under a `TorchDispatchMode`: operators that return or make views are left
-out, and so are allocations; casts and copies count. A *wait* is an operator that makes the host know a value: `item`,
+of times there. One step on the processor under a `TorchDispatchMode`: operators that return or make views are left out,
+and so are allocations; casts and copies count. A *wait* is an operator that makes the host know a value: `item`,
 `bool`, `nonzero` and what is built on them, `numpy`, `tolist`. The noise counts as one operator, since it is one
 kernel. On the processor a step looks once whether every record is finite; on a card it does not.
 """

@@ -1,9 +1,9 @@
 """How well does a device project the gradients of TRAK, and how fast is its simulation next to TRAK's own projector?
 
 Random gradients of 100,000 entries that share a direction, to 1,024 numbers, on one thread. The error is that of their
-normalised inner products over four matrices; its root mean square for exact products with normal entries is
-sqrt((1 + c^2) / 1,024) at a cosine of c. TRAK's BasicProjector draws its matrix anew in each call; its CudaProjector
-(fast_jl) needs a card. `pip install traker` first.
+normalised inner products over four matrices; its root mean square for exact products with normal entries is sqrt((1 +
+c^2) / 1,024) at a cosine of c. TRAK's BasicProjector draws its matrix anew in each call; its CudaProjector (fast_jl)
+needs a card. `pip install traker` first.
 """
 
 from __future__ import annotations

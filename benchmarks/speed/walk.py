@@ -1,8 +1,8 @@
 """How far does one have to walk through the code? Calls, functions and files of the product on the way of one action.
 
-Counted while it runs (`sys.setprofile`): calls of functions of opusim,
-with properties. Comprehensions are not counted, nor a generator each time that it goes on, nor the accounting's
-numerics. An action runs once before, so that what is computed once for all is not counted.
+Counted while it runs (`sys.setprofile`): calls of functions of opusim, with properties. Comprehensions are not counted,
+nor a generator each time that it goes on, nor the accounting's numerics. An action runs once before, so that what is
+computed once for all is not counted.
 """
 
 from __future__ import annotations

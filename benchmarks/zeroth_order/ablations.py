@@ -1,12 +1,12 @@
 """What do records, clip, batch and steps change (Tables 7, 8, 9, 11, 15, 19, 20 and Figure 6 of the DP-ZO paper)?
 
-A head on frozen embeddings learns SST-2 sentences (`sst2_head.py`), in batches of 16 and 10,000 steps unless they are studied. `records`: 250 to 6,920 (all)
-training sentences, Gaussian noise at epsilon 1, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1; and without
-privacy, which is without noise and clip, on shuffled batches, as in the paper. `clip`: C from 0.01 to 1 at sigma =
-15.9. `batch` and `steps`: epsilon 1. Rate and clip (C = 0.01; the paper's is 0.05) are those that `sst2_head` chose
-at 1,000 sentences and epsilon 1; they are not chosen again. The rate without privacy is the best of `FREE_RATES` at
-1,000 sentences, with three other seeds, on training sentences that these leave out. Draws
-docs/zo_figure6.png.
+A head on frozen embeddings learns SST-2 sentences (`sst2_head.py`), in batches of 16 and 10,000 steps unless they are
+studied. `records`: 250 to 6,920 (all) training sentences, Gaussian noise at epsilon 1, Laplace noise at pure epsilon 4,
+and DP-SGD at epsilon 1; and without privacy, which is without noise and clip, on shuffled batches, as in the paper.
+`clip`: C from 0.01 to 1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip (C = 0.01; the paper's is 0.05)
+are those that `sst2_head` chose at 1,000 sentences and epsilon 1; they are not chosen again. The rate without privacy
+is the best of `FREE_RATES` at 1,000 sentences, with three other seeds, on training sentences that these leave out.
+Draws docs/zo_figure6.png.
 """
 
 from __future__ import annotations

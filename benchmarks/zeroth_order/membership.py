@@ -1,11 +1,11 @@
 """Does zeroth-order training reveal who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
 
-A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a
-feature of its own, as large as an embedding or five times as large, or with a token of its own; a fair coin for each
-says whether it is trained on. An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
-64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is over all canaries of
-all runs, its standard error the one of ranks at 1/2. A canary of an embedding's size is what one unusual sentence would
-be; five times it is an attacker who may write what no sentence could.
+A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a feature
+of its own, as large as an embedding or five times as large, or with a token of its own; a fair coin for each says
+whether it is trained on. An attacker who has the first and the last model scores each canary by how far its loss fell.
+ZO takes 4,000 steps of 64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is
+over all canaries of all runs, its standard error the one of ranks at 1/2. A canary of an embedding's size is what one
+unusual sentence would be; five times it is an attacker who may write what no sentence could.
 
 The paper makes each canary with one new token. "token" does this: the canary is another training sentence behind a
 token of its own, whose entry in the encoder's table is drawn like the other entries, with a random label. Its feature

@@ -8,8 +8,8 @@ same process, in processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
   kernels as zo; inference, bare: in one that has loaded only torch.
-- zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
-  model's parameters, whose float32 copies stand on disk.
+- zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the model's parameters,
+  whose float32 copies stand on disk.
 - dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
   model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Position
   embeddings are looked up for each sequence, as its hooks need.

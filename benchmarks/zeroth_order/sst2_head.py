@@ -1,12 +1,12 @@
 """Does zeroth order keep up with DP-SGD on 1000 private sentences (SST-2, a linear head on frozen embeddings)?
 
 Both train the same head, one logit from 384 cached features (`sentences.py`), with the paper's steps and batches: ZO
-10,000 and 75,000 steps of expected batch 16 (pure epsilon, 4 to 10,450: 2,000 of 20), DP-SGD 200 steps of 64. (DP-SGD has the logit as a difference of two outputs: by symmetry a record's gradients of both
-are g and -g, so that clipping and noise do to the difference what they do to one logit.) Under pure privacy the noise
-grows with the number of steps while the signal only adds up, so 200 steps of all sentences are trained as well ("whole
-batch", ours), by DP-SGD with Laplace noise too: gradients clipped in the 1-norm, the noise on every entry. A seed
-draws its 1000 training sentences (the same for all methods), batches, noise and directions. Evaluated on dev and test
-together, 2,693 sentences.
+10,000 and 75,000 steps of expected batch 16 (pure epsilon, 4 to 10,450: 2,000 of 20), DP-SGD 200 steps of 64. (DP-SGD
+has the logit as a difference of two outputs: by symmetry a record's gradients of both are g and -g, so that clipping
+and noise do to the difference what they do to one logit.) Under pure privacy the noise grows with the number of steps
+while the signal only adds up, so 200 steps of all sentences are trained as well ("whole batch", ours), by DP-SGD with
+Laplace noise too: gradients clipped in the 1-norm, the noise on every entry. A seed draws its 1000 training sentences
+(the same for all methods), batches, noise and directions. Evaluated on dev and test together, 2,693 sentences.
 
 Settings: ZO's rate is a times that at which the noise moves a logit by 1; a and the clip, like DP-SGD's rate, were the
 best of a few with three pilot seeds, none of the five, on the training sentences that a pilot does not train on; the

@@ -43,12 +43,7 @@ def with_error(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def difference(mine: Sequence[float], theirs: Sequence[float]) -> str:
-    """Return the mean difference of values, seed by seed, and its standard error, as text; "-" unless both are full.
-
-    Args:
-        mine: A value for each seed.
-        theirs: Those of the same seeds.
-    """
+    """Return the mean difference of values, seed by seed, and its standard error, as text; "-" unless both are full."""
     pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ()
     return with_error([a - b for a, b in pairs], "+.1f")
 

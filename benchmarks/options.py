@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -24,25 +25,26 @@ def listed(option: str, line: str, allowed: Sequence[T]) -> list[T]:
 
     Commas separate the values, semicolons where a value itself holds a comma.
 
-    Args:
-        option: Its name, such as "--batches".
-        line: What was given.
-        allowed: What may stand in it.
-
     Raises:
         BadParameter: A value is none of them; ends the command with a line that names them.
     """
     if not line:
         return list(allowed)
     separator = ";" if any("," in str(value) for value in allowed) else ","
-    return [_one(option, part.strip(), allowed, separator) for part in line.split(separator)]
+    names = {value if isinstance(value, str) else f"{value:g}": value for value in allowed}
+    found = []
+    for part in map(str.strip, line.split(separator)):
+        with contextlib.suppress(ValueError):
+            part = part if part in names else f"{float(part):g}"  # a number in another form
+        if part not in names:
+            message = f"{part!r} is none of {f'{separator} '.join(names)}"
+            raise typer.BadParameter(message, param_hint=option)
+        found.append(names[part])
+    return found
 
 
 def seeds_of(line: str) -> list[int]:
     """Return the seeds that `--seeds` names, separated by commas.
-
-    Args:
-        line: What was given.
 
     Raises:
         BadParameter: A part is no whole number of at least 0.
@@ -54,18 +56,3 @@ def seeds_of(line: str) -> list[int]:
                 f"{part!r} is no seed; give whole numbers from 0, such as 0,1,2", param_hint="--seeds"
             )
     return [int(part) for part in parts]
-
-
-def _one(option: str, part: str, allowed: Sequence[T], separator: str) -> T:
-    for value in allowed:
-        if part == value if isinstance(value, str) else _number(part) == value:
-            return value
-    names = f"{separator} ".join(value if isinstance(value, str) else f"{value:g}" for value in allowed)
-    raise typer.BadParameter(f"{part!r} is none of {names}", param_hint=option)
-
-
-def _number(part: str) -> float | None:
-    try:
-        return float(part)
-    except ValueError:
-        return None

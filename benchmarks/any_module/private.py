@@ -219,24 +219,6 @@ def differences(
     return found
 
 
-def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for every model, epsilon and tool with a finished run."""
-    return [
-        (
-            f"{name}, {epsilon:g}",
-            TITLES[tool],
-            with_error([each["test"] for each in found]),
-            str(len(found)),
-            f"{found[0]['epsilon']:.4f}",
-            found[0].get("status", "not stated"),
-            f"{found[0]['noise_multiplier']:.4f}",
-            f"{statistics.median(each['seconds'] for each in found):.0f}",
-        )
-        for (name, epsilon), tool in itertools.product(cells(), TOOLS)
-        if (found := list(outcomes(results, tool, name, epsilon).values()))
-    ]
-
-
 def judgement(results: dict[str, Any]) -> str:
     """Return how the requirement is met by all finished pairs, and what else a user sees."""
     found = differences(results, "bp", "opacus")

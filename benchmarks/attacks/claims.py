@@ -73,11 +73,6 @@ def _records(name: str) -> tuple[np.ndarray, np.ndarray]:
     return known.x[:RECORDS].flatten(1).numpy(), known.y[:RECORDS].numpy()
 
 
-def table1_run() -> RunPlan:
-    """Return the cell of Table 1 with the most noise."""
-    return published_run({}, 10 * 0.2 / math.sqrt(table1.WIDTH))
-
-
 def finite_run() -> RunPlan:
     """Return a run that the paper's formula covers: slopes of 1, and activations clipped from both sides."""
     model = {**table1.BASE["model"], "activation": "identity"}
@@ -110,7 +105,11 @@ def likelihood_ratio_run() -> RunPlan:
     return RunPlan.resolve(config, own_dataset(config.data, config.split, data, None))
 
 
-RUNS = {"table 1": table1_run, "finite formula": finite_run, "likelihood ratio": likelihood_ratio_run}
+RUNS: dict[str, Callable[[], RunPlan]] = {
+    "table 1": lambda: published_run({}, 10 * 0.2 / math.sqrt(table1.WIDTH)),
+    "finite formula": finite_run,
+    "likelihood ratio": likelihood_ratio_run,
+}
 
 
 def measure() -> None:
@@ -149,11 +148,6 @@ def search_epsilon(mu: float, mean: float, delta: float) -> float:
     A trial's output is N(0, 1) or N(mu, 1). Outputs below a threshold t have the best scores, and of the others the
     higher ones. An output x >= t is released with the density m e^(-m a(x)) times its own, a(x) = Phi(t) + 1 - Phi(x)
     in the first world: there, more trials beat it. The t that gives the largest epsilon is taken.
-
-    Args:
-        mu: Of a trial, above 0.
-        mean: m, above 0.
-        delta: In (0, 1).
     """
     x = np.linspace(-9.0, mu + 9.0, 40_001)
 

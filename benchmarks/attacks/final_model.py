@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
-from opusim.accounting.one_run import Method
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.findings import Role
 from opusim.training.attacks.one_run.final_model import FinalModelGame, play, read_scores
@@ -123,30 +122,6 @@ def _summary(game: FinalModelGame, scores: list[float]) -> dict[str, Any]:
         "refuted": found.refuted,
         "null": max(null.epsilon_lower for null in found.scores(Role.NULL).values()),
     }
-
-
-def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for each cell that was measured."""
-    return [_line(cells[cell.key]) for cell in CELLS if cell.key in cells]
-
-
-def _line(row: dict[str, Any]) -> tuple[str, ...]:
-    epsilon, (low, high) = row["epsilon"], row["interval"]
-    bounds = [method.name for method in Method if method.is_bound]
-    broken = "" if row["less_noise"] == 1 else f", noise divided by {row['less_noise']:g}"
-    return (
-        f"{row['trainer']}{broken}",
-        ("worst-case" if row["worst_case"] else "drawn, known")
-        + (", repeated" if row.get("repeats") else ""),
-        str(len(row["scores"])),
-        f"{row['proven']:.2f}",
-        f"{epsilon[Method.NORMAL_ESTIMATE.name]:.2f} ({low:.2f} to {high:.2f})",
-        *(f"{epsilon[name]:.2f}" for name in bounds),
-        ", ".join(f"{row['ceiling'][name]:.2f}" for name in bounds),
-        f"{row['normality']:.2g}",
-        f"{row['null']:.2f}",
-        f"{row['cpu_s'] / len(row['scores']):.1f}" if "cpu_s" in row else "–",
-    )
 
 
 def sound_games() -> list[list[dict[str, Any]]]:

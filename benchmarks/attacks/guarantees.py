@@ -102,19 +102,14 @@ def claimed_of(game: TwoWorlds, delta: float) -> float | None:
     return next((value for value in values if value is not None and math.isfinite(value)), None)
 
 
-def save_row(name: str, line: Mapping[str, Any]) -> None:
-    """Save a line under its name."""
-    rows = {**load_results(NAME).get("rows", {}), name: dict(line)}
-    save_results(NAME, {"delta": DELTA, "rows": rows})
-
-
 def measure(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Measure the rows that are missing or lack an estimate, or those named."""
     torch.set_num_threads(1)
-    kept = load_results(NAME).get("rows", {})
-    for name in names or [name for name in ROWS if "estimate" not in kept.get(name, {})]:
-        save_row(name, measured(ROWS[name]))
-        print(name, load_results(NAME)["rows"][name], flush=True)
+    rows = load_results(NAME).get("rows", {})
+    for name in names or [name for name in ROWS if "estimate" not in rows.get(name, {})]:
+        rows[name] = measured(ROWS[name])
+        save_results(NAME, {"delta": DELTA, "rows": rows})
+        print(name, rows[name], flush=True)
 
 
 # Ten thousand games on the last iterate
@@ -267,31 +262,21 @@ def _line_of_final_models(games: Sequence[Mapping[str, Any]]) -> tuple[str, ...]
 
 def _line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     reached = max(row["any_mechanism"], row["gaussian_law"] or 0.0) / row["proven"]
+    taken, missed = row["estimate"], " (not found)" if row["less_noise"] <= row["proven"] else ""
+    high = "∞" if taken["high"] is None else f"{taken['high']:.2f}"
     return (
         f"{name} (`{row['kind']}`)",
         f"{row['release']}; {row['adversary'].partition(':')[0]}, {row['trials']:,} trials",
         f"{row['proven']:.2f}",
         f"{row['any_mechanism']:.2f}",
         _number(row["gaussian_law"]),
-        _estimate(**row["estimate"]) if "estimate" in row else "–",
+        f"{taken['epsilon']:.2f} ({taken['low']:.2f} to {high})",
         f"{reached:.2f}",
         f"{row['ceiling']:.2f}",
-        _less_noise(row),
+        f"{row['less_noise']:.2f} of {row['less_noise_epsilon']:.2f}{missed}",
         f"{row['null']:.2f}",
         _number(row["claimed"]),
     )
-
-
-def _less_noise(row: Mapping[str, Any]) -> str:
-    """Return the bound of the broken control and what it really costs, and say if the audit did not find it."""
-    if row["less_noise"] is None:
-        return "–"
-    missed = " (not found)" if row["less_noise"] <= row["proven"] else ""
-    return f"{row['less_noise']:.2f} of {_number(row.get('less_noise_epsilon'))}{missed}"
-
-
-def _estimate(epsilon: float, low: float, high: float | None) -> str:
-    return f"{epsilon:.2f} ({low:.2f} to {'∞' if high is None else f'{high:.2f}'})"
 
 
 def _number(value: float | None) -> str:

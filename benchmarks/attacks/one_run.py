@@ -106,12 +106,7 @@ def seed_of(cell: Cell, number: int) -> int:
 
 
 def run_plan(name: str, seed: int) -> RunPlan:
-    """Return a run of 200 steps on 400 records of noise, whose proven epsilon is 4.
-
-    Args:
-        name: Of a trainer or of one of `VARIANTS`.
-        seed: Of the run.
-    """
+    """Return a run of 200 steps on 400 records of noise, whose proven epsilon is 4."""
     trainer, protection = VARIANTS.get(name, (name, {}))
     generator = np.random.default_rng(1)
     data = (generator.standard_normal((N, FEATURES)).astype(np.float32), np.arange(N) % 3)
@@ -170,7 +165,7 @@ def normal_ceiling() -> float:
 
 def measure() -> None:
     torch.set_num_threads(1)
-    results = current(load_results(NAME).get("cells", {}))
+    results = load_results(NAME).get("cells", {})
     for cell, number in jobs():
         kept = results.setdefault(cell.key, {**cell._asdict(), "runs": []})
         if len(kept["runs"]) <= number:
@@ -178,17 +173,6 @@ def measure() -> None:
             save_results(
                 NAME, {"canaries": CANARIES, "epsilon": EPSILON, "confidence": CONFIDENCE, "cells": results}
             )
-
-
-def current(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the kept cells whose runs have the seeds and the figures of today; others are measured again."""
-    found = {}
-    for cell in cells():
-        runs = kept.get(cell.key, {}).get("runs", [])
-        seeds = [seed_of(cell, k) for k in range(len(runs))]
-        if runs and [run.get("seed") for run in runs] == seeds and all("power" in run for run in runs):
-            found[cell.key] = {**cell._asdict(), "runs": runs}
-    return found
 
 
 def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:

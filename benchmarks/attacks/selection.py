@@ -104,13 +104,7 @@ class SelectionGame(TwoWorlds):
 
 
 def selection(mean: float, epsilon: float, delta: float) -> SelectionGame:
-    """Return the game of a search within an epsilon.
-
-    Args:
-        mean: m.
-        epsilon: Of the whole search.
-        delta: Of the whole search.
-    """
+    """Return the game of a search within an epsilon."""
     start = PrivateSelection(mean=mean, mu=0.5)
     return SelectionGame(mean, calibrate_noise(start, target_epsilon=epsilon, delta=delta)[0].mu)
 
@@ -207,14 +201,7 @@ class SelectedModelGame(TwoWorlds):
 
 
 def selected_model(plan: RunPlan, mean: float, epsilon: float, delta: float) -> SelectedModelGame:
-    """Return the game of a search between runs whose models cost an epsilon.
-
-    Args:
-        plan: A run under record protection.
-        mean: m.
-        epsilon: Of the whole search.
-        delta: Of the whole search.
-    """
+    """Return the game of a search between runs whose models cost an epsilon."""
     start = SelectedModelGame(plan, mean).mechanism
     noise = calibrate_noise(start, target_epsilon=epsilon, delta=delta)[0].noise
     return SelectedModelGame(plan.unchecked(protection={"noise_multiplier": noise}), mean)

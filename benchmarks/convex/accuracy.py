@@ -19,7 +19,6 @@ from typing import Any
 from joblib import Parallel, delayed
 
 from benchmarks.convex.rows import BASE, CELLS, DATA, LAST_ITERATE, ROWS, SEEDS, Point
-from benchmarks.markdown import verdict
 from benchmarks.options import listed, program
 from benchmarks.results_file import keep_row, rows_of, save_results
 from benchmarks.runs import train_or_read
@@ -132,13 +131,7 @@ def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
 
 
 def measure(jobs: int = 2, rows: str = "", only: str = "") -> None:
-    """Train each row's best point with its seeds on all records.
-
-    Args:
-        jobs: Runs side by side.
-        rows: Names of rows, separated by semicolons; empty for all.
-        only: Names of data sets, separated by commas; empty for all.
-    """
+    """Train each row's best point with its seeds on all records."""
     names = listed("--only", only, DATA)
     tasks = [
         (row, name, epsilon, best_point(row, name, epsilon) | change, seed)
@@ -209,30 +202,6 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return cells
-
-
-def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each cell, as text."""
-    return [
-        (
-            cell["data"],
-            f"{cell['epsilon']:g}",
-            _name(cell),
-            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
-            verdict(cell["within_bar"]),
-            "none" if cell["paper"] is None else f"{cell['paper']:.1f}",
-            f"{cell['seconds']:.0f}",
-            ", ".join(
-                f"{key.split('.')[-1]} {value}" for key, value in cell["point"].items() if "hyper" not in key
-            ),
-        )
-        for cell in cells
-    ]
-
-
-def _name(cell: dict[str, Any]) -> str:
-    hyperplanes = cell["point"].get("trainer.hyperplanes")
-    return cell["row"] if hyperplanes is None else f"{cell['row']}, P = {hyperplanes}"
 
 
 if __name__ == "__main__":

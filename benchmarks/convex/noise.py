@@ -40,11 +40,6 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
     return row
 
 
-def with_ratio(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row the total noise with a larger noise at the end over that without."""
-    return [{**row, "ratio": row["with"]["total"] / row["without"]["total"]} for row in rows]
-
-
 def main() -> None:
     """Compute, print and save both tables."""
     noise = [noise_row(epsilon, *schedule) for epsilon in EPSILONS for schedule in SCHEDULES]

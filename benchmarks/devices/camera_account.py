@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.markdown import table
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting import numerics
 from opusim.accounting.mechanisms.labels import label_distance
@@ -86,17 +85,6 @@ def main() -> None:
     }
     before = load_results(NAME)
     save_results(NAME, {name: before.get(name) or part() for name, part in parts.items()})
-
-
-def docs_table() -> str:
-    """Return the table of docs/calibrate.md, from what was saved."""
-    header = "°C | dark charge, e⁻ | sigma | epsilon | at 0.1 of the light | at 0.01 | at 0.001"
-    rows = []
-    for row in load_results(NAME)["table"]:
-        epsilons = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in row["epsilons"])
-        temperature = f"{row['temperature_c']:g}".replace("-", "−")
-        rows.append((temperature, f"{row['dark_e']:.3g}", f"{row['sigma']:.3f}", *epsilons))
-    return table(header, rows)
 
 
 if __name__ == "__main__":

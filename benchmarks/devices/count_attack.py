@@ -85,13 +85,7 @@ def number_losses(
 
 
 def judged(with_a: np.ndarray, with_b: np.ndarray, epsilon: float) -> dict[str, float]:
-    """What losses of a pair say about a stated epsilon and DELTA.
-
-    Args:
-        with_a: Losses of a against b while a is shown.
-        with_b: While b is shown.
-        epsilon: The stated one.
-    """
+    """What losses of a pair say about a stated epsilon and DELTA."""
     excess = np.maximum(0.0, -np.expm1(epsilon - with_a))
     thresholds = np.quantile(with_a, 1 - np.logspace(-0.5, -5.5, 21))
     level = ALARM / (2 * len(thresholds))
@@ -215,11 +209,6 @@ def main(
                 attack_argmax(frames, epsilon, readings, more_light) for more_light in (1.0, 1.2)
             ]
             save_results(NAME, content)
-
-
-def readings(results: dict[str, Any]) -> int:
-    """Return the readings of each label, the least of all epsilons."""
-    return min(int(attacks[0]["readings"]) for attacks in results["counts"].values())
 
 
 def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:

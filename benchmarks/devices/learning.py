@@ -21,7 +21,7 @@ from joblib import Parallel, delayed
 
 from benchmarks.options import listed
 from benchmarks.pdfa.table1 import BASE, CLASSES, SEEDS, WIDTH
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import load_results, save_results, selected
 from benchmarks.runs import train_or_read
 from opusim import open_device
 
@@ -72,25 +72,19 @@ def rows_of(runs: list[dict[str, Any]], sigmas: dict[str, float]) -> list[dict[s
     rows = []
     for name, sigma in sigmas.items():
         twin, gaussian = (
-            {run["seed"]: run["test"] for run in runs if run["device"] == label}
+            {run["seed"]: run["test"] for run in selected(runs, device=label)}
             for label in (name, gaussian_label(name))
         )
-        seeds = sorted(twin.keys() & gaussian.keys())
-        if not seeds:
-            continue
-        differences = [twin[seed] - gaussian[seed] for seed in seeds]
-        row = {
-            "device": name,
-            "sigma": sigma,
-            "seeds": seeds,
-            "twin": statistics.mean(twin[seed] for seed in seeds),
-            "gaussian": statistics.mean(gaussian[seed] for seed in seeds),
-            "difference": statistics.mean(differences),
-            "difference_standard_error": math.nan,
-        }
-        if len(seeds) > 1:
-            row["difference_standard_error"] = statistics.stdev(differences) / len(seeds) ** 0.5
-        rows.append(row)
+        if seeds := sorted(twin.keys() & gaussian.keys()):
+            differences = [twin[seed] - gaussian[seed] for seed in seeds]
+            error = statistics.stdev(differences) / len(seeds) ** 0.5 if len(seeds) > 1 else math.nan
+            row = {"device": name, "sigma": sigma, "seeds": seeds, "difference_standard_error": error}
+            means = {
+                "twin": [twin[seed] for seed in seeds],
+                "gaussian": [gaussian[seed] for seed in seeds],
+                "difference": differences,
+            }
+            rows.append(row | {key: statistics.mean(values) for key, values in means.items()})
     return rows
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
@@ -40,38 +39,43 @@ _CHANGES = {
     "variance lost": (Fault.NOISE_HALVED, lambda size: math.sqrt(1 - size)),
 }
 
-INSTRUMENT = "camera_low_light"
+INSTRUMENT, STEP, WITHIN = "camera_low_light", 1000, 10
+"""The step after which the medium has moved by the stated share of its time, and checks after a fault came."""
 SIZES = tuple(digit * 10.0**power for power in (-1, -2, -3, -4) for digit in (5, 2, 1))
-NAMED: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
-    "laser power": ("rms", lambda size: {"light": {"power": {"law": "log_normal", "rms": size}}}),
+
+
+def same(size: float) -> float:
+    """Return the size itself."""
+    return size
+
+
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "laser power": ("rms", {"light": {"power": {"law": "log_normal", "rms": same}}}),
     "ambient light": (
         "of the anchor's light",
-        lambda size: {"light": {"ambient_flux_per_s": size * _anchor()}},
+        {"light": {"ambient_flux_per_s": lambda size: size * _anchor()}},
     ),
     "warmer sensor": (
         "more dark charge",
-        lambda size: {"dark": {"temperature_c": 25.0 + 6.5 * math.log2(1 + size)}},
+        {"dark": {"temperature_c": lambda size: 25.0 + 6.5 * math.log2(1 + size)}},
     ),
-    "stuck mirrors": ("on, as many off", lambda size: {"mirrors": {"stuck_on": size, "stuck_off": size}}),
-    "mirrors stuck off": ("of all", lambda size: {"mirrors": {"stuck_off": size}}),
-    "hot pixels": (
-        "of 30 times the dark current",
-        lambda size: {"pixels": {"hot_share": size, "hot_factor": 30.0}},
-    ),
-    "dead pixels": ("of all", lambda size: {"pixels": {"dead_share": size}}),
-    "uneven dark current": ("rms", lambda size: {"pixels": {"dcnu": size}}),
-    "cross-talk": ("to each neighbour", lambda size: {"pixels": {"crosstalk": size}}),
-    "nonlinearity": ("at saturation", lambda size: {"pixels": {"nonlinearity": size}}),
-    "mirror contrast": ("of the light leaks", lambda size: {"mirrors": {"contrast": 1 / size}}),
-    "vibration, pointing": ("pixels rms", lambda size: {"vibration": {"pointing_rms_pixels": size}}),
-    "dropped frames": ("of all", lambda size: {"transfer": {"dropped": size}}),
-    "repeated frames": ("of all", lambda size: {"transfer": {"repeated": size}}),
+    "stuck mirrors": ("on, as many off", {"mirrors": {"stuck_on": same, "stuck_off": same}}),
+    "mirrors stuck off": ("of all", {"mirrors": {"stuck_off": same}}),
+    "hot pixels": ("of 30 times the dark current", {"pixels": {"hot_share": same, "hot_factor": 30.0}}),
+    "dead pixels": ("of all", {"pixels": {"dead_share": same}}),
+    "uneven dark current": ("rms", {"pixels": {"dcnu": same}}),
+    "cross-talk": ("to each neighbour", {"pixels": {"crosstalk": same}}),
+    "nonlinearity": ("at saturation", {"pixels": {"nonlinearity": same}}),
+    "mirror contrast": ("of the light leaks", {"mirrors": {"contrast": lambda size: 1 / size}}),
+    "vibration, pointing": ("pixels rms", {"vibration": {"pointing_rms_pixels": same}}),
+    "dropped frames": ("of all", {"transfer": {"dropped": same}}),
+    "repeated frames": ("of all", {"transfer": {"repeated": same}}),
     "moving medium": (
         "of its time",
-        lambda size: {"drift": {"decorrelation_s": 1 / size, "seconds_per_step": 1.0 / STEP}},
+        {"drift": {"decorrelation_s": lambda size: 1 / size, "seconds_per_step": 1.0 / STEP}},
     ),
 }
-"""What the size of a fault is, and the keys under [camera] that set it."""
+"""What the size of a fault is, and the keys under [camera] that set it, with functions of the size."""
 CONFUSED: dict[str, tuple[float, ...]] = {
     "laser power": (0.01, 0.05, 0.2),
     "vibration, pointing": (0.05, 0.2),
@@ -111,14 +115,20 @@ CALLED = {
     "its light changed": "light",
 }
 """What a message calls the fault."""
-STEP, WITHIN = 1000, 10
-"""Step after which the medium has moved by the stated share of its time, and checks after a fault came."""
 
 
 def _anchor() -> float:
     camera = load_description(INSTRUMENT).camera
     assert camera is not None
     return camera.light.anchor_flux_per_s
+
+
+def set_to(keys: dict[str, Any], size: float) -> dict[str, Any]:
+    """Return keys of the camera for a size."""
+    return {
+        key: set_to(value, size) if isinstance(value, dict) else value(size) if callable(value) else value
+        for key, value in keys.items()
+    }
 
 
 def monitored(camera: dict[str, Any], **options: Any) -> str:
@@ -154,12 +164,12 @@ def named(trials: int) -> list[dict[str, Any]]:
     A size that the description does not admit counts as none.
     """
     rows = []
-    for name, (unit, camera_of) in NAMED.items():
+    for name, (unit, keys) in NAMED.items():
         smallest: float | None = None
         largest = 0.0
         for each in SIZES:
             try:
-                found = [monitored(camera_of(each), seed=seed) for seed in range(1, trials + 1)]
+                found = [monitored(set_to(keys, each), seed=seed) for seed in range(1, trials + 1)]
             except ConfigError:
                 continue
             largest = max(largest, each)
@@ -181,13 +191,7 @@ def called(said: str) -> str:
 
 
 def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Count names for each fault and size that is not known yet, and keep all rows after each.
-
-    Args:
-        trials: instruments for each.
-        known: rows of an earlier call.
-        keep: takes all rows.
-    """
+    """Count names for each fault and size that is not known yet, and keep all rows after each."""
     rows = [row for row in known if row["trials"] == trials]
     cells = [
         (inputs, name, each)
@@ -199,9 +203,9 @@ def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dic
         if any(cell == (row["inputs"], row["fault"], row["size"]) for row in rows):
             continue
         inputs, name, each = cell
-        unit, camera_of = NAMED[name]
+        unit, keys = NAMED[name]
         found = Counter(
-            called(monitored(camera_of(each), seed=seed, n_inputs=inputs, medium={"seed": seed}))
+            called(monitored(set_to(keys, each), seed=seed, n_inputs=inputs, medium={"seed": seed}))
             for seed in range(1, trials + 1)
         )
         said = {"called": dict(found), "trials": trials}
@@ -248,20 +252,6 @@ def changes(trials: int) -> list[dict[str, Any]]:
         rows.append(row | {"found": sum(found), "trials": trials})
         print(rows[-1], flush=True)
     return rows
-
-
-def changes_table() -> str:
-    """Return the table of docs/devices.md: the smallest change of a camera that each number of checks finds."""
-    found: dict[str, dict[int, str]] = {}
-    for row in load_results(NAME).get("changes", []):
-        percent = f"{100 * row['smallest']:.1f} %"
-        least = f"{row['smallest']:.3f}" if row["change"] == "correlation" else percent
-        cell = f"{least} ({row['found']} of {row['trials']})"
-        found.setdefault(row["change"], {})[row["checks"]] = cell
-    checks = sorted({number for cells in found.values() for number in cells})
-    rows = [(key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
-    header = ("change", *(f"in {number} check{'s' * (number > 1)}" for number in checks))
-    return markdown(header, rows)
 
 
 def size(value: float, unit: str) -> str:

@@ -61,10 +61,10 @@ def summary(folder: Path) -> dict[str, Any]:
         "faults": dict(sorted(faults.items())),
         "runs": [
             _compared(user, [note for note in of["run"] if note["user"] == user])
-            for user in _users(of["run"])
+            for user in sorted({note["user"] for note in of["run"]})
         ]
         + [_compared(kind, of[kind]) for kind in ("calibration", "victim")],
-        "stops": dict(Counter(f"{_owner(note['run'])}: {note['error']}" for note in of["stop"])),
+        "stops": dict(Counter(f"{note['run'].partition('-')[0]}: {note['error']}" for note in of["stop"])),
         "crashes": [note["text"] for note in notes if note["what"] == "crash"],
         "unexpected": [note for note in of["attack"] if not _as_expected(note)][:20],
         "stops_of_more_lines": sum("\n" in note["text"] for note in of["stop"]),
@@ -73,23 +73,11 @@ def summary(folder: Path) -> dict[str, Any]:
     }
 
 
-def _users(runs: list[dict[str, Any]]) -> list[str]:
-    return sorted({note["user"] for note in runs})
-
-
-def _owner(run: str) -> str:
-    return run.partition("-")[0]
-
-
 def _compared(name: str, notes: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how many of some results equal the local ones, and in what the others differ."""
     different = [note["different"] for note in notes if note["different"]]
-    return {
-        "who": name,
-        "results": len(notes),
-        "equal": len(notes) - len(different),
-        "different": different[:5],
-    }
+    counts = {"results": len(notes), "equal": len(notes) - len(different)}
+    return {"who": name, **counts, "different": different[:5]}
 
 
 def _as_expected(note: dict[str, Any]) -> bool:

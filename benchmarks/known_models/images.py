@@ -21,7 +21,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.known_models.gpt import Block, Setting, initialise, optimizer_of, rate
+from benchmarks.known_models.gpt import Block, Setting, initialise
 from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
 from benchmarks.markdown import with_error
 from benchmarks.options import listed
@@ -47,9 +47,6 @@ class VisionTransformer(nn.Module):
     """Scores of an image: patches of 4 x 4 pixels with learnt positions, pre-norm blocks, the mean of the stream.
 
     Source: Dosovitskiy et al. 2021 (arXiv 2010.11929), with the mean in place of a class token (Zhai et al. 2022).
-
-    Args:
-        setting: Its sizes; the context is the number of patches.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -72,14 +69,7 @@ class VisionTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A model of a table.
-
-    Attributes:
-        title: Its name on the page.
-        build: Return a new one.
-        epochs: Passes over the training set on a processor, and on a card.
-        printed: What others report.
-    """
+    """A model of a table."""
 
     title: str
     build: Callable[[], nn.Module]
@@ -114,14 +104,7 @@ def pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Images(Task):
-    """Name what an image shows.
-
-    Attributes:
-        kind: The model.
-        name: See Task.
-        steps: See Task.
-        place: See Task.
-    """
+    """Name what an image shows."""
 
     kind: str
     name: str
@@ -130,12 +113,6 @@ class Images(Task):
 
     def model(self) -> nn.Module:
         return KINDS[self.kind].build()
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return optimizer_of(model)
-
-    def rate(self, step: int) -> float:
-        return rate(step, self.steps)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """See Task.batch: shuffled epochs; images moved by up to 4 pixels, half of them mirrored."""

@@ -25,7 +25,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting, optimizer_of, rate
+from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting
 from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
 from benchmarks.markdown import with_error
 from benchmarks.options import listed
@@ -82,13 +82,7 @@ def texts() -> tuple[Tensor, Tensor, int]:
 
 @dataclass(frozen=True)
 class Characters(Task):
-    """Predict the next character.
-
-    Attributes:
-        setting: The model and its training.
-        name: See Task.
-        place: See Task.
-    """
+    """Predict the next character."""
 
     setting: Setting
     name: str
@@ -100,12 +94,6 @@ class Characters(Task):
 
     def model(self) -> nn.Module:
         return GPT(self.setting, texts()[2])
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return optimizer_of(model)
-
-    def rate(self, step: int) -> float:
-        return rate(step, self.steps)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """See Task.batch: stretches that start anywhere."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ import torch
 import typer
 
 from benchmarks.known_models.gpt import GPT, SMALL
-from benchmarks.markdown import with_error
 from benchmarks.options import seeds_of
 from benchmarks.results_file import FOLDER, load_results, save_results
 from benchmarks.runs import train_or_read
@@ -61,16 +59,10 @@ def figures(trainer: str, epsilon: float | None, seed: int) -> dict[str, Any]:
     }
 
 
-def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for each trainer and epsilon with a run."""
-    rows = []
-    for trainer, epsilon in itertools.product(TRAINERS, EPSILONS):
-        runs = [results["runs"].get(f"{trainer}, {epsilon}, seed {seed}") for seed in range(SEEDS)]
-        if done := [run for run in runs if run]:
-            stated = "-" if epsilon is None else f"{statistics.fmean(run['epsilon'] for run in done):.2f}"
-            losses = with_error([run["validation"][-1] for run in done], ".3f")
-            rows.append((trainer, stated, done[0]["status"] or "-", str(len(done)), losses))
-    return rows
+def runs_of(results: dict[str, Any], trainer: str, epsilon: float | None) -> list[dict[str, Any]]:
+    """Return the finished runs of a trainer and epsilon, seed by seed."""
+    found = (results["runs"].get(f"{trainer}, {epsilon}, seed {seed}") for seed in range(SEEDS))
+    return [run for run in found if run]
 
 
 def main(

@@ -52,13 +52,11 @@ def _questions(folder: str) -> str:
     """Return a folder's programs, a line each."""
     if folder == "curves":
         specs = sorted((BENCHMARKS / folder).glob("*.toml"))
-        rows = [(f"`opusim curve benchmarks/curves/{spec.name}`", _first_comment(spec)) for spec in specs]
+        questions = (spec.read_text().splitlines()[0].lstrip("# ").strip() for spec in specs)
+        commands = (f"`opusim curve benchmarks/curves/{spec.name}`" for spec in specs)
+        rows = list(zip(commands, questions, strict=True))
         return markdown(("command", "question"), rows)
     return markdown(("command", "question"), _programs(folder))
-
-
-def _first_comment(spec: Path) -> str:
-    return spec.read_text().splitlines()[0].lstrip("# ").strip()
 
 
 def _programs(folder: str) -> Iterator[tuple[str, ...]]:

@@ -31,7 +31,11 @@ def one(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
 def environment() -> Environment:
     """Return the templates' environment: `f` formats a value, `d` also None as a dash."""
     found = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
     found.globals.update(results=load_results, use=use, selected=selected, one=one, mean=statistics.fmean)
     found.globals.update(table=table, command=command, verdict=verdict)

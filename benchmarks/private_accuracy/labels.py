@@ -40,12 +40,6 @@ NETWORK: dict[str, Any] = {
 }
 
 
-def _in_stages(stages: int) -> RowPlan:
-    protection = {"kind": "label-randomized-response", "stages": stages}
-    config = {**NETWORK, "protection": protection}
-    return RowPlan(config=config, grid={}, epsilons=EPSILONS, seeds=(0, 1, 2))
-
-
 TABLE = TunedRows(
     module=MODULE,
     name=NAME,
@@ -61,7 +55,15 @@ TABLE = TunedRows(
             name: RowPlan(config={"data": data}, grid=GRID, epsilons=EPSILONS)
             for name, data in FEATURES.items()
         },
-        **{f"hidden, in {stages} stage{'s'[: stages - 1]}": _in_stages(stages) for stages in STAGES},
+        **{
+            f"hidden, in {stages} stage{'s'[: stages - 1]}": RowPlan(
+                config={**NETWORK, "protection": {"kind": "label-randomized-response", "stages": stages}},
+                grid={},
+                epsilons=EPSILONS,
+                seeds=(0, 1, 2),
+            )
+            for stages in STAGES
+        },
     },
     seeds=(0, 1, 2, 3, 4),
 )

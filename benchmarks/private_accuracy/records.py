@@ -22,9 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown
-from benchmarks.results_file import load_results
-from benchmarks.tuned_rows import RowPlan, TunedRows, shown_accuracy
+from benchmarks.tuned_rows import RowPlan, TunedRows
 from opusim.description.section import merged
 
 MODULE, NAME = "benchmarks.private_accuracy.records", "private_accuracy_records"
@@ -151,31 +149,6 @@ TABLE = TunedRows(
     seeds=(0, 1, 2, 3, 4),
     measured={"data": {"validation_fraction": 0.0}},
 )
-
-
-def docs_table() -> str:
-    """Return our accuracies next to those of others, for the documentation."""
-    ours = [
-        (
-            cell["row"].partition(", ")[0],
-            cell["epsilon"],
-            f"opusim: {cell['row'].partition(', ')[2]}",
-            f"**{shown_accuracy(cell)}**",
-        )
-        for cell in load_results(NAME).get("cells", [])
-    ]
-    measured = {row[0] for row in ours}
-    others = [
-        (data, epsilon, method, f"{value:.1f}")
-        for data, epsilon, method, value in LITERATURE
-        if data in measured
-    ]
-    places = {(data, epsilon): number for number, (data, epsilon, *_) in enumerate(reversed(others))}
-    rows = sorted([*ours, *others], key=lambda row: -places.get(row[:2], -1))
-    return markdown(
-        ("data", "epsilon", "method", "test accuracy [%]"),
-        [(data, f"{epsilon:g}", method, value) for data, epsilon, method, value in rows],
-    )
 
 
 if __name__ == "__main__":

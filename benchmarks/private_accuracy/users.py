@@ -30,9 +30,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.markdown import with_error
 from benchmarks.options import program, seeds_of
-from benchmarks.results_file import keep_row, rows_of, selected
+from benchmarks.results_file import keep_row, rows_of
 from benchmarks.timing import interleaved_turns
 from opusim.training.data import load_dataset
 
@@ -204,21 +203,6 @@ def step_of(private: opusim.PrivateTraining) -> Callable[[], object]:
             private.optimizer.step()
 
     return step
-
-
-def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for each row that has runs."""
-    rows = []
-    for row, title in ROWS.items():
-        if runs := selected(results.get("runs", []), row=row):
-            first = runs[0]
-            stated = (
-                f"{first['epsilon']:.3f} at {first['delta']:.2g} for a {first['unit']}, {first['status']}"
-            )
-            accuracies = with_error([one["accuracy"] for one in runs])
-            figures = (f"{first['noise_multiplier']:.3f}", f"{first['lr']:g}", accuracies, str(len(runs)))
-            rows.append((title, stated, *figures))
-    return rows
 
 
 if __name__ == "__main__":

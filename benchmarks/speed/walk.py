@@ -44,14 +44,7 @@ Action = Callable[[], object]
 
 
 class Walk(NamedTuple):
-    """What an action called.
-
-    Attributes:
-        calls: Calls of product functions.
-        functions: Functions that were called.
-        files: Files they stand in.
-        moves: Calls from one file to another.
-    """
+    """What an action called: calls of product functions, these functions, their files, and calls between files."""
 
     calls: int
     functions: int

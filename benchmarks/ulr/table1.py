@@ -289,11 +289,6 @@ def width_rows() -> list[dict[str, Any]]:
     ]
 
 
-def leads_of(rows: list[dict[str, Any]]) -> list[float]:
-    """Return DP-ULR's accuracy less DP-SGD's, points, row by row."""
-    return [row["ulr"] - row["dp_sgd"] for row in rows]
-
-
 def fall(key: str, batch: int) -> float:
     """Return by how much a mean accuracy falls from the small network to the large one; NaN without both."""
     small, large = (
@@ -302,22 +297,10 @@ def fall(key: str, batch: int) -> float:
     return statistics.fmean(small) - statistics.fmean(large) if small and large else math.nan
 
 
-def paper_fall(batch: int) -> float:
-    """Return by how much DP-ULR's lead falls from the small network to the large one in the paper."""
-    (small, its), (large, theirs) = (WIDTHS_PAPER[width, batch] for width in ("small", "large"))
-    return (small - its) - (large - theirs)
-
-
 def tests(part: str, batch: int, target: float) -> list[float]:
     """Return the test accuracies of a cell of Table 1, those of DP-SGD at the best epoch, as in the paper."""
     key = "test" if part == "published" else "best"
     return [row[key] for row in rows_of(f"ulr_{part}", batch=batch, target_std=target)]
-
-
-def seeds_of_cells() -> str:
-    """Return how many seeds the cells of Table 1 have."""
-    found = {len(tests(part, *cell)) for part in ("published", "opacus") for cell in PAPER}
-    return " or ".join(map(str, sorted(found - {0})))
 
 
 def leads(*, paper: bool = False) -> set[tuple[int, float]]:

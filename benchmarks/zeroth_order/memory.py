@@ -255,21 +255,6 @@ def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for each shape and method that was measured."""
-    found: list[tuple[str, ...]] = []
-    for shape, method in itertools.product(SHAPES, METHODS):
-        row, size = rows.get(key_of(method, shape), {}), f"{shape[0]} x {shape[1]:,}"
-        if "failed" in row:
-            found.append((size, method, row["failed"], "", "", ""))
-        elif row:
-            times = [f"{row[key]:.2f}" if key in row else "" for key in ("seconds", "forward_passes")]
-            like = "inference, bfloat16" if "bfloat16" in method else "inference"
-            ratio = row["peak_mib"] / rows[key_of(like, shape)]["peak_mib"]
-            found.append((size, method, f"{row['peak_mib']:,.0f}", f"{ratio:.2f}", *times))
-    return found
-
-
 def peak_over(method: str, base: str, length: int) -> float:
     """Return the peak memory of a method over that of another one, with two sequences of a length."""
     rows = load_results(NAME)["rows"]

@@ -113,16 +113,7 @@ class LaplaceSgd:
 def least_noise(
     law: str, epsilon: float, *, batch: int, steps: int, delta: float = DELTA, records: int = N_TRAIN
 ) -> float:
-    """Return the least noise in units of the clip that reaches epsilon.
-
-    Args:
-        law: Begins with `BASELINE` or names "laplace"; else zeroth order with Gaussian noise.
-        epsilon: The target.
-        batch: Expected records of a batch.
-        steps: Number of steps.
-        delta: Of the target.
-        records: How many there are.
-    """
+    """Return the least noise in units of the clip that reaches epsilon; law: `BASELINE`, "laplace" or Gaussian."""
     common = {"sampling_probability": batch / records, "divisor": batch, "steps": steps, "clip_norm": 1.0}
     mechanism: Any
     if "laplace" in law:
@@ -196,14 +187,7 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
 
 
 def zo_rate(factor: float, spread: float, *, batch: int, steps: int) -> float:
-    """Factor times the rate at which the noise of all steps moves a logit by about 1, the rate falling linearly.
-
-    Args:
-        factor: What the search tries.
-        spread: Standard deviation of the noise of a step's sum.
-        batch: What that sum is divided by.
-        steps: Number of steps.
-    """
+    """Factor times the rate at which the noise of all steps moves a logit by about 1, the rate falling linearly."""
     return factor / (spread / (2 * PHI * batch) * NORM * math.sqrt(steps / 3))
 
 

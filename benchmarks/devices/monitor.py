@@ -147,7 +147,7 @@ def monitored(camera: dict[str, Any], **options: Any) -> str:
 
     try:
         with opened() as device:
-            baseline = device.baseline
+            baseline = device.monitor.baseline
         with opened(camera=camera) as device:
             if baseline is not None:
                 device.compare_with(baseline)

@@ -44,12 +44,8 @@ def devices(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Each device, and the Gaussian one with its noise, by their labels."""
     found: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}
     for name in names:
-        found[gaussian_label(name)] = {"name": "gaussian", "noise": {"sigma": noise_of(name)}}
+        found[f"gaussian as {name}"] = {"name": "gaussian", "noise": {"sigma": noise_of(name)}}
     return found
-
-
-def gaussian_label(name: str) -> str:
-    return f"gaussian as {name}"
 
 
 def run_once(label: str, device: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -73,7 +69,7 @@ def rows_of(runs: list[dict[str, Any]], sigmas: dict[str, float]) -> list[dict[s
     for name, sigma in sigmas.items():
         twin, gaussian = (
             {run["seed"]: run["test"] for run in selected(runs, device=label)}
-            for label in (name, gaussian_label(name))
+            for label in (name, f"gaussian as {name}")
         )
         if seeds := sorted(twin.keys() & gaussian.keys()):
             differences = [twin[seed] - gaussian[seed] for seed in seeds]

@@ -24,15 +24,7 @@ TrainerT = TypeVar("TrainerT", bound=Algorithm[Any, Any, Any])
 def bare(
     kind: type[TrainerT], network: Network, config: RunConfig, *, total_steps: int = 10**9, **opened: Any
 ) -> TrainerT:
-    """Return a trainer without data.
-
-    Args:
-        kind: Its class.
-        network: What it trains.
-        config: The run's configuration.
-        total_steps: Of the run.
-        **opened: What `open` would set.
-    """
+    """Return a trainer of a kind without data; `opened` is what `open` would set."""
     plan: Any = SimpleNamespace(config=config, dataset=None, network=network, total_steps=total_steps)
     trainer = kind(plan, config.trainer)
     vars(trainer).update(opened)
@@ -54,15 +46,7 @@ def feedback_trainer(
     labels: SoftLabels | None = None,
     ranks: Ranks | None = None,
 ) -> FeedbackTrainer:
-    """Return a trainer of a source of gradients without data; see `FeedbackTrainer`.
-
-    Args:
-        source: See there.
-        optimizer: Of the parameters of the source's network.
-        protection: Clips and noises the records' contributions; None averages over the batch.
-        labels: See there.
-        ranks: See there; None for one process.
-    """
+    """Return a trainer of a source of gradients without data; see `FeedbackTrainer`."""
     opened = {"source": source, "optimizer": optimizer, "writer": protection, "labels": labels}
     config = load_config({"trainer": {"kind": "bp"}})
     return bare(

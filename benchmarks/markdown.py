@@ -1,34 +1,30 @@
-"""Sections of the result pages: a heading, paragraphs, a table."""
+"""Tables and figures of the result pages, as Markdown."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Row = tuple[str, str, str]
-"""A line of a summary table: what was measured, the figure, the command that measures it again."""
 
-
-def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def lines_of(rows: Iterable[Mapping[str, Any]], *forms: str) -> list[tuple[str, ...]]:
-    """Return the lines of a table from results.
+def table(header: str, rows: Iterable[Any], form: str = "") -> str:
+    """Return a table in Markdown.
 
     Args:
-        rows: The results.
-        forms: What each column shows of a row, such as "{ratio:.2f}".
+        header: The names of the columns, such as "device | ratio".
+        rows: The lines: their cells, or what `form` shows of each.
+        form: The cells of a line, such as "{device} | {ratio:.2f}" of a mapping, or "{0} | {1:.2f}" of a sequence.
     """
-    return [tuple(form.format_map(row) for form in forms) for row in rows]
-
-
-def section(title: str, *parts: str) -> str:
-    """Return a heading and its paragraphs; empty paragraphs are left out."""
-    return "\n\n".join((f"## {title}", *(part for part in parts if part)))
+    if form:
+        rows = [(form.format_map(row) if isinstance(row, Mapping) else form.format(*row),) for row in rows]
+    return markdown(header.split(" | "), rows)
 
 
 def command(module: str, *arguments: str) -> str:
@@ -47,14 +43,21 @@ def with_error(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def difference(mine: Sequence[float], theirs: Sequence[float]) -> str:
-    """Return the mean difference of values, seed by seed, and its standard error, as text; "-" unless both are full.
-
-    Args:
-        mine: A value for each seed.
-        theirs: Those of the same seeds.
-    """
+    """Return the mean difference of values, seed by seed, and its standard error, as text; "-" unless both are full."""
     pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ()
     return with_error([a - b for a, b in pairs], "+.1f")
+
+
+def compared(ours: Sequence[float], others: Sequence[float]) -> int:
+    """Return 1 or -1 if a mean is more than two standard errors of the difference above or below another one, else 0.
+
+    Also 0 without two values of each.
+    """
+    if min(len(ours), len(others)) < 2:
+        return 0
+    error = math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (ours, others)))
+    apart = statistics.fmean(ours) - statistics.fmean(others)
+    return (apart > 2 * error) - (apart < -2 * error)
 
 
 def verdict(met: bool | None) -> str:

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from opusim.files import write_file
 from opusim.training.runs.folder import versions
 
 FOLDER = Path(__file__).parent / "results"
+FACTS = ("benchmark", "date", "commit", "machine")
 _NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 """A list of numbers, which takes one line of a file."""
 
@@ -36,6 +38,34 @@ def load_results(name: str) -> dict[str, Any]:
     """Read what an earlier call saved; empty if there is nothing."""
     path = FOLDER / f"{name}.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def selected(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Return the rows that have these values."""
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def rows_of(name: str, part: str = "rows", **wanted: Any) -> list[dict[str, Any]]:
+    """Return the rows of a part of some results that have these values."""
+    return selected(load_results(name).get(part, []), **wanted)
+
+
+def keep_row(name: str, cell: Mapping[str, Any], part: str = "rows", **figures: Any) -> dict[str, Any]:
+    """Save a row, a cell with its figures, in place of an earlier one of the same cell, and print it.
+
+    Args:
+        name: Of the results; their other parts stay.
+        cell: What tells the row from the others.
+        part: Of the results.
+        **figures: What was measured.
+    """
+    results = {key: value for key, value in load_results(name).items() if key not in FACTS}
+    row = {**cell, **figures}
+    others = [other for other in results.get(part, []) if other not in selected([other], **cell)]
+    save_results(name, {**results, part: [*others, row]})
+    shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+    print(", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+    return row
 
 
 def commit() -> str | None:

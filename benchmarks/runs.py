@@ -16,11 +16,6 @@ from opusim.training.runs.run import Run
 def train_or_read(config: dict[str, Any], path: Path, *, model: nn.Module | None = None) -> Run:
     """Return the run of a configuration: read back if it is finished, otherwise started or resumed in its folder.
 
-    Args:
-        config: The configuration.
-        path: The run folder.
-        model: The module to train, with its first weights; None for that of the configuration.
-
     Raises:
         ValueError: The folder holds a run of another configuration.
     """
@@ -46,13 +41,7 @@ def private_accuracy(run: Run) -> dict[str, Any]:
 
 
 def _require_same(config: dict[str, Any], folder: RunFolder, *, of_configuration: bool) -> None:
-    """Refuse a folder that holds another configuration; what the run resolved itself may differ.
-
-    Args:
-        config: The wanted configuration.
-        folder: The run.
-        of_configuration: Whether the configuration names the model, and no module was passed.
-    """
+    """Refuse a folder that holds another configuration; what the run resolved itself may differ."""
     kept = folder.read_config()
     wanted = load_config(config)
     resolved: dict[str, Any] = {"threads": kept.threads}

@@ -72,23 +72,13 @@ def interleaved_turns(
 
 
 def memory_rise(module: str, *arguments: str) -> float:
-    """Return what `print_memory_rise` prints in a process of its own, MiB.
-
-    Args:
-        module: Run with "--memory" and the arguments, it has to print that.
-        arguments: Name what is measured.
-    """
+    """Return what `print_memory_rise` prints in a process of its own, MiB: the module's, run with "--memory"."""
     call = [sys.executable, "-m", module, "--memory", *arguments]
     return float(subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def print_memory_rise(prepare: Callable[[], object], make: Callable[[], Step]) -> None:
-    """Print by how much resident memory rises at its peak while some work is done on one thread, MiB.
-
-    Args:
-        prepare: Compiles kernels and imports; what it leaves free goes back to the system first.
-        make: Returns the work; what making it takes counts.
-    """
+    """Print by how much resident memory rises at its peak while some work is made and done on one thread, MiB."""
     torch.set_num_threads(1)
     prepare()
     ctypes.CDLL(None).malloc_trim(0)

@@ -17,24 +17,16 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import keep_row, rows_of, save_results, selected
 from benchmarks.runs import private_accuracy, train_or_read
 from opusim.description.section import merged, parse_setting
-from opusim.tables import print_table
 
 Point = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """What a row trains and tries.
-
-    Attributes:
-        config: Of its runs, over the table's own.
-        grid: Values of keys to try.
-        epsilons: Budgets.
-        seeds: Of its measured runs; None takes the table's.
-    """
+    """What a row trains, over the table's configuration, and the values of keys that it tries at its epsilons."""
 
     config: Mapping[str, Any]
     grid: Mapping[str, tuple[Any, ...]]
@@ -43,7 +35,6 @@ class RowPlan:
 
     @property
     def points(self) -> list[Point]:
-        """Every point of the grid."""
         return [
             dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())
         ]
@@ -51,18 +42,7 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRows:
-    """A table.
-
-    Attributes:
-        module: Of the benchmark.
-        name: Of its file of results.
-        folder: Where runs lie.
-        base: Configuration of every run.
-        rows: The plans, by the rows' names.
-        seeds: Of measured runs.
-        measured: Configuration of measured runs, over the row's.
-        tuning_seed: Of trials.
-    """
+    """A table: rows over a base configuration; `measured` changes that of the runs that look at the test set."""
 
     module: str
     name: str
@@ -75,7 +55,6 @@ class TunedRows:
 
     @property
     def app(self) -> typer.Typer:
-        """The command line."""
         app = typer.Typer(add_completion=False, no_args_is_help=True)
         app.command()(self.tune)
         app.command()(self.measure)
@@ -109,36 +88,32 @@ class TunedRows:
 
     def tune(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
         """Try every point of every grid with one seed; the best by validation accuracy is kept."""
-        chosen = self._chosen(rows, epsilon)
-        tasks = [(*cell, point, self.tuning_seed) for cell in chosen for point in self.rows[cell[0]].points]
-        trials: list[dict[str, Any]] = []
+        cells = self._chosen(rows, epsilon)
+        tasks = [(*cell, point, self.tuning_seed) for cell in cells for point in self.rows[cell[0]].points]
         for trial in self._runs(tasks, jobs):
-            trials.append({key: trial[key] for key in ("row", "epsilon", "point", "validation", "seconds")})
-            self._save(trials=self._others("trials", chosen) + trials)
-            print(
-                f"{trial['row']}, {trial['epsilon']:g}, {trial['point']}: {trial['validation']:.2f}",
-                flush=True,
-            )
+            cell = {key: trial[key] for key in ("row", "epsilon", "point")}
+            keep_row(self.name, cell, "trials", **{key: trial[key] for key in ("validation", "seconds")})
 
     def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0, seeds: str = "") -> None:
-        """Train each row's best point with the other seeds, or with some (such as 3,4), and print the table."""
-        chosen, wanted = self._chosen(rows, epsilon), {int(seed) for seed in seeds.split(",") if seed}
+        """Train each row's best point with the other seeds, or with some (such as 3,4)."""
+        wanted = {int(seed) for seed in seeds.split(",") if seed}
         tasks = [
             (*cell, self.best_point(*cell), seed)
-            for cell in chosen
+            for cell in self._chosen(rows, epsilon)
             for seed in self.rows[cell[0]].seeds or self.seeds
             if not wanted or seed in wanted
         ]
-        own: list[dict[str, Any]] = []
         names = list(self.rows)
         for run in self._runs(tasks, jobs):
-            own.append(run)
-            kept = [each for each in self.results.get("runs", []) if _cell(each) in chosen]
-            earlier = [each for each in kept if wanted and each["seed"] not in wanted]
-            runs = [*self._others("runs", chosen), *earlier, *own]
+            keep_row(self.name, {key: run[key] for key in ("row", "epsilon", "seed")}, "runs", **run)
+            runs = [
+                each
+                for each in rows_of(self.name, "runs")
+                if each["point"] == self.best_point(each["row"], each["epsilon"])
+            ]
             runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
-            self._save(runs=runs, cells=self.cells_of(runs))
-        print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.results["cells"]))
+            kept = {"configuration": dict(self.base), "trials": rows_of(self.name, "trials")}
+            save_results(self.name, {**kept, "runs": runs, "cells": self.cells_of(runs)})
 
     def best_point(self, row: str, epsilon: float) -> Point:
         """Return the point of the best validation accuracy, or the only one.
@@ -148,8 +123,7 @@ class TunedRows:
         """
         if len(self.rows[row].points) == 1:
             return self.rows[row].points[0]
-        trials = self.results.get("trials", [])
-        mine = [trial for trial in trials if (trial["row"], trial["epsilon"]) == (row, epsilon)]
+        mine = rows_of(self.name, "trials", row=row, epsilon=epsilon)
         if not mine:
             raise ValueError(
                 f"row {row!r} at epsilon {epsilon:g} has no trials; run: python -m {self.module} tune"
@@ -161,38 +135,22 @@ class TunedRows:
         cells = []
         for row, plan in self.rows.items():
             for epsilon in plan.epsilons:
-                mine = [run for run in runs if (run["row"], run["epsilon"]) == (row, epsilon)]
-                if not mine:
-                    continue
-                test = [run["test"] for run in mine]
-                means = {
-                    key: statistics.mean(run[key] for run in mine)
-                    for key in ("validation", "frames", "joules", "seconds")
-                    if all(run[key] is not None for run in mine)
-                }
-                cells.append(
-                    {
-                        "row": row,
-                        "epsilon": epsilon,
+                if mine := selected(runs, row=row, epsilon=epsilon):
+                    test = [run["test"] for run in mine]
+                    error = statistics.stdev(test) / len(test) ** 0.5 if len(test) > 1 else None
+                    figures = {
                         "test": statistics.mean(test),
                         "seeds": len(test),
-                        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5
-                        if len(test) > 1
-                        else None,
-                        "point": mine[0]["point"],
-                        **means,
+                        "test_standard_error": error,
                     }
-                )
+                    means = {
+                        key: statistics.mean(run[key] for run in mine)
+                        for key in ("validation", "frames", "joules", "seconds")
+                        if all(run[key] is not None for run in mine)
+                    }
+                    cell = {"row": row, "epsilon": epsilon, **figures, "point": mine[0]["point"], **means}
+                    cells.append(cell)
         return cells
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """What was measured so far."""
-        return load_results(self.name)
-
-    def _others(self, kind: str, chosen: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-        """Return what the file now holds of other cells, which another process may be writing."""
-        return [each for each in self.results.get(kind, []) if _cell(each) not in chosen]
 
     def _chosen(self, rows: str, epsilon: float) -> list[tuple[str, float]]:
         """Return the cells whose row has a name, or a text in it if no row has it, at one epsilon or all."""
@@ -209,21 +167,8 @@ class TunedRows:
             delayed(self.run_once)(*task) for task in tasks
         )
 
-    def _save(self, **parts: Any) -> None:
-        kept = self.results
-        known: dict[str, Any] = {key: kept[key] for key in ("trials", "runs", "cells") if key in kept}
-        save_results(self.name, {"configuration": dict(self.base), **known, **parts})
 
-
-COLUMN_NAMES = (
-    *("protection", "epsilon", "test [%]", "seeds", "validation [%]"),
-    *("frames", "kJ", "chosen point"),
-)
-
-
-def _cell(result: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the row and the epsilon of a run or a trial."""
-    return result["row"], result["epsilon"]
+HEADER = "protection | epsilon | test [%] | seeds | validation [%] | frames | kJ | chosen point"
 
 
 def shown_point(point: Mapping[str, Any]) -> str:

@@ -10,13 +10,10 @@ equation 10 of the photonic DFA paper with sigma 0.1. Accuracies in place are th
 
 Zeroth order in place is left out: each of its steps would program both layers twice. The tests train a smaller network
 by it.
-
-Results are written after each run; a second call measures what is missing.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from contextlib import ExitStack
@@ -24,16 +21,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 
 from benchmarks.analog.lifetimes import accuracy, images
 from benchmarks.bare import bare
-from benchmarks.markdown import command, markdown, section, verdict, with_error
-from benchmarks.results_file import load_results, save_results
+from benchmarks.markdown import verdict, with_error
+from benchmarks.results_file import keep_row, load_results, rows_of, save_results, selected
 from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
-from opusim.tables import duration, energy, print_table
+from opusim.tables import duration, energy
 from opusim.training.config import load_config
 from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset
@@ -162,43 +160,32 @@ def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
 FORWARD_ONLY = {"ulr": likelihood_ratios}
 
 
-def measure(epochs: int, *, save: bool) -> list[dict[str, Any]]:
-    """Return a row for each setting; those of an earlier call are kept."""
+def main(epochs: int = EPOCHS) -> None:
+    """Train what the results lack."""
     torch.set_num_threads(1)
     settings = {"epochs": epochs, "programming_step": STEP}
-    earlier = load_results(NAME) if save else {}
-    rows = list(earlier.get("rows", [])) if earlier.get("settings") == settings else []
-    for row in rows:
-        row.setdefault("seed", 1)
-    known = [{key: row[key] for key in asdict(SETTINGS[0])} for row in rows]
+    if load_results(NAME).get("settings") != settings:
+        save_results(NAME, {"settings": settings, "rows": []})
     data = build_dataset(DataConfig(name="fashion-mnist"))
     for setting in SETTINGS:
-        if asdict(setting) in known:
-            continue
-        rows.append({**asdict(setting), **run(setting, data, epochs, seed=setting.seed)})
-        print(rows[-1], flush=True)
-        if save:
-            save_results(NAME, {"settings": settings, "rows": rows})
-    return rows
+        if not rows_of(NAME, **asdict(setting)):
+            keep_row(NAME, asdict(setting), **run(setting, data, epochs, seed=setting.seed))
 
 
 def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each setting; accuracies are means over its seeds, all else is that of its first."""
     lines = []
-    for forward, backward, feedback in dict.fromkeys(
-        (setting.forward, setting.backward, setting.feedback) for setting in SETTINGS
-    ):
-        found = in_setting(rows, forward, backward, feedback)
-        if not found:
-            continue
-        first = found[min(found)]
-        layers, used = first["layers"], first["feedback_usage"]
-        work = ("–", "–", "–")
-        if layers:
-            work = (f"{layers['programmings']:,}", duration(layers["seconds"]), energy(layers["joules"]))
-        frames = f"{used['frames']:,}" if used else "–"
-        accuracies = [row["accuracy"] for row in found.values()]
-        lines.append((forward, backward, feedback, str(len(found)), with_error(accuracies), frames, *work))
+    for setting in dict.fromkeys((each.forward, each.backward, each.feedback) for each in SETTINGS):
+        found = in_setting(rows, *setting)
+        if found:
+            first = found[min(found)]
+            layers, used = first["layers"], first["feedback_usage"]
+            work = ("–", "–", "–")
+            if layers:
+                work = (f"{layers['programmings']:,}", duration(layers["seconds"]), energy(layers["joules"]))
+            frames = f"{used['frames']:,}" if used else "–"
+            accuracies = [row["accuracy"] for row in found.values()]
+            lines.append((*setting, str(len(found)), with_error(accuracies), frames, *work))
     return lines
 
 
@@ -206,76 +193,28 @@ def in_setting(
     rows: list[dict[str, Any]], forward: str, backward: str, feedback: str
 ) -> dict[int, dict[str, Any]]:
     """Return the rows of a setting by seed."""
-    wanted = (forward, backward, feedback)
-    return {row["seed"]: row for row in rows if (row["forward"], row["backward"], row["feedback"]) == wanted}
+    found = selected(rows, forward=forward, backward=backward, feedback=feedback)
+    return {row.get("seed", 1): row for row in found}
 
 
-HEADER = (
-    "layers",
-    "backward",
-    "feedback",
-    "seeds",
-    "accuracy [%]",
-    "feedback frames",
-    "programmings",
-    "device time",
-    "device energy",
-)
-
-
-def in_place(rows: list[dict[str, Any]], device: str) -> str:
-    """Return a remark on photonic DFA with layers and feedback on devices, or '' without results."""
-    found = [row["accuracy"] for row in in_setting(rows, device, "pdfa", device).values()]
-    if not found:
-        return ""
-    required = f", required {REQUIRED:g} % ({verdict(statistics.mean(found) >= REQUIRED)})"
-    return f"`{device}` in place by photonic DFA: {with_error(found)} %{required * (device == 'reram')}"
-
-
-def against_gaussian(rows: list[dict[str, Any]], device: str) -> str:
-    """Return a remark on the accuracy with a crossbar's feedback minus that with the Gaussian device's, or ''."""
-    ours, theirs = (in_setting(rows, "digital", "pdfa", feedback) for feedback in (device, "gaussian"))
-    differences = [ours[seed]["accuracy"] - theirs[seed]["accuracy"] for seed in ours if seed in theirs]
-    if not differences:
-        return ""
-    return (
-        f"feedback by `{device}` against the Gaussian device, required within {WITHIN:g} point: "
-        f"{with_error(differences, '+.2f')} points ({verdict(abs(statistics.mean(differences)) <= WITHIN)})"
-    )
-
-
-def page_section() -> str:
-    """Return the section of the results page, empty without results."""
-    found = load_results(NAME)
-    if not found:
-        return ""
-    rows = found["rows"]
-    remarks = [
-        remark
-        for about in (in_place, against_gaussian)
-        for device in ("reram", "pcm")
-        if (remark := about(rows, device))
-    ]
-    settings = found["settings"]
-    text = (
-        f"FashionMNIST, 784-128-10, {settings['epochs']} epochs ({found['date']}, {command(MODULE)}). A "
-        f"layer is programmed again once a weight has moved by {100 * settings['programming_step']:g} % of its row's "
-        f"largest. Both devices of the feedback have matrices of their own; the Gaussian one "
-        f"shows two frames for each row of errors, the crossbars one. Accuracies are means over seeds ± one "
-        f"standard error; frames, programmings, time and energy are those of one seed. Time and energy of "
-        f"programming are orders of magnitude. {'; '.join(remarks)}."
-    )
-    return section("Training in place", text, markdown(HEADER, table(rows)))
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--no-save", action="store_true", help="leave the results file as it is")
-    given = parser.parse_args()
-    print_table("Training in place", HEADER, table(measure(given.epochs, save=not given.no_save)))
+def remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """Say what each crossbar reaches in place, then how its feedback compares with the Gaussian device's."""
+    found = []
+    for device in ("reram", "pcm"):
+        own = [row["accuracy"] for row in in_setting(rows, device, "pdfa", device).values()]
+        required = f", required {REQUIRED:g} % ({verdict(statistics.mean(own) >= REQUIRED)})"
+        found.append(
+            f"`{device}` in place by photonic DFA: {with_error(own)} %{required * (device == 'reram')}"
+        )
+    for device in ("reram", "pcm"):
+        ours, theirs = (in_setting(rows, "digital", "pdfa", each) for each in (device, "gaussian"))
+        apart = [ours[seed]["accuracy"] - theirs[seed]["accuracy"] for seed in ours]
+        found.append(
+            f"feedback by `{device}` against the Gaussian device, required within {WITHIN:g} point: "
+            f"{with_error(apart, '+.2f')} points ({verdict(abs(statistics.mean(apart)) <= WITHIN)})"
+        )
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

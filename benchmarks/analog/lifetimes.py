@@ -8,28 +8,27 @@ one factor for each layer. On the same chips again, every output is corrected at
 500 images of the training set without labels (`DeviceModel.compensate`). Required: training with noise gives back at
 least half of what the clean network loses at one day.
 
-Results are written after each chip; a second call measures what is missing. Draws docs/analog_lifetimes.png.
+A second call measures what is missing. Draws docs/analog_lifetimes.png.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
-from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks.markdown import command, markdown, section, verdict
-from benchmarks.results_file import load_results, save_results
+from benchmarks.markdown import verdict
+from benchmarks.results_file import load_results, save_results, selected
 from opusim import convert, noise_aware
-from opusim.tables import print_table
 from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset, Split
 from opusim.training.data.catalogue import build_dataset
@@ -129,37 +128,31 @@ def on_chip(model: nn.Module, data: Dataset, device: str, chip: int, kind: str) 
     return found
 
 
-def measure(names: Sequence[str], chips: int, *, save: bool) -> list[dict[str, Any]]:
-    """Return a row for each network, training, device and chip; accuracies of an earlier call are kept."""
+def main(chips: int = CHIPS) -> None:
+    """Measure what the results lack, save after each chip, and draw."""
     torch.set_num_threads(1)
-    earlier = load_results(NAME) if save else {}
+    earlier = load_results(NAME)
     settings = earlier.get("settings", {})
     rows = [
         row for row in earlier.get("rows", []) if settings.get(row["network"]) == TRAINING[row["network"]]
     ]
     known = {(row["network"], row["training"], row["device"], row["chip"]): row for row in rows}
     data = build_dataset(DataConfig(name="fashion-mnist"))
-    begun: dict[str, nn.Module] = {}
-    models: dict[tuple[str, str | None], nn.Module] = {}
-    for kind, name, chip, device, training in product(KINDS, names, range(chips), DEVICES, TRAININGS):
+    begun = cache(lambda name: trained_clean(name, data, seed=1))
+    model_of = cache(lambda name, noise: trained(begun(name), data, noise, **TRAINING[name], seed=1))
+    for kind, name, chip, device, training in product(KINDS, NETWORKS, range(chips), DEVICES, TRAININGS):
         key = (name, training, device, chip)
         if kind in known.get(key, {}):
             continue
-        noise = device if training == "device noise" else None
-        if (name, noise) not in models:
-            if name not in begun:
-                begun[name] = trained_clean(name, data, seed=1)
-            models[name, noise] = trained(begun[name], data, noise, **TRAINING[name], seed=1)
-        model = models[name, noise]
+        model = model_of(name, device if training == "device noise" else None)
         if key not in known:
             known[key] = {"network": name, "training": training, "device": device, "chip": chip}
             known[key]["digital"] = round(accuracy(model, data), 2)
             rows.append(known[key])
         known[key][kind] = on_chip(model, data, device, chip, kind)
         print(known[key], flush=True)
-        if save:
-            save_results(NAME, {"settings": TRAINING, "rows": rows})
-    return rows
+        save_results(NAME, {"settings": TRAINING, "rows": rows})
+    draw(rows)
 
 
 def means(
@@ -169,30 +162,27 @@ def means(
 
     The key "error" holds the standard error of the mean at one day over chips, NaN for one chip.
     """
-    wanted = (name, device, training)
-    own = [row for row in rows if (row["network"], row["device"], row["training"]) == wanted and kind in row]
+    own = [r for r in selected(rows, network=name, device=device, training=training) if kind in r]
     if not own:
         return {}
     at_times = {time: statistics.mean(row[kind][time] for row in own) for time in TIMES_S}
     at_one_day = [row[kind]["1 d"] for row in own]
-    error = statistics.stdev(at_one_day) / len(own) ** 0.5 if len(own) > 1 else float("nan")
+    error = statistics.stdev(at_one_day) / len(own) ** 0.5 if len(own) > 1 else math.nan
     return {"digital": own[0]["digital"], **at_times, "error": error}
 
 
 def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each network, device, training and kind: means over chips."""
-    lines = []
-    for name in NETWORKS:
-        for device in DEVICES:
-            for training in TRAININGS:
-                for kind, addition in KINDS.items():
-                    found = means(rows, name, device, training, kind)
-                    if found:
-                        figures = tuple(
-                            "–" if math.isnan(value) else f"{value:.2f}" for value in found.values()
-                        )
-                        lines.append((name, device, training + addition, *figures))
-    return lines
+    return [
+        (
+            name,
+            device,
+            training + KINDS[kind],
+            *(f"{value:.2f}".replace("nan", "–") for value in found.values()),
+        )
+        for name, device, training, kind in product(NETWORKS, DEVICES, TRAININGS, KINDS)
+        if (found := means(rows, name, device, training, kind))
+    ]
 
 
 def given_back(
@@ -217,23 +207,17 @@ def lines_of_shares(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each network and device: what is lost, and what each remedy regains."""
     remedies = (("device noise", "accuracy"), ("clean", "corrected"), ("device noise", "corrected"))
     lines = []
-    for name in NETWORKS:
-        for device in DEVICES:
-            found = [given_back(rows, name, device, *remedy) for remedy in remedies]
-            first = next((one for one in found if one is not None), None)
-            if first is None:
-                continue
-            shares = []
-            for back in found:
-                if back is None:
-                    shares.append("not measured")
-                elif back[0] <= 2 * STANDARD_ERROR:
-                    shares.append("not resolved")
-                else:
-                    error = "" if math.isnan(back[2]) else f" ± {100 * back[2]:.0f}"
-                    met = f" ({verdict(back[1] >= SHARE_GIVEN_BACK)})" if not shares else ""
-                    shares.append(f"{100 * back[1]:.0f}{error} %{met}")
-            lines.append((name, device, f"{first[0]:.2f}", *shares))
+    for name, device in product(NETWORKS, DEVICES):
+        found = [back for each in remedies if (back := given_back(rows, name, device, *each))]
+        shares = []
+        for lost, share, error in found:
+            met = f" ({verdict(share >= SHARE_GIVEN_BACK)})" if not shares else ""
+            text = f"{100 * share:.0f} ± {100 * error:.0f} %{met}"
+            text = text.replace(" ± nan", "")
+            shares.append("not resolved" if lost <= 2 * STANDARD_ERROR else text)
+        if found:
+            missing = ["not measured"] * (len(remedies) - len(found))
+            lines.append((name, device, f"{found[0][0]:.2f}", *shares, *missing))
     return lines
 
 
@@ -254,63 +238,5 @@ def draw(rows: list[dict[str, Any]]) -> None:
     figure.savefig(PICTURE, dpi=90)
 
 
-def page_section() -> str:
-    """Return the section of the results page, empty without results."""
-    found = load_results(NAME)
-    if not found:
-        return ""
-    rows = found["rows"]
-    chips = 1 + max(row["chip"] for row in rows)
-    header = (
-        "network",
-        "device",
-        "training",
-        "digital [%]",
-        *(f"{time} [%]" for time in TIMES_S),
-        "standard error over chips at 1 d",
-    )
-    further = " and ".join(f"{each['epochs']} more for `{name}`" for name, each in found["settings"].items())
-    text = (
-        f"FashionMNIST, {CLEAN_EPOCHS} epochs clean, then {further}, clean or with the device's own noise at one day; "
-        f"weights of `cnn` are limited to {TRAINING['cnn']['clip']:g} standard deviations of their row with noise; one "
-        f"training seed, up "
-        f"to {chips} chips ({found['date']}, {command(MODULE)}). `corrected`: a gain and an offset of every output, "
-        f"found at each time with {IMAGES_FOR_CORRECTION} training images on the chip. "
-        f"The standard error of an accuracy on one chip is {STANDARD_ERROR} points. "
-        "[The figure](../../docs/analog_lifetimes.png) shows the accuracies that are not corrected."
-    )
-    lost_header = (
-        "network",
-        "device",
-        "clean network loses at one day [points]",
-        "noise in training regains",
-        "correction regains",
-        "both regain",
-    )
-    required = (
-        "Required of noise in training, without correction: half. A loss of less than two standard errors of an "
-        "accuracy is not resolved; "
-        "± is one standard error over chips."
-    )
-    body = "\n\n".join(
-        [markdown(header, table(rows)), required, markdown(lost_header, lines_of_shares(rows))]
-    )
-    return section("Accuracy over time", text, body)
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
-    parser.add_argument("--chips", type=int, default=CHIPS)
-    parser.add_argument("--no-save", action="store_true", help="leave the results file as it is")
-    given = parser.parse_args()
-    rows = measure(given.networks, given.chips, save=not given.no_save)
-    header = ("network", "device", "training", "digital", *TIMES_S, "error at 1 d")
-    print_table("Test accuracy, percent", header, table(rows))
-    if not given.no_save:
-        draw(rows)
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.analog.product", "analog_product"
 SIZE, BATCH, REPEATS = 4096, 256, 5
@@ -40,29 +38,5 @@ def measure() -> dict[str, Any]:
     return {"seconds": seconds, "time_ratio": ratios}
 
 
-def page_section() -> str:
-    """Return the section of the results page, empty without results."""
-    found = load_results(NAME)
-    if not found:
-        return ""
-    text = (
-        f"{SIZE} x {SIZE}, batch {BATCH}, one thread, medians of processor time in one process ({found['date']}, "
-        f"{command(MODULE)}). Required without voltage drop: at most {REQUIRED:g} times torch's float32 product."
-    )
-    rows = [(name, f"{ratio:.2f}") for name, ratio in found["time_ratio"].items()]
-    return section("Time of a product", text, markdown(("device", "times the float32 product"), rows))
-
-
-def main() -> None:
-    """Measure, print and save."""
-    found = measure()
-    rows = [
-        (name, f"{1e3 * found['seconds'][name]:.0f} ms", f"{ratio:.2f}")
-        for name, ratio in found["time_ratio"].items()
-    ]
-    print_table(f"Products {SIZE} x {SIZE}, batch {BATCH}", ("device", "time", "ratio"), rows)
-    save_results(NAME, found)
-
-
 if __name__ == "__main__":
-    main()
+    save_results(NAME, measure())

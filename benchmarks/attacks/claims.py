@@ -1,7 +1,6 @@
 """Does each privacy claim of the four papers survive an audit? The claims' rows of benchmarks/papers/README.md.
 
     OPUSIM_DATA=... python -m benchmarks.attacks.claims measure     (resumes; about a minute of one core)
-    python -m benchmarks.attacks.claims show
 
 Claims about what opusim runs and proves are audited by the games of `benchmarks.attacks.guarantees`. Here stand the
 claims that do not hold: photonic DFA and likelihood ratio training as published, attacked in one training from its
@@ -10,18 +9,18 @@ updates, and two formulas that an exact instance refutes.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.integrate import trapezoid
 
 from benchmarks.attacks import guarantees
-from benchmarks.markdown import command, markdown
+from benchmarks.markdown import command, table
+from benchmarks.options import program
 from benchmarks.pdfa import table1
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr import table1 as ulr_table1
@@ -30,7 +29,6 @@ from opusim.accounting.audit import gaussian_mu
 from opusim.accounting.guarantee import Status
 from opusim.accounting.mechanisms.convex import cyclic_descent_mu
 from opusim.accounting.mechanisms.selection import selection_bounds, theorem_epsilon
-from opusim.tables import print_table
 from opusim.training.attacks.one_run.audit import play_one_run
 from opusim.training.config import load_config
 from opusim.training.data.catalogue import build_dataset
@@ -38,30 +36,11 @@ from opusim.training.data.tables import own_dataset
 from opusim.training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.claims", "claims_audited"
-PDFA = "Photonic DFA (Ohana et al. 2021)"
-ULR = "DP-ULR (Feng et al. 2025)"
-CONVEX = "Convex ReLU networks (Koskela 2024)"
-ZEROTH_ORDER = "DP-ZO (Tang et al. 2024)"
-COLUMN_NAMES = ("claim", "in", "epsilon claimed", "epsilon proven", "audit", "so the claim is")
 DELTA, SEED = 1e-5, 20261122
 RECORDS, CANARIES = 2560, 1000
 OWN = {"n_classes": 10, "validation_fraction": 0.0, "standardise": False}
 MEAN_TRIALS, SEARCHES = 20, ((1.33, 2.88), (4.76, 8.91))
 """Of the convex paper's private tuning: expected number of trials; epsilon of a trial and of the search, as printed."""
-
-
-class Claim(NamedTuple):
-    """A row of a paper's claims.
-
-    Attributes:
-        text: What the paper claims.
-        where: In which of its tables and figures.
-        row: Makes epsilon claimed, epsilon proven, the audit, and what follows.
-    """
-
-    text: str
-    where: str
-    row: Callable[[], tuple[str, str, str, str]]
 
 
 # What is measured
@@ -94,11 +73,6 @@ def _records(name: str) -> tuple[np.ndarray, np.ndarray]:
     return known.x[:RECORDS].flatten(1).numpy(), known.y[:RECORDS].numpy()
 
 
-def table1_run() -> RunPlan:
-    """Return the cell of Table 1 with the most noise."""
-    return published_run({}, 10 * 0.2 / math.sqrt(table1.WIDTH))
-
-
 def finite_run() -> RunPlan:
     """Return a run that the paper's formula covers: slopes of 1, and activations clipped from both sides."""
     model = {**table1.BASE["model"], "activation": "identity"}
@@ -123,13 +97,7 @@ def likelihood_ratio_run() -> RunPlan:
                 "model": ulr_table1.BASE["model"],
                 "optimizer": {"name": "sgd", "lr": 1e-3, "momentum": 0.0},
                 "sampler": {"scheme": "poisson-min-batch", "batch_size": 64, "min_batch_size": 48},
-                "trainer": {
-                    "kind": "ulr",
-                    "form": "published",
-                    "copies": 8,
-                    "sigma": 1.0,
-                    "target_std": 8.0,
-                },
+                "trainer": {"kind": "ulr", "form": "published", "copies": 8, "sigma": 1.0, "target_std": 8.0},
             }
         ),
         data,
@@ -137,7 +105,11 @@ def likelihood_ratio_run() -> RunPlan:
     return RunPlan.resolve(config, own_dataset(config.data, config.split, data, None))
 
 
-RUNS = {"table 1": table1_run, "finite formula": finite_run, "likelihood ratio": likelihood_ratio_run}
+RUNS: dict[str, Callable[[], RunPlan]] = {
+    "table 1": lambda: published_run({}, 10 * 0.2 / math.sqrt(table1.WIDTH)),
+    "finite formula": finite_run,
+    "likelihood ratio": likelihood_ratio_run,
+}
 
 
 def measure() -> None:
@@ -176,11 +148,6 @@ def search_epsilon(mu: float, mean: float, delta: float) -> float:
     A trial's output is N(0, 1) or N(mu, 1). Outputs below a threshold t have the best scores, and of the others the
     higher ones. An output x >= t is released with the density m e^(-m a(x)) times its own, a(x) = Phi(t) + 1 - Phi(x)
     in the first world: there, more trials beat it. The t that gives the largest epsilon is taken.
-
-    Args:
-        mu: Of a trial, above 0.
-        mean: m, above 0.
-        delta: In (0, 1).
     """
     x = np.linspace(-9.0, mu + 9.0, 40_001)
 
@@ -246,157 +213,67 @@ def _of_training(name: str) -> tuple[str, str, str, str]:
     return claimed, "none for records", audit, "vacuous: too large for any audit to reach"
 
 
-def _of_game(name: str, *, claimed: bool = False) -> Callable[[], tuple[str, str, str, str]]:
-    """Return the row of a game of `benchmarks.attacks.guarantees`."""
-
-    def row() -> tuple[str, str, str, str]:
-        line = load_results(guarantees.NAME).get("rows", {}).get(name)
-        if line is None:
-            return "", "", f"not measured ({command(guarantees.MODULE, 'measure')})", ""
-        reached = max(line["any_mechanism"], line["gaussian_law"] or 0.0)
-        value = line["claimed"] if claimed else line["proven"]
-        return (
-            f"{value:.2f}",
-            f"{line['proven']:.2f}",
-            f"at least {reached:.2f}, with much less noise {line['less_noise']:.2f} ({line['trials']:,} trials)",
-            "**refuted**" if reached > value else "not refuted",
-        )
-
-    return row
+def _of_game(name: str, figure: str = "proven") -> tuple[str, str, str, str]:
+    """Return the row of a game of `benchmarks.attacks.guarantees`; the claim is one of its figures."""
+    line = load_results(guarantees.NAME).get("rows", {}).get(name)
+    if line is None:
+        return "", "", f"not measured ({command(guarantees.MODULE, 'measure')})", ""
+    reached = max(line["any_mechanism"], line["gaussian_law"] or 0.0)
+    return (
+        f"{line[figure]:.2f}",
+        f"{line['proven']:.2f}",
+        f"at least {reached:.2f}, with much less noise {line['less_noise']:.2f} ({line['trials']:,} trials)",
+        "**refuted**" if reached > line[figure] else "not refuted",
+    )
 
 
 def _of_records() -> tuple[str, str, str, str]:
-    line = next(line for line in guarantees.table_rows({}) if "`record_central`" in line[0])
+    lines = (line for line in guarantees.table_rows({}) if "`record_central`" in line[0])
+    line = next(lines, ("–",) * 9)
     return line[2], line[2], f"at least {line[4]}, with half the noise {line[8].split()[0]}", "not refuted"
 
 
 def _of_search() -> tuple[str, str, str, str]:
-    found = [
-        (printed, theorem_epsilon(mu, MEAN_TRIALS, DELTA), selection_bounds(mu, MEAN_TRIALS, DELTA).upper, mu)
-        for base, printed in SEARCHES
-        for mu in [gaussian_mu(base, DELTA)]
-    ]
-    exact = [search_epsilon(mu, MEAN_TRIALS, DELTA) for *_, mu in found]
+    mus = [gaussian_mu(base, DELTA) for base, _ in SEARCHES]
+    printed = [value for _, value in SEARCHES]
+    least, theorem, exact = (
+        [bound(mu, MEAN_TRIALS, DELTA) for mu in mus]
+        for bound in (lambda *args: selection_bounds(*args).upper, theorem_epsilon, search_epsilon)
+    )
+    shown = [", ".join(f"{value:.2f}" for value in values) for values in (printed, least, theorem, exact)]
+    refuted = all(value > claimed for value, claimed in zip(exact, printed, strict=True))
     return (
-        ", ".join(f"{printed:.2f}" for printed, *_ in found),
-        f"{', '.join(f'{least:.2f}' for _, _, least, _ in found)} (Theorem 5.1 itself gives "
-        f"{', '.join(f'{value:.2f}' for _, value, _, _ in found)})",
-        f"an exact instance has {', '.join(f'{value:.2f}' for value in exact)}",
-        "**refuted**"
-        if all(value > one[0] for value, one in zip(exact, found, strict=True))
-        else "not refuted",
+        shown[0],
+        f"{shown[1]} (Theorem 5.1 itself gives {shown[2]})",
+        f"an exact instance has {shown[3]}",
+        "**refuted**" if refuted else "not refuted",
     )
 
 
 def _of_four_gates() -> tuple[str, str, str, str]:
     claimed, exact = (numerics.gaussian_bounds(0.4 * ratio, DELTA) for ratio in four_gates())
     refuted = "**refuted**" if exact.lower > claimed.upper else "not refuted"
-    return (
-        f"{claimed.upper:.2f}",
-        "refused: the rate is too high",
-        f"an exact instance has {exact.lower:.2f}",
-        refuted,
-    )
+    audit = f"an exact instance has {exact.lower:.2f}"
+    return f"{claimed.upper:.2f}", "refused: the rate is too high", audit, refuted
 
 
-def _unaudited(reason: str) -> Callable[[], tuple[str, str, str, str]]:
-    return lambda: ("", "", f"not audited: {reason}", "")
-
-
-_DP_SGD = Claim("DP-SGD, sampled Gaussian noise, one training", "columns of DP-SGD", _of_records)
-_FIXED_BATCHES = (
-    "columns of DP-SGD, if their batches were sampled; the paper's are of a fixed size, not covered"
-)
-CLAIMS: dict[str, tuple[Claim, ...]] = {
-    PDFA: (
-        Claim(
-            "Proposition 3 (eq. 17, [its hypotheses](../../docs/privacy-records.md#4-photonic-dfa-as-published)), in "
-            f"the paper's experiment at sigma = 0.2 (0.088 an entry in our reading), one epoch of {RECORDS:,} records",
-            "Table 1, Figure 2",
-            lambda: _of_training("table 1"),
-        ),
-        Claim(
-            "Proposition 3, where its formula is small: slopes of 1, tau_h_min = tau_h_max, noise of 10,000 an entry",
-            "none of its experiments",
-            lambda: _of_training("finite formula"),
-        ),
-    ),
-    ULR: (
-        Claim(
-            "Theorem 1, Poisson batches with rejection and isotropic noise",
-            "the basis of Theorem 2",
-            _unaudited(
-                "no trainer releases it. Tests compare it with exact divergences: it holds in a case inside its "
-                "hypotheses, and fails at sigma_0 = 0.5, 1 and 2 of Table 1, outside them"
-            ),
-        ),
-        Claim(
-            "Theorem 2 (eq. 11), noise of the estimate itself; batch 64, sigma_0 = 8, four epochs of "
-            f"{RECORDS:,} records",
-            "Figure 2; Tables 1 and C1, Figures 3 and 4, if their batches were sampled and sigma_0 is at least 4; the "
-            "paper's are shuffled, not covered",
-            lambda: _of_training("likelihood ratio"),
-        ),
-        _DP_SGD._replace(where=_FIXED_BATCHES),
-    ),
-    CONVEX: (
-        Claim(
-            "Theorem 2.8, with the smoothness that the loss has; its formula leaves out the larger noise of opusim's "
-            "last step",
-            "Figures 1 to 3 and 7, Tables 1 and 2",
-            _of_game("convex, last iterate", claimed=True),
-        ),
-        Claim("Theorem 2.8, with the smoothness of Lemma 3.2", "the same", _of_four_gates),
-        Claim(f"private tuning, {MEAN_TRIALS} trials expected", "Tables 1 and 2", _of_search),
-        Claim(
-            "Theorem 5.1, as opusim states it, 3 trials expected",
-            "our searches; the paper's expect 20 trials",
-            _of_game("private selection, 3 trials expected"),
-        ),
-        _DP_SGD,
-    ),
-    ZEROTH_ORDER: (
-        Claim(
-            "Theorem 3.1, Gaussian noise",
-            "Tables 1, 2, 4, 6, 7, 9 to 11, 15 to 17 and 19 to 21, Figures 2, 3 and 6",
-            _of_game("zeroth order, Gaussian scalars"),
-        ),
-        Claim(
-            "Theorem 3.1, Laplace noise at delta 1e-5",
-            "Tables 10 and 13",
-            _of_game("zeroth order, Laplace scalars"),
-        ),
-        Claim(
-            "pure epsilon of Laplace noise",
-            "Tables 3, 8 and 12, Figure 4",
-            _of_game("zeroth order, Laplace scalars, pure epsilon"),
-        ),
-        _DP_SGD._replace(
-            where="columns of DP-SGD but those of Table 3 and Figure 4, whose noise is Laplace's"
-        ),
-    ),
+KINDS: dict[str, Callable[..., tuple[str, str, str, str]]] = {
+    "training": _of_training,
+    "game": _of_game,
+    "records": _of_records,
+    "search": _of_search,
+    "four gates": _of_four_gates,
+    "unaudited": lambda reason: ("", "", f"not audited: {reason}", ""),
 }
-"""Every claim, by paper."""
+"""Make epsilon claimed, epsilon proven, the audit, and what follows, of a row of papers.toml."""
 
 
-def table_rows(paper: str) -> list[tuple[str, ...]]:
-    """Return a paper's claims with their audits."""
-    return [(claim.text, claim.where, *claim.row()) for claim in CLAIMS[paper]]
-
-
-def page_table(paper: str) -> str:
-    """Return what benchmarks/papers/README.md shows of a paper's claims."""
-    return f"### Privacy claims\n\n{markdown(COLUMN_NAMES, table_rows(paper))}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    if parser.parse_args().what == "measure":
-        measure()
-    for paper in CLAIMS:
-        print_table(paper, COLUMN_NAMES, table_rows(paper))
+def page_table(claims: Iterable[Mapping[str, Any]]) -> str:
+    """Return what benchmarks/papers/README.md shows of a paper's claims in papers.toml."""
+    rows = [(claim["text"], claim["in"], *KINDS[claim["audit"][0]](*claim["audit"][1:])) for claim in claims]
+    header = "claim | in | epsilon claimed | epsilon proven | audit | so the claim is"
+    return f"### Privacy claims\n\n{table(header, rows)}"
 
 
 if __name__ == "__main__":
-    main()
+    program(measure)

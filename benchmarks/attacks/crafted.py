@@ -123,13 +123,7 @@ def released_model() -> ReleasedModelGame:
 
 
 def scalars(
-    law: str,
-    batch_size: int,
-    *,
-    directions: int = 2,
-    epochs: int = 2,
-    delta: float = DELTA,
-    **trainer: Any,
+    law: str, batch_size: int, *, directions: int = 2, epochs: int = 2, delta: float = DELTA, **trainer: Any
 ) -> ScalarsGame:
     """Return the game of zeroth-order steps on batches out of 100 records."""
     return ScalarsGame(

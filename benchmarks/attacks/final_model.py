@@ -1,7 +1,6 @@
 """How much of a proven epsilon of 10 does an attacker find who sees only the final model?
 
     OPUSIM_DATA=... python -m benchmarks.attacks.final_model measure     (resumes; some minutes of one core)
-    python -m benchmarks.attacks.final_model show
 
 The game of `opusim audit RUN --final-model`: 400 trainings on 1,000 records of MNIST, each with a crafted record or
 without it by a fair coin.
@@ -9,20 +8,17 @@ without it by a fair coin.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.markdown import command, markdown, section
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
-from opusim.accounting.one_run import Method
 from opusim.randomness.streams import derive_seed
-from opusim.tables import print_table
 from opusim.training.attacks.findings import Role
-from opusim.training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, read_scores
+from opusim.training.attacks.one_run.final_model import FinalModelGame, play, read_scores
 from opusim.training.config.run import load_config
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.data.tables import own_dataset
@@ -30,20 +26,6 @@ from opusim.training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.final_model", "final_model_audited"
 RECORDS, EPSILON, DELTA, TRAININGS, STEPS, SEED = 1000, 10.0, 1e-5, 400, 30, 20261122
-ANCHOR = 4.914
-"""What crafted records reach at epsilon 10 on MNIST with 1,000 records: arXiv 2412.01756 (4.385 for its baseline)."""
-COLUMN_NAMES = (
-    *("trainer", "initial weights", "trainings", "proven", "estimate of GDP, with its interval"),
-    *(
-        "any mechanism",
-        "Gaussian trade-off",
-        "normal bound",
-        "ceilings",
-        "normality p",
-        "nothing to find",
-        "CPU s each",
-    ),
-)
 
 
 class Cell(NamedTuple):
@@ -56,7 +38,6 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         weights = "worst-case" if self.worst_case else "drawn"
         broken = "" if self.less_noise == 1 else f", noise divided by {self.less_noise:g}"
         again = f", repeated with seed {self.repeats}" if self.repeats else ""
@@ -143,30 +124,6 @@ def _summary(game: FinalModelGame, scores: list[float]) -> dict[str, Any]:
     }
 
 
-def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for each cell that was measured."""
-    return [_line(cells[cell.key]) for cell in CELLS if cell.key in cells]
-
-
-def _line(row: dict[str, Any]) -> tuple[str, ...]:
-    epsilon, (low, high) = row["epsilon"], row["interval"]
-    bounds = [method.name for method in Method if method.is_bound]
-    broken = "" if row["less_noise"] == 1 else f", noise divided by {row['less_noise']:g}"
-    return (
-        f"{row['trainer']}{broken}",
-        ("worst-case" if row["worst_case"] else "drawn, known")
-        + (", repeated" if row.get("repeats") else ""),
-        str(len(row["scores"])),
-        f"{row['proven']:.2f}",
-        f"{epsilon[Method.NORMAL_ESTIMATE.name]:.2f} ({low:.2f} to {high:.2f})",
-        *(f"{epsilon[name]:.2f}" for name in bounds),
-        ", ".join(f"{row['ceiling'][name]:.2f}" for name in bounds),
-        f"{row['normality']:.2g}",
-        f"{row['null']:.2f}",
-        f"{row['cpu_s'] / len(row['scores']):.1f}" if "cpu_s" in row else "–",
-    )
-
-
 def sound_games() -> list[list[dict[str, Any]]]:
     """Return the finished rows without a fault, those that repeat a game together with it."""
     cells = load_results(NAME).get("cells", {})
@@ -177,46 +134,11 @@ def sound_games() -> list[list[dict[str, Any]]]:
     return list(games.values())
 
 
-def _alarms(cells: dict[str, Any]) -> str:
-    """Say what alarms without a fault mean; empty without any."""
+def alarms(cells: dict[str, Any]) -> str:
+    """Return how many of the rows without a fault exceed the proven epsilon."""
     sound = [cells[cell.key] for cell in CELLS if cell.less_noise == 1 and cell.key in cells]
-    alarms = sum(row["refuted"] for row in sound)
-    if not alarms:
-        return ""
-    return (
-        f"**Alarms:** {alarms} of {len(sound)} rows without a fault exceed the proven epsilon. Chance makes at "
-        "most one in 20 do so; the rows that repeat the game with new seeds tell chance from a fault. "
-    )
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    text = (
-        f"Trainings of {results['steps']} full batches on {RECORDS:,} records of MNIST, 784-32-10, at a proven epsilon "
-        f"of {results['epsilon']:g} and delta {results['delta']:g} ({results['date']}, {command(MODULE, 'measure')}; "
-        f"planned: {TRAININGS} trainings a row). A fair coin for each training puts one crafted record in or leaves "
-        f"it out. The attacker sees {DRAWN.sees} and knows {DRAWN.knows}; in rows with worst-case initial weights it "
-        "chose them. The estimate is that under normal scores with the ends of its interval; the three bounds hold "
-        "together with 95 % confidence, and their ceilings are what ideal scores would give. *Nothing to find* is the "
-        f"largest bound from coins that no training followed. {_alarms(results['cells'])}"
-        f"arXiv 2412.01756 reports {ANCHOR:g} of 10 for crafted records with the final model only. The time of the "
-        "repeated rows was not kept; they play the same trainings as the row above them."
-    )
-    return section(
-        "What the final model gives away", text, markdown(COLUMN_NAMES, table_rows(results["cells"]))
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    if parser.parse_args().what == "measure":
-        measure()
-    print_table("Final model only", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", {})))
+    return f"{sum(row['refuted'] for row in sound)} of {len(sound)}"
 
 
 if __name__ == "__main__":
-    main()
+    program(measure)

@@ -2,40 +2,38 @@
 
     python -m benchmarks.attacks.guarantees measure [ROW ...]     (resumes; some 30 minutes of one core)
     python -m benchmarks.attacks.guarantees games                 (10,000 games on the last iterate; resumes)
-    python -m benchmarks.attacks.guarantees show
 
 Each row plays a two-world game on the product's own code, crafted so that the proven epsilon is nearly reached, next to
-a game with nothing to find and one with much less noise (`benchmarks.attacks.crafted`). A row that another benchmark
-measured is saved under the same keys by `save_row`. A mechanism without a row is listed as not audited.
+a game with nothing to find and one with much less noise (`benchmarks.attacks.crafted`). A mechanism without a row is
+listed as not audited.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from benchmarks.attacks import final_model, one_run
 from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
-from benchmarks.markdown import command, markdown, section
+from benchmarks.options import program
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.accounting.audit import audit, audit_drawn_noise
-from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.guarantee import Status
 from opusim.accounting.one_run import Method
-from opusim.tables import print_table
 from opusim.training.attacks.findings import Curve
 from opusim.training.attacks.games import LEAN, LastIterateGame, TwoWorlds, played
 
 MODULE, NAME, GAMES_NAME = "benchmarks.attacks.guarantees", "guarantees_audited", "last_iterate_games"
 FAULT_CELLS = ("none", "noise_halved")
-_PRICED_ONLY = "**not audited**: `opusim account` prices it, and no run of opusim releases it"
+_PRICED_ONLY = "`opusim account` prices it, and no run of opusim releases it"
 _NOTHING_PROVEN = "nothing is proven"
 REASONS = {
     "gaussian": _PRICED_ONLY,
@@ -50,17 +48,6 @@ REASONS = {
     "unprotected": _NOTHING_PROVEN,
 }
 """Mechanisms without a row of their own."""
-COLUMN_NAMES = (
-    *("mechanism", "release and adversary", "proven", "audited: any mechanism", "audited: Gaussian law"),
-    *(
-        "estimate",
-        "share of the proven",
-        "most that the trials can show",
-        "less noise",
-        "nothing to find",
-        "claimed",
-    ),
-)
 SEED = 20261122
 GAMES, GAME_TRIALS = 10_000, 1024
 
@@ -109,42 +96,20 @@ def broken(row: Row, game: TwoWorlds) -> dict[str, float]:
 
 
 def claimed_of(game: TwoWorlds, delta: float) -> float | None:
-    """Return a paper's figure for the mechanism, or None if no paper claims one."""
-    return claimed_figure(type(game.mechanism).guarantees([game.mechanism], delta=delta, enforced=True))
-
-
-def claimed_figure(guarantees: list[Guarantee]) -> float | None:
-    """Return the formula's value of the claimed statement among some, or None without one."""
-    values = [one.formula_value for one in guarantees if one.status is Status.CLAIMED]
+    """Return the value of a paper's formula for the mechanism, or None if no paper claims one."""
+    found = type(game.mechanism).guarantees([game.mechanism], delta=delta, enforced=True)
+    values = [one.formula_value for one in found if one.status is Status.CLAIMED]
     return next((value for value in values if value is not None and math.isfinite(value)), None)
 
 
-def save_row(name: str, line: Mapping[str, Any]) -> None:
-    """Save a line under its name; other benchmarks may add theirs."""
-    rows = {**load_results(NAME).get("rows", {}), name: dict(line)}
-    save_results(NAME, {"delta": DELTA, "rows": rows})
-
-
-def measure(names: list[str]) -> None:
+def measure(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Measure the rows that are missing or lack an estimate, or those named."""
     torch.set_num_threads(1)
-    kept = load_results(NAME).get("rows", {})
-    for name in names or [name for name in ROWS if "estimate" not in kept.get(name, {})]:
-        save_row(name, measured(ROWS[name]))
-        print(name, load_results(NAME)["rows"][name], flush=True)
-
-
-def measure_controls() -> None:
-    """Measure the broken control of the rows that lack it; their other numbers stay, with the commit that gave them."""
-    torch.set_num_threads(1)
-    for name, line in load_results(NAME).get("rows", {}).items():
-        if line["less_noise"] is None:
-            added = broken(ROWS[name], ROWS[name].game())
-            save_row(name, {**line, **added, "less_noise_commit": commit()})
-            print(name, added, flush=True)
-        elif "less_noise_epsilon" not in line:
-            weak = ROWS[name].game().weakened()
-            save_row(name, {**line, "less_noise_epsilon": weak.true_epsilon(ROWS[name].delta)})
+    rows = load_results(NAME).get("rows", {})
+    for name in names or [name for name in ROWS if "estimate" not in rows.get(name, {})]:
+        rows[name] = measured(ROWS[name])
+        save_results(NAME, {"delta": DELTA, "rows": rows})
+        print(name, rows[name], flush=True)
 
 
 # Ten thousand games on the last iterate
@@ -176,7 +141,7 @@ def random_game(number: int) -> LastIterateGame:
     )
 
 
-def play_games() -> None:
+def games() -> None:
     """Play the games that are missing, a hundred at a time."""
     torch.set_num_threads(1)
     while (done := load_results(GAMES_NAME).get("games", 0)) < GAMES:
@@ -215,11 +180,27 @@ def _bounds(game: LastIterateGame, number: int) -> tuple[float, float]:
 
 
 def table_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each row, then one for each mechanism without a row, with the reason."""
-    lines = [_line(name, row) for name, row in rows.items()] + _lines_of_trainings()
+    """Return a line for each row, then for each audit of whole trainings, whose results have pages of their own."""
+    cells = load_results(one_run.NAME).get("cells", {})
+    groups = {
+        "records, pdfa and bp": one_run.OFTEN,
+        **{f"records, {name}": (name,) for name in one_run.VARIANTS},
+    }
+    found = [_line_of_updates(name, cells, trainers) for name, trainers in groups.items()]
+    return [
+        *(_line(name, row) for name, row in rows.items()),
+        *(line for line in found if line),
+        *(_line_of_final_models(games) for games in final_model.sound_games()),
+    ]
+
+
+def unaudited(lines: Sequence[tuple[str, ...]]) -> str:
+    """Say which mechanisms no line is about, and why."""
     missing = sorted(kind for kind in packaged_kinds() if not any(f"(`{kind}`)" in line[0] for line in lines))
-    blank = ("–",) * (len(COLUMN_NAMES) - 2)
-    return lines + [(f"`{kind}`", REASONS.get(kind, "**not measured yet**"), *blank) for kind in missing]
+    reasons: dict[str, list[str]] = {}
+    for kind in missing:
+        reasons.setdefault(REASONS.get(kind, "**not measured yet**"), []).append(f"`{kind}`")
+    return "; ".join(f"{', '.join(kinds)} ({reason})" for reason, kinds in reasons.items())
 
 
 def packaged_kinds() -> set[str]:
@@ -232,19 +213,6 @@ def _runs_of(cells: Mapping[str, Any], fault: str, trainers: Sequence[str]) -> l
     """Return the audits of one training with a fault, of some trainers."""
     kept = [cells.get(f"{fault}, {trainer}", {}) for trainer in trainers]
     return [run for cell in kept for run in cell.get("runs", [])]
-
-
-def _lines_of_trainings() -> list[tuple[str, ...]]:
-    """Return the lines of the audits of whole trainings, whose results have pages of their own."""
-    cells = load_results(one_run.NAME).get("cells", {})
-    groups = {
-        "records, pdfa and bp": one_run.OFTEN,
-        **{f"records, {name}": (name,) for name in one_run.VARIANTS},
-    }
-    found = [_line_of_updates(name, cells, trainers) for name, trainers in groups.items()]
-    return [line for line in found if line] + [
-        _line_of_final_models(games) for games in final_model.sound_games()
-    ]
 
 
 def _line_of_updates(name: str, cells: Mapping[str, Any], trainers: Sequence[str]) -> tuple[str, ...]:
@@ -273,21 +241,9 @@ def _line_of_updates(name: str, cells: Mapping[str, Any], trainers: Sequence[str
 def _line_of_final_models(games: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the line of games of the final model that differ in their seeds."""
     first, bound = games[0], Method.NORMAL_BOUND.name
-    any_mechanism, gaussian, estimate, null = (
-        float(np.median(values))
-        for values in zip(
-            *(
-                (
-                    *(
-                        row["epsilon"][key]
-                        for key in (Method.ANY_MECHANISM.name, bound, Method.NORMAL_ESTIMATE.name)
-                    ),
-                    row["null"],
-                )
-                for row in games
-            ),
-            strict=True,
-        )
+    any_mechanism, gaussian, estimate = (
+        float(np.median([row["epsilon"][key] for row in games]))
+        for key in (Method.ANY_MECHANISM.name, bound, Method.NORMAL_ESTIMATE.name)
     )
     weights = "worst-case" if first["worst_case"] else "drawn"
     trainings = f"{len(first['scores'])} trainings"
@@ -299,97 +255,33 @@ def _line_of_final_models(games: Sequence[Mapping[str, Any]]) -> tuple[str, ...]
         f"{gaussian / first['proven']:.2f}",
         f"{first['ceiling'][bound]:.2f}",
         "–",
-        f"{null:.2f}",
+        f"{np.median([row['null'] for row in games]):.2f}",
         "–",
     )
 
 
 def _line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     reached = max(row["any_mechanism"], row["gaussian_law"] or 0.0) / row["proven"]
+    taken, missed = row["estimate"], " (not found)" if row["less_noise"] <= row["proven"] else ""
+    high = "∞" if taken["high"] is None else f"{taken['high']:.2f}"
     return (
         f"{name} (`{row['kind']}`)",
         f"{row['release']}; {row['adversary'].partition(':')[0]}, {row['trials']:,} trials",
         f"{row['proven']:.2f}",
         f"{row['any_mechanism']:.2f}",
         _number(row["gaussian_law"]),
-        _estimate(**row["estimate"]) if "estimate" in row else "–",
+        f"{taken['epsilon']:.2f} ({taken['low']:.2f} to {high})",
         f"{reached:.2f}",
         f"{row['ceiling']:.2f}",
-        _less_noise(row),
+        f"{row['less_noise']:.2f} of {row['less_noise_epsilon']:.2f}{missed}",
         f"{row['null']:.2f}",
         _number(row["claimed"]),
     )
-
-
-def _less_noise(row: Mapping[str, Any]) -> str:
-    """Return the bound of the broken control and what it really costs, and say if the audit did not find it."""
-    if row["less_noise"] is None:
-        return "–"
-    missed = " (not found)" if row["less_noise"] <= row["proven"] else ""
-    return f"{row['less_noise']:.2f} of {_number(row.get('less_noise_epsilon'))}{missed}"
-
-
-def _estimate(epsilon: float, low: float, high: float | None) -> str:
-    return f"{epsilon:.2f} ({low:.2f} to {'∞' if high is None else f'{high:.2f}'})"
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    text = (
-        f"Epsilon at delta {results['delta']:g} ({results['date']}, {command(MODULE, 'measure')}). *Proven* is what "
-        "`opusim account` states. *Audited* are lower bounds with 95 % confidence for the row, by Clopper-Pearson "
-        "limits (any mechanism) and, for a release that a theorem makes Gaussian, by the trade-off of that law. *Less "
-        "noise* is the bound of the same audit on the same code with a quarter of the noise or four times the epsilon, "
-        "of the epsilon that this really has: the bound must exceed *proven*; – says that it was not measured. "
-        "*Estimate* takes the same scores at face value, with a 95 % interval: under the Gaussian law the difference "
-        "of the means over their spread, otherwise the attack's error rates. "
-        "*Nothing to find* is its bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* "
-        "is a paper's formula. A mechanism that is not audited says so in its statement (`opusim account run`): only "
-        "its proof and the tests of its code speak for it. Zeroth-order steps and searches are played on crafted "
-        "models, through the run's own trainer, sampler, noise and choice."
-    )
-    return section(
-        "Proven, audited, claimed",
-        text,
-        markdown(COLUMN_NAMES, table_rows(results.get("rows", {}))),
-        _games_text(),
-    )
-
-
-def _games_text() -> str:
-    games = load_results(GAMES_NAME)
-    if not games:
-        return ""
-    return (
-        f"Last iterate under attack ({command(MODULE, 'games')}): {games['games']:,} random runs (objective, rates, "
-        f"schedule, batches, noise, residuals at and within their bound), {games['trials']:,} trials each. Refuted at "
-        f"95 % confidence for all games together: {games['refuted']}. Above the proven epsilon at 95 % for each game: "
-        f"{games['above_at_95_percent']} (chance allows 5 % if the theorem is tight). Membership found: "
-        f"{games['found']:,}. Largest exact mu of a linear instance over the proven: "
-        f"{games['largest_exact_share']:.4f}."
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "controls", "games", "show"], nargs="?", default="show")
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="only these rows")
-    given = parser.parse_args()
-    if given.what == "measure":
-        measure(given.rows)
-    if given.what == "controls":
-        measure_controls()
-    if given.what == "games":
-        play_games()
-    print_table("Proven, audited, claimed", COLUMN_NAMES, table_rows(load_results(NAME).get("rows", {})))
-
-
 if __name__ == "__main__":
-    main()
+    program(measure, games)

@@ -1,7 +1,6 @@
 """Which planted faults does the audit of one training find, how often, and how often does it raise a false alarm?
 
     python -m benchmarks.attacks.one_run measure     (resumes; a quarter of an hour of one core)
-    python -m benchmarks.attacks.one_run show
 
 Every fault of `tests.support.faults` that reaches a trainer under record protection is planted in it, in one training
 with 2,000 canaries at a proven epsilon of 4. A fault counts as found if a bound of an adversary exceeds that epsilon.
@@ -9,7 +8,6 @@ with 2,000 canaries at a proven epsilon of 4. A fault counts as found if a bound
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.markdown import command, markdown, section
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting.one_run import Method, ceiling
 from opusim.randomness.streams import derive_seed
-from opusim.tables import print_table
 from opusim.training.attacks.findings import Audit, Role
 from opusim.training.attacks.one_run.audit import CONFIDENCE, play_one_run
 from opusim.training.config.run import load_config
@@ -47,31 +44,6 @@ VARIANT_ATTEMPTS = 10
 _NO_FAULT = "none"
 _NOISE: dict[str, float] = {}
 """The calibrated noise multiplier of each trainer."""
-COLUMN_NAMES = (
-    "fault",
-    "trainer",
-    "found",
-    "any mechanism",
-    "Gaussian trade-off",
-    "normal bound",
-    "by the adversary",
-    "normal estimate",
-)
-NOT_PLANTED = {
-    "shared seed between ranks": "needs several processes, and canaries are planted in one. In a private loop only "
-    "the first process draws noise; tests/training/private_loop/test_shared_loops.py plants noise of both processes",
-    "mislabelled canaries": "a canary with a crafted gradient is at least as strong as any mislabelled record, whose "
-    "clipped gradient is one of those that it may have",
-    "statistics of the data in the standardisation": "is refused before a run starts (public constants only), and a "
-    "canary with a crafted gradient has no features; no score of it can see the fault",
-    "a certificate that is too kind": "changes what the ledger claims of a device, not what a step of digital noise "
-    "releases; benchmarks.devices.calibration_faults plants it",
-    "faults of zo": "a step releases one scalar for each direction, in which all canaries would add up, so that one "
-    "training cannot hold many; the self-test of the mechanism plants them, and a game of such steps is above",
-    "faults of convex": "one training releases one last iterate; its game above plays 256 records with features of "
-    "their own in each training, and the self-test of the mechanism plants the faults",
-}
-"""Faults without a row, each with its reason."""
 UNSEEN = {
     "fixed_size_batches": "leaves each canary's law in a step as it is; the self-test tests the batch sizes",
     "fixed_size_batches_on_release": "acts in release mode only, and these runs are experiments",
@@ -97,7 +69,6 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         return f"{self.fault}, {self.trainer}"
 
 
@@ -135,12 +106,7 @@ def seed_of(cell: Cell, number: int) -> int:
 
 
 def run_plan(name: str, seed: int) -> RunPlan:
-    """Return a run of 200 steps on 400 records of noise, whose proven epsilon is 4.
-
-    Args:
-        name: Of a trainer or of one of `VARIANTS`.
-        seed: Of the run.
-    """
+    """Return a run of 200 steps on 400 records of noise, whose proven epsilon is 4."""
     trainer, protection = VARIANTS.get(name, (name, {}))
     generator = np.random.default_rng(1)
     data = (generator.standard_normal((N, FEATURES)).astype(np.float32), np.arange(N) % 3)
@@ -199,97 +165,61 @@ def normal_ceiling() -> float:
 
 def measure() -> None:
     torch.set_num_threads(1)
-    results = current(load_results(NAME).get("cells", {}))
+    results = load_results(NAME).get("cells", {})
     for cell, number in jobs():
         kept = results.setdefault(cell.key, {**cell._asdict(), "runs": []})
         if len(kept["runs"]) <= number:
             kept["runs"].append(attempt(cell, number))
             save_results(
-                NAME,
-                {"canaries": CANARIES, "epsilon": EPSILON, "confidence": CONFIDENCE, "cells": results},
+                NAME, {"canaries": CANARIES, "epsilon": EPSILON, "confidence": CONFIDENCE, "cells": results}
             )
-
-
-def current(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the kept cells whose runs have the seeds and the figures of today; others are measured again."""
-    found = {}
-    for cell in cells():
-        runs = kept.get(cell.key, {}).get("runs", [])
-        seeds = [seed_of(cell, k) for k in range(len(runs))]
-        if runs and [run.get("seed") for run in runs] == seeds and all("power" in run for run in runs):
-            found[cell.key] = {**cell._asdict(), "runs": runs}
-    return found
 
 
 def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a line for each fault and trainer."""
-    rows = []
+    """Return a line for each fault and number of attempts: the trainers, and what was found in all of them."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for cell in sorted(cells.values(), key=lambda cell: (cell["fault"] == _NO_FAULT, cell["fault"])):
-        runs = cell["runs"]
-        if not runs:
-            continue
-        by_method = [
-            _share(runs, partial(_refutes, method=method.name))
-            for method in (Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF, Method.NORMAL_BOUND)
-        ]
-        seen = sorted({name for run in runs for name, found in run["refuting"].items() if found})
-        estimates = [run["epsilon"]["all updates"][Method.NORMAL_ESTIMATE.name] for run in runs]
-        rows.append(
-            (
-                cell["fault"],
-                cell["trainer"],
-                _share(runs, lambda run: any(run["refuting"].values())),
-                *by_method,
-                ", ".join(seen) or UNSEEN.get(cell["fault"], "–"),
-                f"{np.median(estimates):.2f}",
-            )
-        )
-    return rows
+        groups.setdefault((cell["fault"], len(cell["runs"])), []).append(cell)
+    return [_line(fault, found) for (fault, _), found in groups.items()]
+
+
+def _line(fault: str, cells: list[dict[str, Any]]) -> tuple[str, ...]:
+    runs = [run for cell in cells for run in cell["runs"]]
+    seen = sorted({name for run in runs for name, found in run["refuting"].items() if found})
+    by_method = [
+        share(runs, partial(_refutes, method=method.name))
+        for method in (Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF, Method.NORMAL_BOUND)
+    ]
+    return (
+        fault,
+        "; ".join(cell["trainer"] for cell in cells),
+        share(runs, lambda run: any(run["refuting"].values())),
+        *by_method,
+        ", ".join(seen) or UNSEEN.get(fault, "–"),
+        f"{np.median([run['epsilon']['all updates'][Method.NORMAL_ESTIMATE.name] for run in runs]):.2f}",
+    )
 
 
 def _refutes(run: dict[str, Any], method: str) -> bool:
     return any(method in found for found in run["refuting"].values())
 
 
-def _share(runs: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> str:
+def share(runs: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> str:
+    """Say in how many runs something holds."""
     return f"{sum(holds(run) for run in runs)} of {len(runs)}"
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    cells = results["cells"]
-    runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
-    alarms = sum(any(run["refuting"].values()) for run in runs)
-    null = _null_text(runs, alarms) if runs else "Runs without a fault are not measured yet."
-    text = (
-        f"`opusim audit RUN --one-run`, {results['canaries']:,} canaries with crafted gradients in one training of 200 "
-        f"steps at a proven epsilon of {results['epsilon']:g} and delta 1e-5 ({results['date']}, "
-        f"{command(MODULE, 'measure')}). A fault is found if one of the bounds exceeds the proven epsilon; all bounds "
-        f"of a run hold together with confidence {results['confidence']:.0%}. The normal bound counts only if the "
-        "scores pass the test of normality, and is held against the claim at the delta where that is strictest: at "
-        f"1e-5 it would find a sampling rate a quarter too high in {_at_its_delta(cells)}. {null} The "
-        "last column is the median estimate under normality from all updates. Every run has a seed of its own, so that "
-        "all are independent. Faults without a row: "
-        + "; ".join(f"{name} ({reason})" for name, reason in NOT_PLANTED.items())
-        + "."
-    )
-    return section(
-        "Planted faults that the audit of one training finds", text, markdown(COLUMN_NAMES, table_rows(cells))
-    )
-
-
-def _at_its_delta(cells: dict[str, Any]) -> str:
+def at_its_delta(cells: dict[str, Any]) -> str:
     """Return in how many runs the normal bound exceeds epsilon at the claim's own delta if sampling is too frequent."""
     runs = [run for cell in cells.values() if cell["fault"] == "sampled_too_often" for run in cell["runs"]]
     bound = Method.NORMAL_BOUND.name
-    return _share(runs, lambda run: max(found.get(bound, 0.0) for found in run["epsilon"].values()) > EPSILON)
+    return share(runs, lambda run: max(found.get(bound, 0.0) for found in run["epsilon"].values()) > EPSILON)
 
 
-def _null_text(runs: list[dict[str, Any]], alarms: int) -> str:
+def null_text(cells: dict[str, Any]) -> str:
     """Say what runs without a fault showed: alarms, how tight the readings are, and the controls."""
+    runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
+    alarms = sum(any(run["refuting"].values()) for run in runs)
     medians = {
         method: float(np.median([run["epsilon"]["all updates"][method.name] for run in runs]))
         for method in Method
@@ -307,15 +237,5 @@ def _null_text(runs: list[dict[str, Any]], alarms: int) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    if parser.parse_args().what == "measure":
-        measure()
-    print_table(
-        "Planted faults found in one training", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", {}))
-    )
-
-
 if __name__ == "__main__":
-    main()
+    program(measure)

@@ -76,12 +76,10 @@ class ScalarsGame(TwoWorlds):
 
     @property
     def mechanism(self) -> ZoGaussian | ZoLaplace:
-        """See TwoWorlds.mechanism."""
         return self._step.repeated(self._steps)
 
     @property
     def actual(self) -> ZoGaussian | ZoLaplace:
-        """See TwoWorlds.actual."""
         field = str(self._step.noise_field)
         weaker = replace(self._step, **{field: self._plan.protection.noise_multiplier})
         return weaker.repeated(self._steps)
@@ -135,7 +133,6 @@ class _Seen(StepLog):
         self.entries: list[StepEntry] = []
 
     def append(self, entry: StepEntry) -> None:
-        """See StepLog.append."""
         self.entries.append(entry)
 
 

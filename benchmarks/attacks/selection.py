@@ -70,16 +70,13 @@ class SelectionGame(TwoWorlds):
 
     @property
     def mechanism(self) -> PrivateSelection:
-        """See TwoWorlds.mechanism."""
         return PrivateSelection(mean=self._mean, mu=self._mu)
 
     @property
     def actual(self) -> PrivateSelection:
-        """See TwoWorlds.actual."""
         return PrivateSelection(mean=self._mean, mu=self._mu / self._share)
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores."""
         found = [
             self._search(derive_seed(seed, "search", number) >> 1, first=first) for number in range(count)
         ]
@@ -107,13 +104,7 @@ class SelectionGame(TwoWorlds):
 
 
 def selection(mean: float, epsilon: float, delta: float) -> SelectionGame:
-    """Return the game of a search within an epsilon.
-
-    Args:
-        mean: m.
-        epsilon: Of the whole search.
-        delta: Of the whole search.
-    """
+    """Return the game of a search within an epsilon."""
     start = PrivateSelection(mean=mean, mu=0.5)
     return SelectionGame(mean, calibrate_noise(start, target_epsilon=epsilon, delta=delta)[0].mu)
 
@@ -145,12 +136,10 @@ class SelectedModelGame(TwoWorlds):
 
     @property
     def mechanism(self) -> PrivateSelection:
-        """See TwoWorlds.mechanism."""
         return self._accounted
 
     @property
     def actual(self) -> PrivateSelection:
-        """See TwoWorlds.actual."""
         (step,) = self._plan.mechanisms
         return PrivateSelection(
             mean=self._mean,
@@ -161,7 +150,6 @@ class SelectedModelGame(TwoWorlds):
         )
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores."""
         searches = [
             len(draw_trials(_CHOICES, self._mean, seed=derive_seed(seed, "search", number) >> 1).trials)
             for number in range(count)
@@ -213,14 +201,7 @@ class SelectedModelGame(TwoWorlds):
 
 
 def selected_model(plan: RunPlan, mean: float, epsilon: float, delta: float) -> SelectedModelGame:
-    """Return the game of a search between runs whose models cost an epsilon.
-
-    Args:
-        plan: A run under record protection.
-        mean: m.
-        epsilon: Of the whole search.
-        delta: Of the whole search.
-    """
+    """Return the game of a search between runs whose models cost an epsilon."""
     start = SelectedModelGame(plan, mean).mechanism
     noise = calibrate_noise(start, target_epsilon=epsilon, delta=delta)[0].noise
     return SelectedModelGame(plan.unchecked(protection={"noise_multiplier": noise}), mean)

@@ -1,7 +1,6 @@
 """How often does the self-test of the mechanism find a planted fault, and how often does it raise a false alarm?
 
     python -m benchmarks.attacks.self_test measure     (resumes; some 6 minutes of one core)
-    python -m benchmarks.attacks.self_test show
 
 Every fault of `tests.support.faults` is planted in every trainer and mode that it reaches: 20 times for `pdfa`, `ulr`
 and the faults of `NAMED`, once otherwise. The product without a fault is tested many times.
@@ -9,22 +8,19 @@ and the faults of `NAMED`, once otherwise. The product without a fault is tested
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.markdown import command, markdown, section
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
 from opusim import audit_mechanism
-from opusim.tables import print_table
 from tests.support.faults import FAULTS
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 
 MODULE, NAME = "benchmarks.attacks.self_test", "mechanism_selftest"
-COLUMN_NAMES = ("fault", "planted in", "found in experiment mode", "found in release mode", "CPU s")
 LEVEL = 1e-4
 _NO_FAULT = "none"
 NAMED = (
@@ -47,7 +43,6 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         return f"{self.fault}, {self.trainer}, {self.protection}, {self.mode}"
 
 
@@ -106,18 +101,16 @@ def measure() -> None:
 
 
 def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return two lines for each fault: the trainers that were attempted often, then all others."""
+    """Return a line for each fault in the trainers that were attempted often, and one in all others."""
     rows: list[tuple[str, ...]] = []
     for fault in dict.fromkeys(cell["fault"] for cell in cells.values()):
-        if fault == _NO_FAULT:
-            continue
-        mine = [cell for cell in cells.values() if cell["fault"] == fault]
-        often = [cell for cell in mine if len(cell["runs"]) > 1]
-        for trainer in dict.fromkeys(cell["trainer"] for cell in often):
-            rows.append(_row(fault, trainer, [cell for cell in often if cell["trainer"] == trainer]))
-        once = [cell for cell in mine if len(cell["runs"]) == 1]
-        if once:
-            rows.append(_row(fault, _names(once), once))
+        mine = [cell for cell in cells.values() if cell["fault"] == fault != _NO_FAULT]
+        for often in (True, False):
+            found = [cell for cell in mine if (len(cell["runs"]) > 1) == often]
+            if found:
+                seconds = max(run["cpu_s"] for cell in found for run in cell["runs"])
+                counts = (_found(found, mode) for mode in MODES)
+                rows.append((fault, _names(found), *counts, f"{seconds:.1f}"))
     return rows
 
 
@@ -125,12 +118,7 @@ def _names(cells: list[dict[str, Any]]) -> str:
     """The trainers of records, then the label protections."""
     records = dict.fromkeys(cell["trainer"] for cell in cells if cell["protection"] == "record")
     labels = dict.fromkeys(cell["protection"] for cell in cells if cell["protection"] != "record")
-    return ", ".join([*records, *(f"{name} (all feedbacks)" for name in labels)])
-
-
-def _row(fault: str, what: str, cells: list[dict[str, Any]]) -> tuple[str, ...]:
-    seconds = [run["cpu_s"] for cell in cells for run in cell["runs"]]
-    return (fault, what, _found(cells, "experiment"), _found(cells, "release"), f"{max(seconds):.1f}")
+    return ", ".join([*records, *labels])
 
 
 def _found(cells: list[dict[str, Any]], mode: str) -> str:
@@ -138,33 +126,13 @@ def _found(cells: list[dict[str, Any]], mode: str) -> str:
     return f"{sum(run['right'] for run in runs)} of {len(runs)}" if runs else "–"
 
 
-def page_section() -> str:
-    """Return what the results page shows: planted faults and false alarms; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    cells = results["cells"]
+def sound(cells: dict[str, Any]) -> dict[str, int]:
+    """Return how many self-tests had no fault, their alarms, their checks, and how many p-values were below 0.01."""
     runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
-    checks, low = (sum(run[key] for run in runs) for key in ("checks", "below_1_percent"))
-    text = (
-        f"`opusim audit --mechanism KIND` at an alarm level of {results['level']:g}, two runs of 60 steps "
-        f"({results['date']}, {command(MODULE, 'measure')}). A fault counts as found if a check that is meant for it "
-        "raises the alarm. Trainers stand for protection.kind = record. CPU s is the longest self-test. Without a "
-        f"fault: {sum(run['alarm'] for run in runs)} alarms in {len(runs)} self-tests, and {low} of {checks:,} "
-        "p-values below 0.01 (experiment mode has the same seeds for every trainer). Required: 19 of 20 within 60 CPU "
-        "seconds."
-    )
-    title = "Planted faults that the self-test of the mechanism finds"
-    return section(title, text, markdown(COLUMN_NAMES, table_rows(cells)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    if parser.parse_args().what == "measure":
-        measure()
-    print_table("Planted faults found", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", {})))
+    return {"runs": len(runs)} | {
+        key: sum(run[key] for run in runs) for key in ("alarm", "checks", "below_1_percent")
+    }
 
 
 if __name__ == "__main__":
-    main()
+    program(measure)

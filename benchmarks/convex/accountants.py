@@ -11,7 +11,6 @@ shuffled batches (and of 60, as the paper trains), sigma = 5, sensitivity 2: the
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -137,8 +136,21 @@ def draw(found: dict[str, Any]) -> None:
     save_figure(figure, PICTURE)
 
 
+def below(found: dict[str, list[float]], at: int) -> int:
+    """Return how many of some curves are below the last one at a place."""
+    *others, last = found.values()
+    return sum(values[at] < last[at] for values in others)
+
+
+def above(values: list[float], found: dict[str, list[float]]) -> str:
+    """Say from which epsilon on a curve of deltas is above the last one; empty if it never is."""
+    for epsilon, mine, other in zip(SHUFFLE_EPSILONS, values, list(found.values())[-1], strict=True):
+        if mine > other:
+            return f"epsilon {epsilon:g}, where the Gaussian has {other:.1e}"
+    return ""
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     found: dict[str, Any] = {
         "by_epochs": {
             **{
@@ -161,9 +173,6 @@ def main() -> None:
             ],
         },
     }
-    for part in found.values():
-        for name, values in part.items():
-            print(name, [f"{value:.4g}" for value in values])
     save_results(NAME, found)
     draw(found)
 

@@ -7,8 +7,6 @@ fewer epochs, and one larger noise at the end.
 `search` tries a grid for each row, data set (MNIST, FashionMNIST, CIFAR-10) and epsilon with one seed on nine tenths of
 the training records and keeps the point of the best accuracy on the others, which no guarantee here covers. `measure`
 trains that point on all training records with three other seeds and looks at the test set.
-
-Runs are ordinary run folders under runs/convex; a second call does what is not in the results, and resumes.
 """
 
 from __future__ import annotations
@@ -18,30 +16,31 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import typer
 from joblib import Parallel, delayed
 
-from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
-from benchmarks.markdown import command, markdown, section, verdict
-from benchmarks.options import listed
-from benchmarks.results_file import load_results, save_results
+from benchmarks.convex.rows import BASE, CELLS, DATA, LAST_ITERATE, ROWS, SEEDS, Point
+from benchmarks.options import listed, program
+from benchmarks.results_file import keep_row, rows_of, save_results
 from benchmarks.runs import train_or_read
 from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.records import PoissonGaussian
 from opusim.description.section import merged, parse_setting
-from opusim.tables import print_table
 
 MODULE = "benchmarks.convex.accuracy"
-COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper [%]", "s", "chosen point")
 NAME, FOLDER = "convex", Path("runs/convex")
 SEARCH_SEED = 100
 DELTA = 1e-5
 RECORDS = {"cifar-10": 50_000}
-PAPER = {("mnist", 1.33): 92.7, ("mnist", 4.76): 94.4, ("cifar-10", 1.33): 41.6, ("cifar-10", 4.76): 45.5}
+PAPER = {
+    ("mnist", 1.33): (92.7, 92.9, 91.6),
+    ("mnist", 4.76): (94.4, 94.9, 94.4),
+    ("cifar-10", 1.33): (41.6, 41.7, 42.7),
+    ("cifar-10", 4.76): (45.5, 45.9, 47.1),
+}
+"""Tables 1 and 2 of the paper: the last iterate, the convex model under Poisson DP-SGD, the network."""
 TUNED = {1.33: 2.88, 4.76: 8.91}
 """Epsilon that the paper states for its figures, after tuning, by the epsilon of one training."""
-DATA_SETS = tuple(dict.fromkeys(name for row in ROWS.values() for name, _ in row.cells))
 BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
 
 
@@ -108,21 +107,8 @@ def stated_epsilon(found: list[Any], config: dict[str, Any], *, len_train: int) 
     return guarantees([whole], delta=DELTA)[0].epsilon
 
 
-def points(row: str, data: str, epsilon: float) -> list[Point]:
-    """Every point of a row's grid, on top of what it starts from, with its first measured change."""
-    start = starting_point(row, data, epsilon) | next(iter(ROWS[row].measured.values()))
-    return [start | point for point in ROWS[row].grid]
-
-
-def starting_point(row: str, data: str, epsilon: float) -> Point:
-    """The best point of the row that this one is like."""
-    return best_point(ROWS[row].like, data, epsilon) if ROWS[row].like else {}
-
-
 def best_point(row: str, data: str, epsilon: float) -> Point:
-    """The point of the best accuracy on held-out records; without a grid, what the row starts from."""
-    if not ROWS[row].grid:
-        return starting_point(row, data, epsilon)
+    """The point of the best accuracy on held-out records."""
     mine = trials_of(row, data, epsilon)
     if not mine:
         raise ValueError(f"row {row!r} on {data} at epsilon {epsilon:g} has no trials; run: search")
@@ -131,64 +117,43 @@ def best_point(row: str, data: str, epsilon: float) -> Point:
 
 def trials_of(row: str, data: str, epsilon: float) -> list[dict[str, Any]]:
     """Return the trials of a row's own grid."""
-    trials = load_results(NAME).get("trials", [])
-    return [t for t in trials if (t["row"], t["data"], t["epsilon"]) == (row, data, epsilon)]
+    return rows_of(NAME, "trials", row=row, data=data, epsilon=epsilon)
 
 
 def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
     """Try every point of every grid with one seed, on held-out records."""
-    names = listed("--only", only, DATA_SETS)
+    names = listed("--only", only, DATA)
     for row in listed("--rows", rows, tuple(ROWS)):
-        tasks = [
-            (row, name, epsilon, point, SEARCH_SEED)
-            for name, epsilon in ROWS[row].cells
-            if name in names
-            for point in points(row, name, epsilon)
-        ]
+        first = next(iter(ROWS[row].measured.values()))
+        cells = [(name, epsilon) for name, epsilon in CELLS if name in names]
+        tasks = [(row, *cell, first | point, SEARCH_SEED) for cell in cells for point in ROWS[row].grid]
         _all(tasks, "trials", jobs)
 
 
-def measure(
-    jobs: int = 2, rows: str = "", only: str = "", cases: str = "", seeds: int = 3, highest: float = 100.0
-) -> None:
-    """Train each row's best point with its seeds on all records, and print the table.
-
-    Args:
-        jobs: Runs side by side.
-        rows: Names of rows, separated by semicolons; empty for all.
-        only: Names of data sets, separated by commas; empty for all.
-        cases: What a case's name begins with; empty for all.
-        seeds: Seeds at most.
-        highest: Largest epsilon.
-    """
-    names = listed("--only", only, DATA_SETS)
+def measure(jobs: int = 2, rows: str = "", only: str = "") -> None:
+    """Train each row's best point with its seeds on all records."""
+    names = listed("--only", only, DATA)
     tasks = [
         (row, name, epsilon, best_point(row, name, epsilon) | change, seed)
         for row in listed("--rows", rows, tuple(ROWS))
-        for case, change in ROWS[row].measured.items()
-        if case.startswith(cases)
-        for name, epsilon in ROWS[row].cells
-        if name in names and epsilon <= highest
-        for seed in ROWS[row].seeds[:seeds]
+        for change in ROWS[row].measured.values()
+        for name, epsilon in CELLS
+        if name in names
+        for seed in SEEDS
     ]
     _all(tasks, "runs", jobs)
-    print_table("Test accuracy [%]", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", [])))
 
 
 def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
     """Run the tasks whose results are missing, in parallel, writing each result as it comes."""
-    done = [_key(each) for each in load_results(NAME).get(part, [])]
     names = ("row", "data", "epsilon", "point", "seed")
-    missing = [task for task in tasks if _key(dict(zip(names, task, strict=True))) not in done]
+    missing = [task for task in tasks if not rows_of(NAME, part, **dict(zip(names, task, strict=True)))]
     for found in Parallel(n_jobs=jobs, return_as="generator_unordered")(
         delayed(run_once)(*task) for task in missing
     ):
-        kept = load_results(NAME)
-        others = [each for each in kept.get(part, []) if _key(each) != _key(found)]
-        changed = {**kept, part: sorted([*others, found], key=_key)}
-        changed["cells"] = cells_of([run for run in changed.get("runs", []) if is_chosen(run)])
-        save_results(NAME, {k: v for k, v in changed.items() if k not in ("benchmark", "date", "machine")})
-        print({k: v for k, v in found.items() if v is not None}, flush=True)
+        keep_row(NAME, {name: found[name] for name in names}, part, **found)
+        kept = {key: sorted(rows_of(NAME, key), key=_key) for key in ("trials", "runs")}
+        save_results(NAME, {**kept, "cells": cells_of([run for run in kept["runs"] if is_chosen(run)])})
 
 
 def _key(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -206,21 +171,7 @@ def tests(row: str, data: str, epsilon: float) -> list[float]:
     if not trials_of(row, data, epsilon):
         return []
     point = best_point(row, data, epsilon) | next(iter(ROWS[row].measured.values()))
-    return [
-        run["test"]
-        for run in load_results(NAME).get("runs", [])
-        if (run["row"], run["data"], run["epsilon"], run["point"]) == (row, data, epsilon, point)
-    ]
-
-
-def left(data: str) -> int:
-    """Return how many trainings of a data set's first measured changes are not in the results."""
-    return sum(
-        len(row.seeds) - len(tests(name, data, epsilon))
-        for name, row in ROWS.items()
-        for cell, epsilon in row.cells
-        if cell == data and row.grid
-    )
+    return [run["test"] for run in rows_of(NAME, "runs", row=row, data=data, epsilon=epsilon, point=point)]
 
 
 def is_chosen(run: dict[str, Any]) -> bool:
@@ -245,7 +196,7 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "test": statistics.mean(test),
                 "test_standard_error": statistics.stdev(test) / len(test) ** 0.5 if len(test) > 1 else None,
                 "proven_epsilon": max(run["proven_epsilon"] for run in mine),
-                "paper": PAPER.get(published) if published else None,
+                "paper": PAPER[published][0] if published and published in PAPER else None,
                 "within_bar": None if bar is None else statistics.mean(test) >= bar,
                 "seconds": statistics.mean(run["seconds"] for run in mine),
             }
@@ -253,58 +204,5 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return cells
 
 
-def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each cell, as text."""
-    return [
-        (
-            cell["data"],
-            f"{cell['epsilon']:g}",
-            _name(cell),
-            _accuracy(cell),
-            verdict(cell["within_bar"]),
-            "none" if cell["paper"] is None else f"{cell['paper']:.1f}",
-            f"{cell['seconds']:.0f}",
-            ", ".join(
-                f"{key.split('.')[-1]} {value}" for key, value in cell["point"].items() if "hyper" not in key
-            ),
-        )
-        for cell in cells
-    ]
-
-
-def _name(cell: dict[str, Any]) -> str:
-    hyperplanes = cell["point"].get("trainer.hyperplanes")
-    return cell["row"] if hyperplanes is None else f"{cell['row']}, P = {hyperplanes}"
-
-
-def _accuracy(cell: dict[str, Any]) -> str:
-    """Mean and standard error; the number of seeds if it is not three."""
-    error, seeds = cell["test_standard_error"], cell["seeds"]
-    if error is None:
-        return f"{cell['test']:.2f} (1 seed)"
-    return f"{cell['test']:.2f} ± {error:.2f}" + ("" if seeds == 3 else f" ({seeds} seeds)")
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results.get("cells"):
-        return ""
-    text = (
-        "Replacing a record, delta 1e-5, proven epsilon at most the one shown; all training records private; test "
-        f"accuracy, mean and standard error over seeds ({results['date']}, {command(MODULE, 'search')}, then "
-        "`measure`; seconds of one thread on a machine with other work). Settings were chosen with one other seed on a "
-        f"tenth of the records, held out ({len(results.get('trials', []))} trials), which no guarantee here covers. "
-        "Required of the last iterate on MNIST: 92.5 % and 94.3 %. The paper's figures are after tuning, with "
-        "constants that do not cover its runs."
-    )
-    title = "Convex ReLU approximation, private at the last iterate"
-    return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])))
-
-
-app = typer.Typer(add_completion=False, help=__doc__)
-app.command()(search)
-app.command()(measure)
-
 if __name__ == "__main__":
-    app()
+    program(search, measure)

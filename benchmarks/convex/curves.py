@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.convex.accuracy import PAPER, TUNED, best_point, run_once, trials_of
 from benchmarks.convex.rows import Point
-from benchmarks.markdown import markdown, with_error
+from benchmarks.markdown import compared, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from opusim.training.runs.drawing import new_figure, save_figure, style
@@ -43,14 +43,13 @@ def nearest(epsilon: float) -> float:
 
 
 def table(data: str) -> str:
-    """Return the mean accuracy of each way to train by epsilon, as Markdown; empty without results."""
+    """Return the mean accuracy of each way to train by epsilon, as Markdown."""
     found = accuracies(data)
     epsilons = sorted({epsilon for by_epsilon in found.values() for epsilon in by_epsilon})
     rows = [
-        (row, *(with_error(by_epsilon.get(epsilon, [])) for epsilon in epsilons))
-        for row, by_epsilon in found.items()
+        (row, *(with_error(mine.get(epsilon, [])) for epsilon in epsilons)) for row, mine in found.items()
     ]
-    return markdown(("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons)), rows) if rows else ""
+    return markdown(("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons)), rows)
 
 
 def accuracies(data: str) -> dict[str, dict[float, list[float]]]:
@@ -61,10 +60,11 @@ def accuracies(data: str) -> dict[str, dict[float, list[float]]]:
     return {row: by_epsilon for row, by_epsilon in found.items() if by_epsilon}
 
 
-def left(data: str, seeds: tuple[int, ...] = SEEDS) -> int:
-    """Return how many points of a data set are not in the results."""
-    planned = itertools.product(ROWS, EPSILONS, seeds)
-    return len(set(planned) - set(finished(data)))
+def ahead_and_behind(ours: dict[float, list[float]], other: dict[float, list[float]]) -> tuple[str, str]:
+    """Return the epsilons at which a mean is more than two standard errors of the difference ahead, and behind."""
+    signs = {epsilon: compared(ours[epsilon], other.get(epsilon, [])) for epsilon in sorted(ours)}
+    ahead, behind = (", ".join(f"{e:g}" for e in signs if signs[e] == sign) or "none" for sign in (1, -1))
+    return ahead, behind
 
 
 def finished(data: str) -> dict[tuple[str, float, int], dict[str, Any]]:
@@ -113,7 +113,7 @@ def draw() -> None:
         means = [statistics.fmean(mine[epsilon]) for epsilon in epsilons]
         errors = [_error(mine[epsilon]) for epsilon in epsilons]
         axes.errorbar(epsilons, means, errors, capsize=3, label=row, **style(number))
-    paper = sorted((TUNED[epsilon], accuracy) for (data, epsilon), accuracy in PAPER.items() if data == DATA)
+    paper = sorted((TUNED[epsilon], last) for (data, epsilon), (last, *_) in PAPER.items() if data == DATA)
     axes.plot(
         *zip(*paper, strict=True), "x", color="#000000", label="the paper, tuning included (not covered)"
     )

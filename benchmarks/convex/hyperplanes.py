@@ -6,14 +6,14 @@ sigma = 5 and 15 (Figure 5; sigma is the multiplier here). Two products of size 
 so P and the epochs set the time. For each noise, the learning rates of the network and of the convex model (at P = 64,
 for all P) are chosen from `RATES`, the paper's grid of half powers of ten, by the accuracy on 6,000 held-out training
 records, with another seed. Accuracy is that on the held-out records after each epoch, and on the test records at the
-end; three seeds. The curves are drawn in docs/convex_hyperplanes.png. A second call resumes.
+end; three seeds. The curves are drawn in docs/convex_hyperplanes.png.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.convex.rows import BASE, ROWS
 from benchmarks.options import listed, seeds_of
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import keep_row, rows_of
 from benchmarks.runs import train_or_read
 from opusim.description.section import merged
 from opusim.training.runs.drawing import save_figure, style
@@ -83,28 +83,23 @@ def main(
 
 def keep(part: str, case: Case) -> None:
     """Train a case and add its figures to a part of the results, unless they stand there."""
-    results = load_results(NAME)
-    key, rows = dict(zip(KEYS, case, strict=True)), results.get(part, [])
-    if any(all(row[name] == key[name] for name in key) for row in rows):
+    cell = dict(zip(KEYS, case, strict=True))
+    if rows_of(NAME, part, **cell):
         return
     tag = "-".join(f"{value}" for value in case).replace(", ", "-").replace(" ", "-")
     run = train_or_read(configuration(*case), FOLDER / tag)
-    held_out = [round(100 * record["validation_accuracy"], 2) for record in run.metrics]
-    figures = {"held_out": held_out}
+    figures: dict[str, Any] = {
+        "held_out": [round(100 * record["validation_accuracy"], 2) for record in run.metrics]
+    }
     if part == "curves":
         figures["test"] = 100 * (run.summary or {})["test_accuracy"]
-    kept = {name: results.get(name, []) for name in ("rates", "curves")}
-    save_results(NAME, kept | {part: [*rows, {**key, **figures}]})
-    print(f"{tag}: held out {held_out[-1]:.2f} %", flush=True)
+    keep_row(NAME, cell, part, **figures)
 
 
 def rate_of(row: str, noise: float, epochs: int) -> float | None:
     """Return the rate with the best held-out accuracy at the end; None before all were tried."""
-    found = {
-        trial["rate"]: trial["held_out"][-1]
-        for trial in load_results(NAME).get("rates", [])
-        if (trial["row"], trial["noise"], trial["epochs"]) == (row, noise, epochs)
-    }
+    trials = rows_of(NAME, "rates", row=row, noise=noise, epochs=epochs)
+    found = {trial["rate"]: trial["held_out"][-1] for trial in trials}
     return max(found, key=lambda rate: found[rate]) if set(RATES[row]) <= set(found) else None
 
 
@@ -114,7 +109,7 @@ def cells(epochs: int) -> dict[tuple[float, int | None], list[dict[str, Any]]]:
     The smallest models come first.
     """
     found: dict[tuple[float, int | None], list[dict[str, Any]]] = {}
-    curves = [curve for curve in load_results(NAME).get("curves", []) if curve["epochs"] == epochs]
+    curves = rows_of(NAME, "curves", epochs=epochs)
     rates = {cell: rate_of(*cell, epochs) for cell in {(curve["row"], curve["noise"]) for curve in curves}}
     for curve in curves:
         if curve["rate"] == rates[curve["row"], curve["noise"]]:
@@ -122,10 +117,17 @@ def cells(epochs: int) -> dict[tuple[float, int | None], list[dict[str, Any]]]:
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or math.inf)))
 
 
-def left(noises: Sequence[float]) -> int:
-    """Return how many trainings of some noise levels are not in the results."""
-    done = {(noise, p, curve["seed"]) for (noise, p), curves in cells(EPOCHS).items() for curve in curves}
-    return len(set(itertools.product(noises, (*COUNTS, None), SEEDS)) - done)
+def ends() -> dict[tuple[float, int | None], list[float]]:
+    """Return the test accuracies at the end of the curves by noise and hyperplanes, None for the network."""
+    return {cell: [curve["test"] for curve in curves] for cell, curves in cells(EPOCHS).items()}
+
+
+def rises() -> str:
+    """Say at how many doublings of the hyperplanes the accuracy without noise rises."""
+    found = ends()
+    means = [statistics.fmean(found[0.0, p]) for p in COUNTS if (0.0, p) in found]
+    rising = [more > fewer for fewer, more in itertools.pairwise(means)]
+    return f"{sum(rising)} of {len(rising)}"
 
 
 def draw(epochs: int) -> None:

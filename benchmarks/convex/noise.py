@@ -1,8 +1,8 @@
 """What noise does the last iterate take at one epsilon, by batches and epochs, and what does choosing settings cost?
 
 Noise: 60,000 records, eta 1.9, lambda 0, delta 1e-5; the least multiplier by the proven theorem with the noise of all
-steps alike and with one larger noise at the end, and what each puts on a weight in all (in units of C / n).
-Choosing: epsilon of the best of a Poisson number of trials, by three theorems, at the paper's base epsilons.
+steps alike and with one larger noise at the end, and what each puts on a weight in all (in units of C / n). Choosing:
+epsilon of the best of a Poisson number of trials, by three theorems, at the paper's base epsilons.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from benchmarks.markdown import command, lines_of, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
 from opusim.accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
@@ -39,16 +38,6 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
             "total": step * math.sqrt(batches * epochs + final**2),
         }
     return row
-
-
-def page_section() -> str:
-    """Return the noise of a last iterate, with and without one larger noise at the end; empty without results."""
-    found = load_results(NAME).get("noise", [])
-    more = ({**row, "ratio": row["with"]["total"] / row["without"]["total"]} for row in found)
-    multipliers = ("{without[noise_multiplier]:.3f}", "{with[noise_multiplier]:.3f}")
-    rows = lines_of(more, "{epsilon:g}", "{batches}", "{epochs}", *multipliers, "{ratio:.2f}")
-    header = ("epsilon", "batches", "epochs", "multiplier", "with noise at the end", "total noise, ratio")
-    return section("Least noise of the last iterate", command(MODULE), markdown(header, rows)) if rows else ""
 
 
 def main() -> None:

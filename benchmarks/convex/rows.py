@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from opusim.description.section import merged
 
 Point = dict[str, Any]
 EPSILONS, DATA, SEEDS = (4.76, 1.33), ("mnist", "fashion-mnist", "cifar-10"), (0, 1, 2)
-Cells = tuple[tuple[str, float], ...]
-ALL_CELLS: Cells = tuple(itertools.product(DATA, EPSILONS))
-MNIST: Cells = tuple(("mnist", epsilon) for epsilon in EPSILONS)
+CELLS = tuple(itertools.product(DATA, EPSILONS))
 LAST_ITERATE = "convex, last iterate"
 
 
@@ -22,20 +20,13 @@ class Row:
 
     Attributes:
         config: What all its runs share.
-        grid: Points that are tried, as keys of the configuration and their values; empty for a row that has none of
-            its own.
+        grid: Points that are tried, as keys of the configuration and their values.
         measured: Changes of the point that are measured against each other, by name; the search uses the first.
-        like: The row whose best point this one starts from; empty for none.
-        seeds: With which it is measured.
-        cells: Data sets and epsilons.
     """
 
     config: dict[str, Any]
     grid: tuple[Point, ...]
     measured: dict[str, Point]
-    like: str = ""
-    seeds: tuple[int, ...] = SEEDS
-    cells: Cells = field(default=ALL_CELLS)
 
 
 def points_of(**values: tuple[Any, ...]) -> tuple[Point, ...]:
@@ -52,10 +43,7 @@ def widths(*counts: int) -> dict[str, Point]:
 
 
 BASE: dict[str, Any] = {"threads": 1, "optimizer": {"name": "sgd"}}
-CONVEX: dict[str, Any] = {
-    "optimizer": {"lr": 1.9, "momentum": 0.0},
-    "trainer": {"kind": "convex"},
-}
+CONVEX: dict[str, Any] = {"optimizer": {"lr": 1.9, "momentum": 0.0}, "trainer": {"kind": "convex"}}
 CYCLIC = merged(
     CONVEX,
     {
@@ -70,8 +58,7 @@ SAMPLED: dict[str, Any] = {
     "protection": {"kind": "record"},
 }
 NETWORK = merged(
-    SAMPLED,
-    {"trainer": {"kind": "bp"}, "optimizer": {"momentum": 0.9}, "model": {"activation": "relu"}},
+    SAMPLED, {"trainer": {"kind": "bp"}, "optimizer": {"momentum": 0.9}, "model": {"activation": "relu"}}
 )
 CLIPS = (0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Clips that searches try for the last iterate."""
@@ -83,24 +70,6 @@ ROWS = {
             {"trainer.clip": 0.5, "optimizer.schedule": "linear"},
         ),
         measured=widths(64, 128, 256),
-    ),
-    "convex, last iterate, 40 epochs": Row(
-        config=merged(CYCLIC, {"epochs": 40, "sampler": {"batch_size": 1000}}),
-        grid=(),
-        measured=widths(128),
-        like=LAST_ITERATE,
-        cells=MNIST,
-    ),
-    "convex, last iterate, 400 epochs": Row(  # the sum of all rates is that of 10 epochs of batches of 125
-        config=merged(
-            CYCLIC,
-            {"threads": 2, "epochs": 400, "sampler": {"batch_size": 1000}, "optimizer": {"lr": 0.38}},
-        ),
-        grid=(),
-        measured=widths(128),
-        like=LAST_ITERATE,
-        seeds=SEEDS[:1],
-        cells=MNIST[:1],
     ),
     "convex, Poisson DP-SGD": Row(
         config=merged(CONVEX, SAMPLED),

@@ -17,7 +17,7 @@ import typer
 
 from benchmarks.convex.rows import BASE, CLIPS, CYCLIC, EPSILONS
 from benchmarks.options import listed, seeds_of
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import load_results, rows_of, save_results
 from opusim.description.section import merged
 from opusim.training.config import load_config
 from opusim.training.sweeps.tuning import Search
@@ -32,8 +32,7 @@ CHOICES = {"trainer.clip": [f"{clip:g}" for clip in CLIPS]}
 
 def whole_epsilon(base: float, mean: int) -> float:
     """Epsilon of the best of a Poisson number of trials, the least of three theorems."""
-    rows = load_results("convex_accounting")["tuning"]
-    row = next(row for row in rows if (row["epsilon"], row["mean"]) == (base, mean))
+    (row,) = rows_of("convex_accounting", "tuning", epsilon=base, mean=mean)
     return min(float(row[name]) for name in ("theorem", "refined", "renyi"))
 
 
@@ -71,15 +70,6 @@ def cells() -> dict[Cell, list[dict[str, Any]]]:
     for row in results.get("rows", []) if results.get("choices") == CHOICES else []:
         found.setdefault((row["data"], row["base_epsilon"], row["mean"]), []).append(row)
     return found
-
-
-def left(data: str) -> int:
-    """Return how many searches of a data set are not in the results."""
-    planned = [
-        (name, base, mean) for (name, mean), base in itertools.product(PLANNED, EPSILONS) if name == data
-    ]
-    found = cells()
-    return sum(len(set(SEEDS) - {row["seed"] for row in found.get(cell, [])}) for cell in planned)
 
 
 def main(data: str = "mnist", trials: int = 5, seeds: str = ",".join(map(str, SEEDS))) -> None:

@@ -7,19 +7,18 @@ contains it.
 
 `--attempts` lets devices of 128 outputs with broken noise ask for a certificate, at beta = 0.05 and with 200 readings
 of an input, so many times each: copied outputs, a mixed law of the stated variance, a fine grid, a common mode and a
-drift; and sound devices, as a control. It resumes where it stopped.
+drift; and sound devices, as a control.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import typer
 
-from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.calibration.calibrate import calibrate
 from opusim.calibration.independence import independence_p_values
@@ -39,17 +38,36 @@ Random = np.random.Generator
 Plant = Callable[[Random, np.ndarray, float], np.ndarray]
 
 
-def common_mode(random: Random, z: np.ndarray, share: float) -> np.ndarray:
-    signs = random.choice([-1.0, 1.0], z.shape[2])
-    return (1 - share) ** 0.5 * z + share**0.5 * random.standard_normal((*z.shape[:2], 1)) * signs
+OUT, TIME, SIZE = (
+    "outputs do not correlate",
+    "readings do not repeat or follow from earlier ones",
+    "sizes of the outputs' noises do not correlate",
+)
+LAW, GRID, SAME = "each output is Gaussian", "readings lie on no grid", "noise is the same at every input"
+LIGHT = "light varies from frame to frame, standard deviation"
 
 
-def common_offset(random: Random, z: np.ndarray, share: float) -> np.ndarray:
-    return (1 - share) ** 0.5 * z + share**0.5 * random.standard_normal((*z.shape[:2], 1))
+def with_common(random: Random, z: np.ndarray, share: float, signs: Any = 1.0) -> np.ndarray:
+    """A share of the variance is common to all outputs, with signs that stay."""
+    common = random.standard_normal((*z.shape[:-1], 1))
+    return np.asarray((1 - share) ** 0.5 * z + share**0.5 * common * signs)
 
 
-def one_pair(random: Random, z: np.ndarray, correlation: float) -> np.ndarray:
-    z[..., -1] = correlation * z[..., 0] + (1 - correlation**2) ** 0.5 * z[..., -1]
+def signs_of(random: Random, z: np.ndarray) -> np.ndarray:
+    """A sign for each output."""
+    return random.choice([-1.0, 1.0], z.shape[-1])
+
+
+def repeating(z: np.ndarray, first: Any, later: Any, correlation: float) -> np.ndarray:
+    """Some readings correlate with others."""
+    z[later] = correlation * z[first] + (1 - correlation**2) ** 0.5 * z[later]
+    return z
+
+
+def following(z: np.ndarray, lag: int, strength: Any) -> np.ndarray:
+    """Each reading follows an earlier one."""
+    for i in range(lag, z.shape[1]):
+        z[:, i] += strength * z[:, i - lag]
     return z
 
 
@@ -58,74 +76,59 @@ def neighbours(random: Random, z: np.ndarray, correlation: float) -> np.ndarray:
     return z
 
 
-def lag_of_signs(random: Random, z: np.ndarray, strength: float) -> np.ndarray:
-    signs = random.choice([-1.0, 1.0], z.shape[2])
-    for i in range(3, z.shape[1]):
-        z[:, i] += strength * signs * z[:, i - 3]
-    return z
-
-
-def lag(random: Random, z: np.ndarray, strength: float) -> np.ndarray:
-    for i in range(2, z.shape[1]):
-        z[:, i] += strength * z[:, i - 2]
-    return z
-
-
-def one_reading_again(random: Random, z: np.ndarray, correlation: float) -> np.ndarray:
-    z[-1, -1] = correlation * z[0, 0] + (1 - correlation**2) ** 0.5 * z[-1, -1]
-    return z
-
-
-def common_scale(random: Random, z: np.ndarray, spread: float) -> np.ndarray:
-    return z * (1 + spread * random.standard_normal((*z.shape[:2], 1)))
-
-
-def heavy_tails(random: Random, z: np.ndarray, excess: float) -> np.ndarray:
-    """A scale of its own for each reading: fourth moment 3 + excess."""
-    return z * np.sqrt(1 + (excess / 3) ** 0.5 * random.choice([-1.0, 1.0], z.shape))
-
-
 def one_uniform(random: Random, z: np.ndarray, share: float) -> np.ndarray:
     uniform = 3**0.5 * random.uniform(-1, 1, z.shape[:2])
     z[..., 5] = np.where(random.random(z.shape[:2]) < share, uniform, z[..., 5])
     return z
 
 
-def grid(random: Random, z: np.ndarray, step: float) -> np.ndarray:
-    return np.round(z / step) * step
-
-
-def one_input(random: Random, z: np.ndarray, share: float) -> np.ndarray:
-    z[2] *= 1 + share
+def larger(z: np.ndarray, where: Any, share: float) -> np.ndarray:
+    z[where] *= 1 + share
     return z
 
 
-def one_output_of_one_input(random: Random, z: np.ndarray, share: float) -> np.ndarray:
-    z[2, :, 7] *= 1 + share
-    return z
-
-
-OUT, TIME, SIZE = (
-    "outputs do not correlate",
-    "readings do not repeat or follow from earlier ones",
-    "sizes of the outputs' noises do not correlate",
-)
-LAW, GRID, SAME = "each output is Gaussian", "readings lie on no grid", "noise is the same at every input"
-LIGHT = "light varies from frame to frame, standard deviation"
 FAULTS: dict[str, tuple[str, Plant, float]] = {
-    "grid, standard deviations": (GRID, grid, 1e-6),
-    "noise of one input is larger by": (SAME, one_input, 4e-3),
-    "noise of one output at one input is larger by": (SAME, one_output_of_one_input, 0.4),
-    "excess of the fourth moment of all outputs": (LAW, heavy_tails, 0.04),
+    "grid, standard deviations": (GRID, lambda random, z, step: np.round(z / step) * step, 1e-6),
+    "noise of one input is larger by": (SAME, lambda random, z, share: larger(z, 2, share), 4e-3),
+    "noise of one output at one input is larger by": (
+        SAME,
+        lambda random, z, share: larger(z, np.s_[2, :, 7], share),
+        0.4,
+    ),
+    "excess of the fourth moment of all outputs": (  # a scale of its own for each reading
+        LAW,
+        lambda random, z, excess: z * np.sqrt(1 + (excess / 3) ** 0.5 * random.choice([-1.0, 1.0], z.shape)),
+        0.04,
+    ),
     "share of uniform readings of one output": (LAW, one_uniform, 1.0),
-    "variance common to all outputs, random signs, share": (OUT, common_mode, 1.2e-3),
-    "variance common to all outputs, one sign, share": (OUT, common_offset, 5e-5),
-    "correlation of two outputs": (OUT, one_pair, 0.25),
+    "variance common to all outputs, random signs, share": (
+        OUT,
+        lambda random, z, share: with_common(random, z, share, signs_of(random, z)),
+        1.2e-3,
+    ),
+    "variance common to all outputs, one sign, share": (OUT, with_common, 5e-5),
+    "correlation of two outputs": (
+        OUT,
+        lambda random, z, c: repeating(z, np.s_[..., 0], np.s_[..., -1], c),
+        0.25,
+    ),
     "correlation of neighbouring outputs": (OUT, neighbours, 4e-3),
-    "correlation at lag 3, random signs": (TIME, lag_of_signs, 0.03),
-    "correlation at lag 2, one sign": (TIME, lag, 4e-3),
-    "correlation of one reading with an earlier one": (TIME, one_reading_again, 0.2),
-    "common factor of all noise, relative spread": (SIZE, common_scale, 0.01),
+    "correlation at lag 3, random signs": (
+        TIME,
+        lambda random, z, strength: following(z, 3, strength * signs_of(random, z)),
+        0.03,
+    ),
+    "correlation at lag 2, one sign": (TIME, lambda random, z, strength: following(z, 2, strength), 4e-3),
+    "correlation of one reading with an earlier one": (
+        TIME,
+        lambda random, z, c: repeating(z, (0, 0), (-1, -1), c),
+        0.2,
+    ),
+    "common factor of all noise, relative spread": (
+        SIZE,
+        lambda random, z, spread: z * (1 + spread * random.standard_normal((*z.shape[:2], 1))),
+        0.01,
+    ),
 }
 
 
@@ -153,68 +156,33 @@ def is_light_found(spread: float, number: int) -> bool:
     return noise.p_value < FAMILY_ALARM / CAMERA_PROPERTIES
 
 
-def copies(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    half = z.shape[1] // 2
-    return np.hstack([z[:, :half], z[:, :half]])
-
-
-def mixed_law(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """One reading of an output in 20 has twice the deviation of the others; the variance is the stated one."""
-    return z * np.where(random.random(z.shape) < 0.05, 2, 1) / 1.15**0.5
-
-
-def fine_grid(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    return np.round(z / 0.01) * 0.01
-
-
-def common_part(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """A tenth of the variance is common to all outputs, with signs that stay."""
-    signs = np.where(np.arange(z.shape[1]) % 3 == 0, -1.0, 1.0)
-    return 0.9**0.5 * z + 0.1**0.5 * random.standard_normal((len(z), 1)) * signs
-
-
-def slow_drift(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Readings rise by half a deviation in 200 readings."""
-    return z + time[:, None] / 400
-
-
 Broken = Callable[[Random, np.ndarray, np.ndarray], np.ndarray]
+"""Returns what is made of standard normal noise, shape (readings, outputs), and of the readings' numbers."""
 BROKEN: dict[str, Broken | None] = {
     "sound": None,
-    "copies": copies,
-    "mixed laws": mixed_law,
-    "fine grid": fine_grid,
-    "common mode": common_part,
-    "drift": slow_drift,
+    "copies": lambda random, z, time: np.hstack([z[:, : z.shape[1] // 2]] * 2),
+    # one reading of an output in 20 has twice the deviation of the others; the variance is the stated one
+    "mixed laws": lambda random, z, time: z * np.where(random.random(z.shape) < 0.05, 2, 1) / 1.15**0.5,
+    "fine grid": lambda random, z, time: np.round(z / 0.01) * 0.01,
+    "common mode": lambda random, z, time: with_common(
+        random, z, 0.1, np.where(np.arange(z.shape[1]) % 3 == 0, -1.0, 1.0)
+    ),
+    "drift": lambda random, z, time: z + time[:, None] / 400,  # half a deviation in 200 readings
 }
 
 
-def silent_readings(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Every 1,000th reading has no noise at any output."""
-    return np.where(time[:, None] % 1000 == 999, 0.0, z)
-
-
-def silent_numbers(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """One number in 1,000 has no noise."""
-    return np.where(random.random(z.shape) < 1e-3, 0.0, z)
+def silent_at(every: int) -> Broken:
+    """One reading in so many has no noise at any output."""
+    return lambda random, z, time: np.where(time[:, None] % every == every - 1, 0.0, z)
 
 
 def pink(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
     """1 % of the variance is 1/f noise, of each output by itself."""
     frequencies = np.arange(1, len(z) // 2 + 1)[:, None]
-    slow = _spectrum(random, (len(frequencies), z.shape[1])) / np.sqrt(frequencies)
+    shape = (len(frequencies), z.shape[1])
+    slow = (random.standard_normal(shape) + 1j * random.standard_normal(shape)) / np.sqrt(frequencies)
     wave = np.fft.irfft(np.vstack([np.zeros((1, z.shape[1])), slow]), n=len(z), axis=0)
     return 0.99**0.5 * z + 0.1 * wave / wave.std(axis=0)
-
-
-def _spectrum(random: Random, shape: tuple[int, int]) -> np.ndarray:
-    """Return complex numbers of independent normal parts."""
-    return random.standard_normal(shape) + 1j * random.standard_normal(shape)
-
-
-def cut_tails(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """No number lies more than 3.2 standard deviations from its mean."""
-    return np.clip(z, -3.2, 3.2)
 
 
 def repeats(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
@@ -223,21 +191,19 @@ def repeats(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
     return pool[time % 3000]
 
 
-def very_rarely_silent(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Every 10,000th reading has no noise at any output."""
-    return np.where(time[:, None] % 10_000 == 9999, 0.0, z)
-
-
 RARE: dict[str, tuple[Broken | None, float]] = {
-    "every 1,000th reading without noise": (silent_readings, 1.0),
-    "one number in 1,000 without noise": (silent_numbers, 1.0),
+    "every 1,000th reading without noise": (silent_at(1000), 1.0),
+    "one number in 1,000 without noise": (
+        lambda random, z, time: np.where(random.random(z.shape) < 1e-3, 0.0, z),
+        1.0,
+    ),
     "a tenth of the noise at bright inputs": (None, 0.1),
     "1 % of 1/f noise": (pink, 1.0),
-    "tails cut at 3.2 standard deviations": (cut_tails, 1.0),
+    "tails cut at 3.2 standard deviations": (lambda random, z, time: np.clip(z, -3.2, 3.2), 1.0),
 }
 """Faults that the default number of readings shows: what is made of the noise, and its factor at bright inputs."""
 TRUSTED: dict[str, tuple[Broken, str]] = {
-    "every 10,000th reading without noise": (very_rarely_silent, "noise is missing at all outputs"),
+    "every 10,000th reading without noise": (silent_at(10_000), "noise is missing at all outputs"),
     "repeats after 3,000 readings": (repeats, "noise does not repeat"),
 }
 """Faults that it cannot show, and the beginning of the trusted property under which a certificate names them."""
@@ -282,7 +248,7 @@ def attempt(broken: Broken | None, number: int) -> str:
     return "holds" if law.std <= SIGMA else "fails"
 
 
-def attempts(number: int) -> None:
+def attempt_all(number: int) -> None:
     """Count how the attempts of each noise end, and save after every few."""
     found: dict[str, Any] = load_results("broken_noises").get("noises", {})
     for name, broken in BROKEN.items():
@@ -297,41 +263,27 @@ def attempts(number: int) -> None:
         print(name, found[name], flush=True)
 
 
-def broken_table() -> str:
-    """Return the table of docs/calibrate.md on devices of broken noise that ask for a certificate."""
-    noises = load_results("broken_noises")["noises"]
-    names = tuple(noises)
-    counts = (f"{entry['attempts'] - entry['outcomes'].get('refused', 0)}" for entry in noises.values())
-    attempted = (str(entry["attempts"]) for entry in noises.values())
-    return markdown(("noise", *names), [("attempts", *attempted), ("certified", *counts)])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="?", default="")
-    parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--attempts", type=int, default=0)
-    options = parser.parse_args()
-    if options.attempts:
-        attempts(options.attempts)
+def main(part: str = typer.Argument(""), runs: int = 4, attempts: int = 0) -> None:
+    """Measure the faults whose name contains a part, or how attempts of broken devices end."""
+    if attempts:
+        attempt_all(attempts)
         return
-    part, rows = options.part, []
+    rows: list[dict[str, Any]] = []
     for name, (_, _, strength) in FAULTS.items():
         if part in name:
-            shares = [
-                float(np.mean([is_found(name, s, number) for number in range(options.runs)]))
+            found, half = (
+                float(np.mean([is_found(name, s, number) for number in range(runs)]))
                 for s in (strength, strength / 2)
-            ]
-            rows.append({"fault": name, "strength": strength, "found": shares[0], "half": shares[1]})
+            )
+            rows.append({"fault": name, "strength": strength, "found": found, "half": half})
             print(rows[-1], flush=True)
-    if part in LIGHT:
-        for spread in (4e-4, 3e-4, 2e-4):
-            share = float(np.mean([is_light_found(spread, number) for number in range(LIGHT_RUNS)]))
-            rows.append({"fault": LIGHT, "strength": spread, "found": share})
-            print(rows[-1], flush=True)
+    for spread in (4e-4, 3e-4, 2e-4) if part in LIGHT else ():
+        share = float(np.mean([is_light_found(spread, number) for number in range(LIGHT_RUNS)]))
+        rows.append({"fault": LIGHT, "strength": spread, "found": share})
+        print(rows[-1], flush=True)
     if not part:
-        save_results("calibration_faults", {"runs": options.runs, "light_runs": LIGHT_RUNS, "rows": rows})
+        save_results("calibration_faults", {"runs": runs, "light_runs": LIGHT_RUNS, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

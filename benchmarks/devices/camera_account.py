@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import typer
-
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting import numerics
 from opusim.accounting.mechanisms.labels import label_distance
@@ -77,7 +75,7 @@ def ends_of(device: str) -> list[float]:
 
 
 def main() -> None:
-    """Measure what was not saved yet, save it, and print the lines of docs/calibrate.md."""
+    """Measure what was not saved yet, and save it."""
     counts = label_counts(load_description(DEVICE), n_classes=10, n_outputs=1024, delta=DELTA)
     parts: dict[str, Callable[[], Any]] = {
         "table": lambda: table_of(counts),
@@ -87,23 +85,7 @@ def main() -> None:
     }
     before = load_results(NAME)
     save_results(NAME, {name: before.get(name) or part() for name, part in parts.items()})
-    print(docs_table())
-
-
-def docs_table() -> str:
-    """Return the table of docs/calibrate.md, from what was saved."""
-    lines = [
-        "| °C | dark charge, e⁻ | sigma | epsilon | at 0.1 of the light | at 0.01 | at 0.001 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in load_results(NAME)["table"]:
-        epsilons = " | ".join(
-            f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in row["epsilons"]
-        )
-        temperature = f"{row['temperature_c']:g}".replace("-", "−")
-        lines.append(f"| {temperature} | {row['dark_e']:.3g} | {row['sigma']:.3f} | {epsilons} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

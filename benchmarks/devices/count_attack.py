@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import checks
 from opusim.accounting import numerics
@@ -86,13 +85,7 @@ def number_losses(
 
 
 def judged(with_a: np.ndarray, with_b: np.ndarray, epsilon: float) -> dict[str, float]:
-    """What losses of a pair say about a stated epsilon and DELTA.
-
-    Args:
-        with_a: Losses of a against b while a is shown.
-        with_b: While b is shown.
-        epsilon: The stated one.
-    """
+    """What losses of a pair say about a stated epsilon and DELTA."""
     excess = np.maximum(0.0, -np.expm1(epsilon - with_a))
     thresholds = np.quantile(with_a, 1 - np.logspace(-0.5, -5.5, 21))
     level = ALARM / (2 * len(thresholds))
@@ -216,34 +209,24 @@ def main(
                 attack_argmax(frames, epsilon, readings, more_light) for more_light in (1.0, 1.2)
             ]
             save_results(NAME, content)
-    print(table())
 
 
-def table() -> str:
-    """Return the epsilon that each attack proves, from what was saved."""
-    content, rows = load_results(NAME), []
-    for text, attacks in content["counts"].items():
-        stated, brighter = attacks
-        lower = max(entry["counts"]["epsilon_low"] for entry in stated["labels"])
-        answer, brighter_answer = content["argmax"][text]
-        cells = (
-            text,
-            f"{lower:.2f}",
-            f"{stated['worst']['numbers']['epsilon_low']:.2f}",
-            f"{answer['epsilon_low']:.2f}",
-            _seen(_shows(stated), not answer["inside_computed"]),
-            _seen(_shows(brighter), not brighter_answer["inside_computed"]),
+def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the epsilon that each attack proves, and which attacks find more than is stated."""
+    rows = []
+    for text, (stated, brighter) in results["counts"].items():
+        answer, brighter_answer = results["argmax"][text]
+        found = (
+            max(entry["counts"]["epsilon_low"] for entry in stated["labels"]),
+            stated["worst"]["numbers"]["epsilon_low"],
+            answer["epsilon_low"],
         )
-        rows.append(cells)
-    header = (
-        "stated epsilon",
-        "kept counts: at least",
-        "from digital numbers",
-        "argmax: at least",
-        "more than stated",
-        "with 20 % more light than stated",
-    )
-    return markdown(header, rows)
+        seen = (
+            _seen(_shows(counts), not argmax["inside_computed"])
+            for counts, argmax in ((stated, answer), (brighter, brighter_answer))
+        )
+        rows.append((text, *(f"{value:.2f}" for value in found), *seen))
+    return rows
 
 
 def _shows(attack: dict[str, Any]) -> bool:
@@ -255,22 +238,6 @@ def _seen(counts: bool, argmax: bool) -> str:
     """Say which of the two attacks find more than is stated."""
     names = {(True, True): "found, both", (False, False): "not found"}
     return names.get((counts, argmax), "found, counts" if counts else "found, argmax")
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    readings = min(attacks[0]["readings"] for attacks in results["counts"].values())
-    text = (
-        f"`camera_low_light`, {N_CLASSES} labels, {N_OUTPUTS} outputs, delta {DELTA:g}, {readings:,} readings of each "
-        f"label ({results['date']}, {command(MODULE)}): the largest epsilon that error rates prove, by Clopper-Pearson "
-        "limits, against the stated one. More than stated is found if exact likelihood ratios give more than delta by "
-        "five standard errors, or if the measured confusion matrix leaves the computed one. Required: not found at the "
-        "stated light, found with 20 % more."
-    )
-    return section("Attack on photon counts", text, table())
 
 
 if __name__ == "__main__":

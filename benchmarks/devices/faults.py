@@ -1,8 +1,8 @@
 """What happens to a run when its device breaks: is each fault noticed, named and survived?
 
-Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the
-monitor looks every ten steps. Printed and kept: the error, the steps from the fault to the stop, and whether the run
-that resumes with the mended device ends like the undisturbed run.
+Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the monitor
+looks every ten steps. Kept: the error, the steps from the fault to the stop, and whether the run that resumes with the
+mended device ends like the undisturbed run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import opusim
-from benchmarks.markdown import markdown
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.description.schema import load_description
 from opusim.devices.kinds import register_device
 from opusim.errors import OpusimError
-from opusim.tables import print_table
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.run import Run
@@ -101,22 +97,8 @@ def inject(
     }
 
 
-def docs_table() -> str:
-    """Return the table of docs/devices.md: faults that end alike share a row."""
-    faults: dict[tuple[str, ...], list[str]] = {}
-    for row in load_results(NAME).get("rows", []):
-        end = (
-            row["error"],
-            "–" if row["steps_until_stop"] is None else str(row["steps_until_stop"]),
-            "as if nothing had happened" if row["as_undisturbed"] else "resumes at the step of the stop",
-        )
-        faults.setdefault(end, []).append(row["fault"])
-    rows: list[tuple[str, ...]] = [("; ".join(names), *end) for end, names in faults.items()]
-    return markdown(("fault", "error", "steps until the stop", "the resumed run"), rows)
-
-
-def main(save: bool = False) -> None:
-    """Break the device in every way; --save renews benchmarks/results/device_faults.json."""
+def main() -> None:
+    """Break the device in every way, and save what was seen."""
     register_device(KIND, faulty_device)
     folder = Path(tempfile.mkdtemp())
     wanted = undisturbed(folder)
@@ -124,10 +106,8 @@ def main(save: bool = False) -> None:
     shutil.rmtree(folder / Fault.UNPLUGGED.name)
     rows.append(inject(Fault.UNPLUGGED, folder, wanted, lasts_calls=2))
     shutil.rmtree(folder)
-    print_table("Faults", list(rows[0]), [list(map(str, row.values())) for row in rows])
-    if save:
-        save_results(NAME, {"at_step": AT_STEP, "monitored_every": EVERY_STEPS, "rows": rows})
+    save_results(NAME, {"at_step": AT_STEP, "monitored_every": EVERY_STEPS, "rows": rows})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

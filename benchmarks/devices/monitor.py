@@ -1,7 +1,7 @@
 """How small a change does the monitor find, and after how many checks? Faults of growing size in a healthy camera.
 
-For each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many
-checks with probability 0.99; `found` tells in how many of the trials it was found by then.
+For each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many checks with
+probability 0.99; `found` tells in how many of the trials it was found by then.
 
 `named` tells from which size on each fault of a real instrument is found: sizes fall until one is missed in a trial, on
 instruments with noise of their own. `confusion` tells what the monitor calls each of them at some sizes, on instruments
@@ -13,18 +13,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import typer
 
-from benchmarks.devices.effects import Effect, monitored
-from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_described
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_described, open_device
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.testing.faults import Fault, faulty_device
 
@@ -39,38 +39,43 @@ _CHANGES = {
     "variance lost": (Fault.NOISE_HALVED, lambda size: math.sqrt(1 - size)),
 }
 
-INSTRUMENT = "camera_low_light"
+INSTRUMENT, STEP, WITHIN = "camera_low_light", 1000, 10
+"""The step after which the medium has moved by the stated share of its time, and checks after a fault came."""
 SIZES = tuple(digit * 10.0**power for power in (-1, -2, -3, -4) for digit in (5, 2, 1))
-NAMED: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
-    "laser power": ("rms", lambda size: {"light": {"power": {"law": "log_normal", "rms": size}}}),
+
+
+def same(size: float) -> float:
+    """Return the size itself."""
+    return size
+
+
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "laser power": ("rms", {"light": {"power": {"law": "log_normal", "rms": same}}}),
     "ambient light": (
         "of the anchor's light",
-        lambda size: {"light": {"ambient_flux_per_s": size * _anchor()}},
+        {"light": {"ambient_flux_per_s": lambda size: size * _anchor()}},
     ),
     "warmer sensor": (
         "more dark charge",
-        lambda size: {"dark": {"temperature_c": 25.0 + 6.5 * math.log2(1 + size)}},
+        {"dark": {"temperature_c": lambda size: 25.0 + 6.5 * math.log2(1 + size)}},
     ),
-    "stuck mirrors": ("on, as many off", lambda size: {"mirrors": {"stuck_on": size, "stuck_off": size}}),
-    "mirrors stuck off": ("of all", lambda size: {"mirrors": {"stuck_off": size}}),
-    "hot pixels": (
-        "of 30 times the dark current",
-        lambda size: {"pixels": {"hot_share": size, "hot_factor": 30.0}},
-    ),
-    "dead pixels": ("of all", lambda size: {"pixels": {"dead_share": size}}),
-    "uneven dark current": ("rms", lambda size: {"pixels": {"dcnu": size}}),
-    "cross-talk": ("to each neighbour", lambda size: {"pixels": {"crosstalk": size}}),
-    "nonlinearity": ("at saturation", lambda size: {"pixels": {"nonlinearity": size}}),
-    "mirror contrast": ("of the light leaks", lambda size: {"mirrors": {"contrast": 1 / size}}),
-    "vibration, pointing": ("pixels rms", lambda size: {"vibration": {"pointing_rms_pixels": size}}),
-    "dropped frames": ("of all", lambda size: {"transfer": {"dropped": size}}),
-    "repeated frames": ("of all", lambda size: {"transfer": {"repeated": size}}),
+    "stuck mirrors": ("on, as many off", {"mirrors": {"stuck_on": same, "stuck_off": same}}),
+    "mirrors stuck off": ("of all", {"mirrors": {"stuck_off": same}}),
+    "hot pixels": ("of 30 times the dark current", {"pixels": {"hot_share": same, "hot_factor": 30.0}}),
+    "dead pixels": ("of all", {"pixels": {"dead_share": same}}),
+    "uneven dark current": ("rms", {"pixels": {"dcnu": same}}),
+    "cross-talk": ("to each neighbour", {"pixels": {"crosstalk": same}}),
+    "nonlinearity": ("at saturation", {"pixels": {"nonlinearity": same}}),
+    "mirror contrast": ("of the light leaks", {"mirrors": {"contrast": lambda size: 1 / size}}),
+    "vibration, pointing": ("pixels rms", {"vibration": {"pointing_rms_pixels": same}}),
+    "dropped frames": ("of all", {"transfer": {"dropped": same}}),
+    "repeated frames": ("of all", {"transfer": {"repeated": same}}),
     "moving medium": (
         "of its time",
-        lambda size: {"drift": {"decorrelation_s": 1 / size, "seconds_per_step": 1.0 / STEP}},
+        {"drift": {"decorrelation_s": lambda size: 1 / size, "seconds_per_step": 1.0 / STEP}},
     ),
 }
-"""What the size of a fault is, and the keys under [camera] that set it."""
+"""What the size of a fault is, and the keys under [camera] that set it, with functions of the size."""
 CONFUSED: dict[str, tuple[float, ...]] = {
     "laser power": (0.01, 0.05, 0.2),
     "vibration, pointing": (0.05, 0.2),
@@ -110,8 +115,6 @@ CALLED = {
     "its light changed": "light",
 }
 """What a message calls the fault."""
-STEP = 1000
-"""Step after which the medium has moved by the stated share of its time."""
 
 
 def _anchor() -> float:
@@ -120,28 +123,59 @@ def _anchor() -> float:
     return camera.light.anchor_flux_per_s
 
 
+def set_to(keys: dict[str, Any], size: float) -> dict[str, Any]:
+    """Return keys of the camera for a size."""
+    return {
+        key: set_to(value, size) if isinstance(value, dict) else value(size) if callable(value) else value
+        for key, value in keys.items()
+    }
+
+
+def monitored(camera: dict[str, Any], **options: Any) -> str:
+    """Return what the monitor says within `WITHIN` checks after a fault came; nothing if it finds nothing.
+
+    Args:
+        camera: Keys under ``[camera]`` that set the fault.
+        **options: Of `opusim.open_device`; the healthy and the faulty device get them.
+    """
+
+    def opened(**changes: Any) -> CameraDevice:
+        watch = {"every_steps": 1, "false_alarm_per_run": 1e-6}
+        device = open_device(INSTRUMENT, **{**WINDOW, **changes, **options}, monitor=watch)
+        assert isinstance(device, CameraDevice)
+        return device
+
+    try:
+        with opened() as device:
+            baseline = device.monitor.baseline
+        with opened(camera=camera) as device:
+            if baseline is not None:
+                device.compare_with(baseline)
+            for step in range(STEP + 1, STEP + 1 + WITHIN):
+                device.seek(step)
+    except (DeviceFault, NoiseBelowCertificate) as error:
+        return str(error).partition("' ")[2].partition(";")[0]
+    return ""
+
+
 def named(trials: int) -> list[dict[str, Any]]:
     """Return a row for each fault: the smallest size found in all trials.
 
     A size that the description does not admit counts as none.
     """
     rows = []
-    for name, (unit, camera_of) in NAMED.items():
+    for name, (unit, keys) in NAMED.items():
         smallest: float | None = None
         largest = 0.0
-        for size in SIZES:
-            effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
+        for each in SIZES:
             try:
-                found = [
-                    monitored(effect, n_outputs=WINDOW["n_outputs"], seed=seed)
-                    for seed in range(1, trials + 1)
-                ]
+                found = [monitored(set_to(keys, each), seed=seed) for seed in range(1, trials + 1)]
             except ConfigError:
                 continue
-            largest = max(largest, size)
+            largest = max(largest, each)
             if not all(found):
                 break
-            smallest = size
+            smallest = each
         sizes = {"smallest": smallest, "largest": largest}
         rows.append({"fault": name, "unit": unit, **sizes, "trials": trials})
         print(rows[-1], flush=True)
@@ -157,40 +191,25 @@ def called(said: str) -> str:
 
 
 def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Count names for each fault and size that is not known yet, and keep all rows after each.
-
-    Args:
-        trials: instruments for each.
-        known: rows of an earlier call.
-        keep: takes all rows.
-    """
+    """Count names for each fault and size that is not known yet, and keep all rows after each."""
     rows = [row for row in known if row["trials"] == trials]
     cells = [
-        (inputs, name, size)
+        (inputs, name, each)
         for inputs, confused in ((NARROW, CONFUSED), (WIDE, WIDE_CONFUSED))
         for name, sizes in confused.items()
-        for size in sizes
+        for each in sizes
     ]
     for cell in cells:
         if any(cell == (row["inputs"], row["fault"], row["size"]) for row in rows):
             continue
-        inputs, name, size = cell
-        unit, camera_of = NAMED[name]
-        effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
+        inputs, name, each = cell
+        unit, keys = NAMED[name]
         found = Counter(
-            called(
-                monitored(
-                    effect,
-                    n_outputs=WINDOW["n_outputs"],
-                    seed=seed,
-                    n_inputs=inputs,
-                    medium={"seed": seed},
-                )
-            )
+            called(monitored(set_to(keys, each), seed=seed, n_inputs=inputs, medium={"seed": seed}))
             for seed in range(1, trials + 1)
         )
         said = {"called": dict(found), "trials": trials}
-        rows.append({"inputs": inputs, "fault": name, "size": size, "unit": unit, **said})
+        rows.append({"inputs": inputs, "fault": name, "size": each, "unit": unit, **said})
         print(rows[-1], flush=True)
         rows.sort(key=lambda row: cells.index((row["inputs"], row["fault"], row["size"])))
         keep(rows)
@@ -222,82 +241,39 @@ def changes(trials: int) -> list[dict[str, Any]]:
     with open_described(load_description(INSTRUMENT, {"monitor": {}}), **WINDOW) as device:
         promised = {checks: device.smallest_changes(checks) for checks in CHECKS}
     for (change, (fault, amount_of)), checks in product(_CHANGES.items(), CHECKS):
-        size = promised[checks][change]
-        if math.isnan(size):
+        least = promised[checks][change]
+        if math.isnan(least):
             continue
         found = [
-            checks_until_found(broken(fault, amount_of(size), seed), checks) is not None
+            checks_until_found(broken(fault, amount_of(least), seed), checks) is not None
             for seed in range(trials)
         ]
-        row = {"device": INSTRUMENT, "change": change, "checks": checks, "smallest": round(size, 4)}
+        row = {"device": INSTRUMENT, "change": change, "checks": checks, "smallest": round(least, 4)}
         rows.append(row | {"found": sum(found), "trials": trials})
         print(rows[-1], flush=True)
     return rows
 
 
-def docs_table() -> str:
-    """Return the table of docs/devices.md: the smallest change of a camera that each number of checks finds."""
-    found: dict[str, dict[int, str]] = {}
-    for row in load_results(NAME).get("changes", []):
-        size = (
-            f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
-        )
-        missed = "" if row["found"] == row["trials"] else f" ({row['found']} of {row['trials']})"
-        cell = size + missed
-        found.setdefault(row["change"], {})[row["checks"]] = cell
-    checks = sorted({number for cells in found.values() for number in cells})
-    rows = [(key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
-    header = ("change", *(f"in {number} check{'s' * (number > 1)}" for number in checks))
-    return markdown(header, rows)
-
-
-def named_table() -> str:
-    """Return the table of docs/devices.md on the faults of a real instrument."""
-    rows = []
-    for row in load_results(NAME).get("named", []):
-        size = row["smallest"]
-        if size is None:
-            rows.append((row["fault"], f"not found at {_size(row['largest'], row['unit'])}"))
-            continue
-        rows.append((row["fault"], _size(size, row["unit"])))
-    return markdown(("fault", "smallest size found"), rows)
-
-
-def confusion_table() -> str:
-    """Return the table of docs/devices.md on names: faults that get none, or not always the same, by what they get."""
-    faults: dict[tuple[str, str], list[str]] = {}
-    for row in load_results(NAME).get("confusion", []):
-        if len(row["called"]) > 1 or "nothing" in row["called"]:
-            called = sorted(row["called"].items(), key=lambda one: -one[1])
-            key = (f"{row['inputs']:,}", ", ".join(f"{name} {count}" for name, count in called))
-            faults.setdefault(key, []).append(f"{row['fault']}, {_size(row['size'], row['unit'])}")
-    rows: list[tuple[str, ...]] = [("; ".join(names), *key) for key, names in faults.items()]
-    return markdown(("fault", "inputs", "called"), rows) if rows else ""
-
-
-def _size(value: float, unit: str) -> str:
+def size(value: float, unit: str) -> str:
+    """Return a fault's size as text."""
     return f"{value:g} {unit}" if unit.startswith("pixels") else f"{100 * value:g} % {unit}"
 
 
-def main(trials: int = 20, parts: str = "changes named confusion", save: bool = False) -> None:
-    """Measure some parts; --save renews these in benchmarks/results/monitor.json."""
+def main(trials: int = 20, parts: str = "changes named confusion") -> None:
+    """Measure some parts and save each."""
     torch.set_num_threads(1)
     results = load_results(NAME)
     found = {key: results.get(key, []) for key in ("changes", "named", "confusion")}
 
-    def keep(rows: list[dict[str, Any]]) -> None:
-        found["confusion"] = rows
-        if save:
-            save_results(NAME, {"window": WINDOW, **found})
+    def keep(part: str, rows: list[dict[str, Any]]) -> None:
+        found[part] = rows
+        save_results(NAME, {"window": WINDOW, **found})
 
-    measured = {"changes": changes, "named": named}
     for part in parts.split():
         if part == "confusion":
-            confusion(trials, found[part], keep)
-            continue
-        found[part] = measured[part](trials)
-        if save:
-            save_results(NAME, {"window": WINDOW, **found})
+            confusion(trials, found[part], partial(keep, part))
+        else:
+            keep(part, {"changes": changes, "named": named}[part](trials))
 
 
 if __name__ == "__main__":

@@ -8,64 +8,38 @@ mean test accuracy within two points of the `camera` twin.
 `--slmsuite` asks the same of slmsuite's simulated modulator and camera, with the sensor of `camera_low_light`
 (tests/support/own_bench/slmsuite_bench.py), and of the twin that `opusim device calibrate --recorded` makes of that
 camera's frames; it needs the environment of `make adapters`.
-
-Runs are ordinary run folders under runs/own_bench; a second call resumes where the first one stopped.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+import typer
+
+from benchmarks.results_file import save_results
 from benchmarks.runs import train_or_read
-from opusim.tables import print_table
 
 MODULE, NAME, FOLDER = "benchmarks.devices.own_bench", "own_bench", Path("runs/own_bench")
 OWN = Path(__file__).parents[2] / "tests" / "support" / "own_bench"
 SEEDS, EPOCHS, BAR = (0, 1, 2), 15, 2.0
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The optical path of a training run, and the twins that it is compared with.
-
-    Attributes:
-        through: the bench in words.
-        columns: of each device's label, the bench first and the `camera` twin second.
-        arguments: of the command.
-    """
-
-    through: str
-    columns: Mapping[str, str]
-    arguments: tuple[str, ...] = ()
-
-
 BENCHES = {
-    NAME: Bench(
-        "an optical bench in software behind doubles of ALP4lib and pylablib, by the code and the description of the "
-        'page "Bring your own instrument"',
-        {"own": "own bench", "camera": "`camera`"},
-    ),
-    "own_bench_slmsuite": Bench(
-        "slmsuite's simulated modulator and camera, with the sensor of `camera_low_light`",
-        {
-            "slmsuite": "slmsuite's pair",
-            "camera": "`camera`",
-            "calibrated": "twin calibrated from its frames",
-        },
-        ("--slmsuite",),
-    ),
+    NAME: {"own": "own bench", "camera": "`camera`"},
+    "own_bench_slmsuite": {
+        "slmsuite": "slmsuite's pair",
+        "camera": "`camera`",
+        "calibrated": "twin calibrated from its frames",
+    },
 }
-"""By the name of the results."""
+"""What a table calls each device, the bench first and the `camera` twin second, by the name of the results."""
 
 
 def device_of(label: str, seed: int) -> dict[str, Any]:
@@ -127,44 +101,18 @@ def rows_of(runs: list[dict[str, Any]], labels: Iterable[str]) -> list[tuple[str
     return rows
 
 
-def _columns(bench: Bench) -> tuple[str, ...]:
-    return "seed", *(f"{text} [%]" for text in bench.columns.values())
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    parts = []
-    for name, bench in BENCHES.items():
-        results = load_results(name)
-        rows = rows_of(results.get("runs", []), bench.columns)
-        if not rows:
-            continue
-        difference = float(rows[-1][1]) - float(rows[-1][2])
-        met = "met" if abs(difference) <= results["bar"] else "not met"
-        text = (
-            f"Digits, 64-512-512-10, photonic DFA, {results['epochs']} epochs ({results['date']}, "
-            f"{command(MODULE, *bench.arguments)}): through {bench.through}. Required: within {results['bar']:g} "
-            f"points: {met}, {difference:+.2f}."
-        )
-        parts += [text, markdown(_columns(bench), rows)]
-    return section("A bench of one's own", *parts) if parts else ""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--slmsuite", action="store_true", help="ask it of slmsuite's simulated pair")
-    options = parser.parse_args()
+def main(
+    epochs: int = EPOCHS,
+    slmsuite: Annotated[bool, typer.Option("--slmsuite", help="Ask it of slmsuite's pair.")] = False,
+) -> None:
+    """Train through each device, or read the runs that were made."""
     sys.path.insert(0, str(OWN))
-    name = "own_bench_slmsuite" if options.slmsuite else NAME
-    bench, runs = BENCHES[name], list[dict[str, Any]]()
-    for seed in SEEDS:
-        for label in bench.columns:
-            runs.append(run_once(label, seed, options.epochs))
-            print(runs[-1], flush=True)
-            save_results(name, {"bar": BAR, "epochs": options.epochs, "runs": runs})
-    print_table("digits, test accuracy", _columns(bench), rows_of(runs, bench.columns))
+    name, runs = "own_bench_slmsuite" if slmsuite else NAME, list[dict[str, Any]]()
+    for seed, label in itertools.product(SEEDS, BENCHES[name]):
+        runs.append(run_once(label, seed, epochs))
+        print(runs[-1], flush=True)
+        save_results(name, {"bar": BAR, "epochs": epochs, "runs": runs})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

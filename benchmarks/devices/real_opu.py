@@ -8,17 +8,15 @@ more are always on; features y = |R x|^degree, divided by their mean of |R x|^2 
 of their number and, at degree 4, by 10^4; ridge on targets -1 and 1 without an intercept; 60,000 records to train,
 10,000 to test. n features are the first n columns of one map.
 
-Each device is read with several maps (seeds of the medium). `fit` tries the light, the background light and the size
-of grains on degree 2 at 500 to 5,000 features, with one map; `camera_fitted` has the numbers of the smallest distance
-to the middle between the two tunings.
-Other sizes and degree 4 are left to check it.
-Required: within half a point of the middle between the two tunings at 1,000 and 10,000, and below the ideal device by
-two standard errors from 500 to 10,000 features (paired over maps). A second call resumes.
+Each device is read with several maps (seeds of the medium). `fit` tries the light, the background light and the size of
+grains on degree 2 at 500 to 5,000 features, with one map; `camera_fitted` has the numbers of the smallest distance to
+the middle between the two tunings. Other sizes and degree 4 are left to check it. Required: within half a point of the
+middle between the two tunings at 1,000 and 10,000, and below the ideal device by two standard errors from 500 to 10,000
+features (paired over maps).
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -30,7 +28,8 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 from torch import Tensor
 
-from benchmarks.markdown import command, markdown, section, verdict, with_error
+from benchmarks.markdown import markdown, verdict, with_error
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
 from opusim import NoisyDevice, open_device
 from opusim.training.data import load_dataset
@@ -153,10 +152,7 @@ def measure(
         **overrides,
     ) as device:
         found = moments(device, degree)
-    return {
-        "test": accuracies(found, degree, sizes),
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    return {"test": accuracies(found, degree, sizes), "seconds": round(time.perf_counter() - started, 1)}
 
 
 def light(background: float, signal_e: float, grain_pixels: int) -> dict[str, Any]:
@@ -199,8 +195,9 @@ def distance(found: dict[str, float]) -> float:
     return math.sqrt(statistics.mean(gap * gap for gap in gaps))
 
 
-def fit(results: dict[str, Any]) -> None:
+def fit() -> None:
     """Try background light, signal and size of grains at the fitted sizes, with one map."""
+    results = load_results(NAME) or {"fit": {}, "runs": {}}
     for background, signal, grain in GRID:
         key = f"background {background:g}, signal {signal:g}, grain {grain}"
         if key in results["fit"]:
@@ -212,8 +209,9 @@ def fit(results: dict[str, Any]) -> None:
         print(key, results["fit"][key], flush=True)
 
 
-def run(results: dict[str, Any]) -> None:
+def run() -> None:
     """Measure every device, map and degree that the results lack."""
+    results = load_results(NAME) or {"fit": {}, "runs": {}}
     for degree in (2, 4):
         for map_number in MAPS:
             for name in DEVICES:
@@ -277,37 +275,5 @@ def judgement(results: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    maps = max((len(figures(results, "camera_fitted", 2, 1000.0, 1000)), 0))
-    text = (
-        "Ridge regression on optical features of FashionMNIST, test accuracy in per cent against the number of "
-        "features, beside the measurements of a real OPU by github.com/joneswack/opu-kernel-experiments "
-        f"(csv/feature_evaluation; one map). Mean and standard error of {maps} maps ({results['date']}, "
-        f"{command(MODULE)}). Light, background (none) and grains of `camera_fitted` were fitted to the degree-2 rows "
-        "at 500 to 5,000 features with one map, by the distance to the middle between the two tunings; the others "
-        "check it."
-    )
-    parts = [table(results, 2), judgement(results)]
-    if figures(results, "camera_fitted", 4, 100.0, 1000):
-        parts.append(table(results, 4))
-    return section("The twin against a real OPU", text, *parts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "what", nargs="?", choices=("run", "fit"), default="run", help="measure, or try the light"
-    )
-    chosen = parser.parse_args().what
-    results = load_results(NAME) or {"fit": {}, "runs": {}}
-    fit(results) if chosen == "fit" else run(results)
-
-
 if __name__ == "__main__":
-    main()
+    program(run, fit)

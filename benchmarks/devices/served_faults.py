@@ -20,9 +20,8 @@ from typing import Any
 
 import typer
 
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.files import parse_json
-from opusim.tables import print_table
 
 NAME = "served_faults"
 _EVERY_S = 60.0
@@ -62,10 +61,10 @@ def summary(folder: Path) -> dict[str, Any]:
         "faults": dict(sorted(faults.items())),
         "runs": [
             _compared(user, [note for note in of["run"] if note["user"] == user])
-            for user in _users(of["run"])
+            for user in sorted({note["user"] for note in of["run"]})
         ]
         + [_compared(kind, of[kind]) for kind in ("calibration", "victim")],
-        "stops": dict(Counter(f"{_owner(note['run'])}: {note['error']}" for note in of["stop"])),
+        "stops": dict(Counter(f"{note['run'].partition('-')[0]}: {note['error']}" for note in of["stop"])),
         "crashes": [note["text"] for note in notes if note["what"] == "crash"],
         "unexpected": [note for note in of["attack"] if not _as_expected(note)][:20],
         "stops_of_more_lines": sum("\n" in note["text"] for note in of["stop"]),
@@ -74,23 +73,11 @@ def summary(folder: Path) -> dict[str, Any]:
     }
 
 
-def _users(runs: list[dict[str, Any]]) -> list[str]:
-    return sorted({note["user"] for note in runs})
-
-
-def _owner(run: str) -> str:
-    return run.partition("-")[0]
-
-
 def _compared(name: str, notes: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how many of some results equal the local ones, and in what the others differ."""
     different = [note["different"] for note in notes if note["different"]]
-    return {
-        "who": name,
-        "results": len(notes),
-        "equal": len(notes) - len(different),
-        "different": different[:5],
-    }
+    counts = {"results": len(notes), "equal": len(notes) - len(different)}
+    return {"who": name, **counts, "different": different[:5]}
 
 
 def _as_expected(note: dict[str, Any]) -> bool:
@@ -101,18 +88,8 @@ def _as_expected(note: dict[str, Any]) -> bool:
     return "\n" not in text and any(each in text for each in (wanted, *_NO_SERVER))
 
 
-def docs_table() -> str:
-    """Return the sentence of docs/serving.md; empty without results."""
-    runs = load_results(NAME).get("runs", [])
-    results, equal = (sum(row[key] for row in runs) for key in ("results", "equal"))
-    told = (
-        f"{equal:,} of {results:,} results of clients of one simulation equalled the local ones, bit for bit."
-    )
-    return told if runs else ""
-
-
-def main(minutes: float = 60.0, folder: Path | None = None, save: bool = False) -> None:
-    """Let faults happen for some minutes; --save renews benchmarks/results/served_faults.json every minute."""
+def main(minutes: float = 60.0, folder: Path | None = None) -> None:
+    """Let faults happen for some minutes, and save what was noted every minute."""
     place = folder or Path(tempfile.mkdtemp())
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.support.served_runs", str(place), str(60 * minutes)]
@@ -121,14 +98,8 @@ def main(minutes: float = 60.0, folder: Path | None = None, save: bool = False) 
     while ended is None:
         time.sleep(min(_EVERY_S, 20 * minutes))
         ended = play.poll()
-        found = summary(place)
-        if save and found:
+        if found := summary(place):
             save_results(NAME, found)
-    rows = [tuple(map(str, row.values())) for row in found["runs"]]
-    print_table("Runs under faults", ("who", "results", "equal", "different"), rows)
-    print_table(
-        "Faults", ("fault", "times"), [(fault, f"{times:,}") for fault, times in found["faults"].items()]
-    )
     sys.exit(ended)
 
 

@@ -15,18 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model and how it is trained.
-
-    Attributes:
-        layers: Blocks.
-        heads: Heads of attention in each.
-        width: Of the stream.
-        context: Characters that the model sees.
-        batch: Stretches of text in a step.
-        steps: Steps of training.
-        dropout: Share of activations that are dropped.
-        causal: Whether a position sees earlier ones only.
-    """
+    """A model and how it is trained."""
 
     layers: int
     heads: int
@@ -91,12 +80,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores of the next character at every position, shape (records, context, characters).
-
-    Args:
-        setting: Its sizes.
-        characters: Size of the vocabulary.
-    """
+    """Scores of the next character at every position, shape (records, context, characters)."""
 
     def __init__(self, setting: Setting, characters: int) -> None:
         super().__init__()

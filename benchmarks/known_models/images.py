@@ -2,8 +2,7 @@
 
 CIFAR-10 from $OPUSIM_DATA, whole training set, random crops of the padded image and mirror images; the accuracy is that
 of the 10,000 test images after each eighth of the run, and the last one counts. AdamW with one learning rate, warm-up
-and half a cosine in every row: nothing was tuned, no row and no step was chosen by its accuracy. The forward pass is
-in bfloat16 where that is faster (torch.autocast): a step of the ResNet takes half the time on a processor.
+and half a cosine in every row: nothing was tuned, no row and no step was chosen by its accuracy.
 
     OPUSIM_DATA=... python -m benchmarks.known_models.images resnet   (10 epochs; 100 with --full, which needs a card)
     OPUSIM_DATA=... python -m benchmarks.known_models.images vit      (5 epochs; 100 with --full)
@@ -22,11 +21,10 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.known_models.gpt import Block, Setting, initialise, optimizer_of, rate
-from benchmarks.known_models.training import BP, Row, Task, last, runs_of, table, train_rows
-from benchmarks.markdown import command, section, with_error
+from benchmarks.known_models.gpt import Block, Setting, initialise
+from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
+from benchmarks.markdown import with_error
 from benchmarks.options import listed
-from benchmarks.results_file import load_results
 from opusim.training.data import load_dataset
 from opusim.training.networks.models import ResNet
 
@@ -49,9 +47,6 @@ class VisionTransformer(nn.Module):
     """Scores of an image: patches of 4 x 4 pixels with learnt positions, pre-norm blocks, the mean of the stream.
 
     Source: Dosovitskiy et al. 2021 (arXiv 2010.11929), with the mean in place of a class token (Zhai et al. 2022).
-
-    Args:
-        setting: Its sizes; the context is the number of patches.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -74,15 +69,7 @@ class VisionTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A model of a table.
-
-    Attributes:
-        title: Its name on the page.
-        build: Return a new one.
-        epochs: Passes over the training set on a processor, and on a card.
-        half: The forward pass is in bfloat16.
-        printed: What others report.
-    """
+    """A model of a table; half: its forward pass is in bfloat16."""
 
     title: str
     build: Callable[[], nn.Module]
@@ -120,14 +107,7 @@ def pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Images(Task):
-    """Name what an image shows.
-
-    Attributes:
-        kind: The model.
-        name: See Task.
-        steps: See Task.
-        place: See Task.
-    """
+    """Name what an image shows."""
 
     kind: str
     name: str
@@ -135,16 +115,7 @@ class Images(Task):
     place: torch.device
 
     def model(self) -> nn.Module:
-        """See Task.model."""
-        return KINDS[self.kind].build().to(memory_format=torch.channels_last)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """See Task.optimizer."""
-        return optimizer_of(model)
-
-    def rate(self, step: int) -> float:
-        """See Task.rate."""
-        return rate(step, self.steps)
+        return KINDS[self.kind].build()
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """See Task.batch: shuffled epochs; images moved by up to 4 pixels, half of them mirrored."""
@@ -164,7 +135,6 @@ class Images(Task):
         return found.contiguous().to(self.place), y[chosen].to(self.place)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """See Task.loss."""
         return functional.cross_entropy(self._scores(model, x), y)
 
     def _scores(self, model: nn.Module, x: Tensor) -> Tensor:
@@ -199,31 +169,13 @@ def closed(results: dict[str, Any], row: str) -> str:
     return f"{100 * (own - plain) / (best - plain):.0f}"
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    parts = []
-    for kind in KINDS:
-        for full in (False, True):
-            task = task_of(kind, full=full)
-            results = load_results(task.name)
-            if not results:
-                continue
-            epochs = KINDS[kind].epochs[full]
-            words = (kind, "--full") if full else (kind,)
-            parts += [
-                f"{KINDS[kind].title}, {epochs} epochs of CIFAR-10 from JPEG files, batch {BATCH}"
-                f"{', the forward pass in bfloat16' if KINDS[kind].half else ''} "
-                f"({results['date']}, {command(MODULE, *words)}). In print: {KINDS[kind].printed}.",
-                table(
-                    results,
-                    ROWS,
-                    {
-                        "test accuracy [%]": lambda name, runs: with_error(last(runs, "accuracy"), ".2f"),
-                        "gap closed [%]": lambda name, runs, found=results: closed(found, name),
-                    },
-                ),
-            ]
-    return section("Images", *parts) if parts else ""
+def figures(results: dict[str, Any]) -> str:
+    """Return the table of the rows: accuracies, the gap that is closed, and costs."""
+    columns: dict[str, Column] = {
+        "test accuracy [%]": lambda _, runs: with_error(last(runs, "accuracy"), ".2f"),
+        "gap closed [%]": lambda row, _: closed(results, row),
+    }
+    return table(results, ROWS, columns)
 
 
 def main(

@@ -25,9 +25,9 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting, optimizer_of, rate
+from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting
 from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
-from benchmarks.markdown import command, section, with_error
+from benchmarks.markdown import with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results
 from opusim.training.runs.drawing import save_figure, style
@@ -62,18 +62,6 @@ ROWS: dict[str, Row] = {
     "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
 }
 PICTURE = Path(__file__).parents[2] / "docs" / "nanogpt.png"
-README_LOSS = {"small": 1.88, "full": 1.4697}
-"""Validation losses that nanoGPT's README reports."""
-PAPERS = "Launay et al. 2020: 1.74 (WikiText-103, six blocks of 512); GrAPE 2026: 1.11, learnt feedback"
-
-READING = (
-    "How to read it: `encoding` costs more than the device's noise. The default shows one bit of each entry, drawn "
-    "anew; `planes` shows four and takes four times the frames. A cosine with the true gradient is no measure of "
-    "learning: a read-out without plain feedback has the highest. Device time decides what is practical: a step is a "
-    "reading for each token, 768 here and 16,384 in the setting for a card. Digitally, DFA saves nothing: at equal "
-    "compute its loss is above backpropagation's at every size (Filipovich et al. 2022, arXiv 2210.14593)."
-)
-ALT = "Loss by steps, loss by the device's noise, and the cosine and the scale at each point, for five ways to learn"
 
 
 @cache
@@ -94,13 +82,7 @@ def texts() -> tuple[Tensor, Tensor, int]:
 
 @dataclass(frozen=True)
 class Characters(Task):
-    """Predict the next character.
-
-    Attributes:
-        setting: The model and its training.
-        name: See Task.
-        place: See Task.
-    """
+    """Predict the next character."""
 
     setting: Setting
     name: str
@@ -108,20 +90,10 @@ class Characters(Task):
 
     @property
     def steps(self) -> int:  # type: ignore[override]
-        """See Task."""
         return self.setting.steps
 
     def model(self) -> nn.Module:
-        """See Task.model."""
         return GPT(self.setting, texts()[2])
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """See Task.optimizer."""
-        return optimizer_of(model)
-
-    def rate(self, step: int) -> float:
-        """See Task.rate."""
-        return rate(step, self.steps)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """See Task.batch: stretches that start anywhere."""
@@ -223,31 +195,13 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(values) for values in zip(*rows, strict=True)]
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    parts = []
-    for name, setting, where in ((NAME, SMALL, "a processor"), (f"{NAME}_full", FULL, "a card")):
-        results = load_results(name)
-        if not results:
-            continue
-        words = () if name == NAME else ("--full",)
-        reported = README_LOSS["small" if name == NAME else "full"]
-        text = (
-            f"nanoGPT's setting for {where}: {setting.layers} layers, {setting.heads} heads, width {setting.width}, "
-            f"context {setting.context}, batch {setting.batch}, {setting.steps:,} steps ({results['date']}, "
-            f"{command(MODULE, *words)}). Its README reports {reported}. Ratios in print: {PAPERS}. Frames, time and "
-            "energy are those of the device described, for the whole run."
-        )
-        figures: dict[str, Column] = {
-            "validation loss": lambda _, runs: with_error(last(runs, "validation"), ".3f"),
-            "perplexity over backpropagation's": lambda row, _, found=results: with_error(
-                ratio(found, row), ".3f"
-            ),
-        }
-        parts += [text, table(results, ROWS, figures)]
-    if parts:
-        parts += [READING, f"![{ALT}](../../docs/{PICTURE.name})"]
-    return section("nanoGPT on characters", *parts) if parts else ""
+def figures(results: dict[str, Any]) -> str:
+    """Return the table of the rows: losses, perplexities over backpropagation's, and costs."""
+    columns: dict[str, Column] = {
+        "validation loss": lambda _, runs: with_error(last(runs, "validation"), ".3f"),
+        "perplexity over backpropagation's": lambda row, _: with_error(ratio(results, row), ".3f"),
+    }
+    return table(results, ROWS, columns)
 
 
 def main(

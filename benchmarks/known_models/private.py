@@ -2,8 +2,8 @@
 
 Tiny Shakespeare from $OPUSIM_DATA as bytes; a record is a stretch of 65 bytes, and the last tenth is held out. Three of
 nanoGPT's blocks (`benchmarks.known_models.gpt`) of width 96 by `opusim.train`: Adam, Poisson batches of 256 expected
-records, 5 epochs, `protection.kind = "record"` with its defaults and the epsilon of the row at delta 1e-5.
-Nothing was tuned.
+records, 5 epochs, `protection.kind = "record"` with its defaults and the epsilon of the row at delta 1e-5. Nothing was
+tuned.
 
     OPUSIM_DATA=... python -m benchmarks.known_models.private    (resumes; some 10 minutes of a core a run)
 """
@@ -11,8 +11,8 @@ Nothing was tuned.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,6 @@ import torch
 import typer
 
 from benchmarks.known_models.gpt import GPT, SMALL
-from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import seeds_of
 from benchmarks.results_file import FOLDER, load_results, save_results
 from benchmarks.runs import train_or_read
@@ -60,30 +59,10 @@ def figures(trainer: str, epsilon: float | None, seed: int) -> dict[str, Any]:
     }
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    rows = []
-    for trainer in TRAINERS:
-        for epsilon in EPSILONS:
-            runs = [results["runs"].get(f"{trainer}, {epsilon}, seed {seed}") for seed in range(SEEDS)]
-            if done := [run for run in runs if run]:
-                stated = "-" if epsilon is None else f"{statistics.fmean(run['epsilon'] for run in done):.2f}"
-                losses = with_error([run["validation"][-1] for run in done], ".3f")
-                rows.append((trainer, stated, done[0]["status"] or "-", str(len(done)), losses))
-    text = (
-        f"{SETTING.layers} of nanoGPT's blocks of width {SETTING.width}, Tiny Shakespeare as bytes, {EPOCHS} epochs in "
-        f"batches of {BATCH} expected records; a record is {SETTING.context + 1} bytes, delta {DELTA:g} "
-        f"({results['date']}, {command(MODULE)}). bp under protection is DP-SGD; pdfa runs through the `gaussian` "
-        "device, whose noise no guarantee counts here. Nothing was tuned, so nothing is spent on a search."
-    )
-    return section(
-        "A private GPT",
-        text,
-        markdown(("trainer", "epsilon", "status", "seeds", "validation loss [nats a byte]"), rows),
-    )
+def runs_of(results: dict[str, Any], trainer: str, epsilon: float | None) -> list[dict[str, Any]]:
+    """Return the finished runs of a trainer and epsilon, seed by seed."""
+    found = (results["runs"].get(f"{trainer}, {epsilon}, seed {seed}") for seed in range(SEEDS))
+    return [run for run in found if run]
 
 
 def main(
@@ -91,14 +70,12 @@ def main(
 ) -> None:
     """Train every run that the results lack; runs that were begun resume."""
     results = load_results(NAME) or {"runs": {}}
-    for seed in seeds_of(seeds):
-        for epsilon in EPSILONS:
-            for trainer in TRAINERS:
-                key = f"{trainer}, {epsilon}, seed {seed}"
-                if key not in results["runs"]:
-                    results["runs"][key] = figures(trainer, epsilon, seed)
-                    save_results(NAME, results)
-                    print(f"{key}: {results['runs'][key]['validation'][-1]:.3f}", flush=True)
+    for seed, epsilon, trainer in itertools.product(seeds_of(seeds), EPSILONS, TRAINERS):
+        key = f"{trainer}, {epsilon}, seed {seed}"
+        if key not in results["runs"]:
+            results["runs"][key] = figures(trainer, epsilon, seed)
+            save_results(NAME, results)
+            print(f"{key}: {results['runs'][key]['validation'][-1]:.3f}", flush=True)
 
 
 if __name__ == "__main__":

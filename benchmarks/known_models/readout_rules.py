@@ -30,8 +30,7 @@ from torch.nn import functional
 
 from benchmarks.known_models.nanogpt import small
 from benchmarks.known_models.training import MATRIX_SEED
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim import FeedbackAlignment
 from opusim.training.feedback.layout import row_std
 
@@ -183,23 +182,6 @@ def cosine(feedback: FeedbackAlignment, task: Any) -> float:
     x, y = task.batch(2, 0)
     found = feedback.diagnose(lambda: task.loss(feedback, x, y))
     return statistics.mean(point.signal_alignment for point in found.points)
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    found = load_results(NAME)
-    if not found:
-        return ""
-    rows = [
-        (row["rule"], str(row["batches"]), str(row["passes"]), f"{row['cosine']:.3f}")
-        for row in found["rows"]
-    ]
-    text = (
-        f"The GPT after {found['steps']} steps of backpropagation; read-outs start as plain feedback ({found['date']}, "
-        f"{command(MODULE)}). A backward pass counts two passes."
-    )
-    head = ("rule", "batches", "passes", "cosine with the true gradient")
-    return section("Rules for a read-out", text, markdown(head, rows))
 
 
 if __name__ == "__main__":

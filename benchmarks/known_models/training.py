@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.known_models.gpt import optimizer_of, rate
 from benchmarks.markdown import markdown
 from benchmarks.results_file import FOLDER, load_results, save_results
 from opusim import FeedbackAlignment, open_device
@@ -51,13 +52,7 @@ class Row:
 
 
 class Task(ABC):
-    """What is learnt: a model, its batches and its measure.
-
-    Attributes:
-        name: Of the results, benchmarks/results/NAME.json.
-        steps: Of a run.
-        place: Torch device.
-    """
+    """What is learnt: a model, its batches and its measure."""
 
     name: str
     steps: int
@@ -67,13 +62,13 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """Return a new model; torch's seed is set."""
 
-    @abstractmethod
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a model."""
+        return optimizer_of(model)
 
-    @abstractmethod
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
+        return rate(step, self.steps)
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
@@ -90,18 +85,7 @@ class Task(ABC):
 
 @dataclass
 class Progress:
-    """A run so far.
-
-    Attributes:
-        step: Steps done.
-        seconds: Processor time of training on this machine.
-        frames: Frames of the device.
-        device_seconds: Time that they take on the device.
-        joules: Energy that they take there.
-        curve: Figures after each part.
-        depth: Signal alignment of each point at the end, from the input to the output.
-        scale: Root mean square of each point's output at the end.
-    """
+    """A run so far: figures after each part, what the device took, each point's alignment and scale at the end."""
 
     step: int = 0
     seconds: float = 0.0
@@ -114,14 +98,7 @@ class Progress:
 
 
 class Training:
-    """One run of a row.
-
-    Args:
-        task: What is learnt.
-        row: How.
-        seed: Of parameters, batches, the matrix and the device's noise.
-        file: Its checkpoint, from which it resumes.
-    """
+    """One run of a row."""
 
     def __init__(self, task: Task, row: Row, seed: int, file: Path) -> None:
         self._task, self._row, self._seed, self._file = task, row, seed, file
@@ -248,14 +225,7 @@ def plan(rows: Mapping[str, Row]) -> Iterator[tuple[str, int]]:
 
 
 def train_rows(task: Task, rows: Mapping[str, Row], *, names: Sequence[str], processes: int) -> None:
-    """Train every run of some rows that the results lack; those that were begun resume.
-
-    Args:
-        task: What is learnt.
-        rows: The rows of the table.
-        names: Those to train.
-        processes: Runs at the same time, a thread each.
-    """
+    """Train every run of some rows that the results lack; those that were begun resume."""
     results = load_results(task.name) or {"runs": {}}
     left = [(n, s) for n, s in plan(rows) if n in names and key_of(n, s) not in results["runs"]]
     work = [(task, name, rows[name], seed, CACHE) for name, seed in left]
@@ -282,13 +252,7 @@ Column = Callable[[str, Sequence[Mapping[str, Any]]], str]
 
 
 def table(results: Mapping[str, Any], rows: Mapping[str, Row], figures: Mapping[str, Column]) -> str:
-    """Return a line for each row that has runs: its figures, and what it costs on the device.
-
-    Args:
-        results: What `train_rows` kept.
-        rows: The rows of the table.
-        figures: Heads and cells of its own columns.
-    """
+    """Return a line for each row that has runs: its figures, by head of the column, and costs on the device."""
     head = ("row", "seeds", *figures, "frames a step", "device time [s]", "energy [kJ]")
     lines: list[tuple[str, ...]] = []
     for name, row in rows.items():

@@ -9,7 +9,6 @@ layer.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from benchmarks.pdfa.table1 import COLUMNS, PAPER, SIGMAS
 from benchmarks.pdfa.table1 import NAME as TABLE1
-from benchmarks.results_file import load_results
+from benchmarks.results_file import rows_of
 from opusim.training.runs.drawing import save_figure, style
 
 MODULE = "benchmarks.pdfa.figure2"
@@ -28,22 +27,14 @@ PICTURE = Path(__file__).parents[2] / "docs" / "pdfa_figure2.png"
 
 def curve(row: str, column: str) -> list[float]:
     """Return the mean held-out accuracy by epoch of a cell of Table 1; empty without results."""
-    runs = [
-        run["held_out"]
-        for run in load_results(TABLE1).get("runs", [])
-        if (run["row"], run["column"]) == (row, column) and "held_out" in run
-    ]
+    runs = [run["held_out"] for run in rows_of(TABLE1, "runs", row=row, column=column) if "held_out" in run]
     return [statistics.fmean(values) for values in zip(*runs, strict=True)]
 
 
 def alignment(row: str, column: str, layer: int) -> float | None:
     """Return the mean cosine of a cell's last epoch in one hidden layer; None without results."""
-    runs = [
-        run["alignment"][layer]
-        for run in load_results(TABLE1).get("runs", [])
-        if (run["row"], run["column"]) == (row, column) and run["alignment"]
-    ]
-    return statistics.fmean(runs) if runs else None
+    runs = [run["alignment"] for run in rows_of(TABLE1, "runs", row=row, column=column)]
+    return statistics.fmean(found[layer] for found in runs) if any(runs) else None
 
 
 def draw() -> None:
@@ -98,5 +89,4 @@ def _draw_alignment(axes: Any) -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
     draw()

@@ -9,8 +9,6 @@
 `tune` tries a grid for each row and epsilon with one seed, as many points for each protection of the same unit, and
 keeps the point of the best validation accuracy. `measure` trains that point with three other seeds and looks at the
 test set. The choice looked at the labels of the 6,000 validation records, which no guarantee here covers.
-
-Runs are ordinary run folders under runs/private; a second call resumes where the first one stopped.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results
-from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, table_rows
+from benchmarks.tuned_rows import RowPlan, TunedRows
 from opusim.description.section import merged
 
 MODULE, NAME = "benchmarks.pdfa.private", "pdfa_private"
@@ -69,23 +65,6 @@ ROWS = {
 TABLE = TunedRows(
     module=MODULE, name=NAME, folder=Path("runs/private"), base=BASE, rows=ROWS, seeds=(0, 1, 2)
 )
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results.get("cells"):
-        return ""
-    text = (
-        f"54,000 private records; test accuracy, mean of three seeds and its standard error ({results['date']}, "
-        f"{command(MODULE, 'tune')}, then `measure`). Learning rate, epochs and so on were chosen on the validation "
-        f"records with one other seed ({len(results['trials'])} trials in all), which looks at their labels and is not "
-        "covered by any guarantee here. Frames and joules are the simulated device's. Required of "
-        "records through the device, by the better of both encodings: at least 84.5 % at epsilon 3, 82 % at epsilon 1, "
-        "each within 1.5 points of DP-SGD; of amplified labels: 82 % and 77.5 %."
-    )
-    title = "What each protection costs (FashionMNIST, delta 1e-5)"
-    return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,7 @@ from torch import nn
 
 
 def frozen_hidden_layer(record_shape: Sequence[int], n_outputs: int, *, width: int) -> nn.Module:
-    """Return a network with one hidden layer of tanh, which does not train.
-
-    Args:
-        record_shape: Shape of a record.
-        n_outputs: Classes.
-        width: Hidden units.
-    """
+    """Return a network with one hidden layer of tanh, which does not train."""
     hidden = nn.Linear(math.prod(record_shape), width)
     hidden.requires_grad_(requires_grad=False)
     return nn.Sequential(nn.Flatten(), hidden, nn.Tanh(), nn.Linear(width, n_outputs))
@@ -28,12 +22,6 @@ def tanh_convolutions(
 
     Two convolutions (8 x 8 and 4 x 4, stride 2) with maxima over 2 x 2 places, and one hidden layer: 26,010 parameters
     for images of 28 x 28 pixels. Bounded activations keep gradients near the clip.
-
-    Args:
-        record_shape: Shape of an image, (c, h, w).
-        n_outputs: Classes.
-        widths: Channels of the convolutions.
-        hidden: Hidden units.
     """
     first, second = widths
     return nn.Sequential(

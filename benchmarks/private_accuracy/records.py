@@ -17,13 +17,12 @@ papers. The measured runs train on all 60,000 records with five other seeds. Fea
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import Row, command, markdown, section
-from benchmarks.results_file import load_results
-from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, shown_accuracy, table_rows
+from benchmarks.tuned_rows import RowPlan, TunedRows
 from opusim.description.section import merged
 
 MODULE, NAME = "benchmarks.private_accuracy.records", "private_accuracy_records"
@@ -49,50 +48,17 @@ FROZEN: dict[str, Any] = {
     "options": {"width": WIDTH},
 }
 CONVOLUTIONS = "benchmarks.private_accuracy.models:tanh_convolutions"
-TRANSFERRED: dict[str, Any] = {
-    "model": {"hidden": []},
-    "optimizer": {"lr": 16.0, "averaged_tail": 0.25},
-}
+TRANSFERRED: dict[str, Any] = {"model": {"hidden": []}, "optimizer": {"lr": 16.0, "averaged_tail": 0.25}}
 """Settings chosen for FashionMNIST."""
 CIFAR_RATE = 8.0
 """Rate for CIFAR-10, set before any run on it: half of FashionMNIST's, as Tramer and Boneh's rates times the norms of
 their features are 16 x 63 for FashionMNIST and 4 x 125 for CIFAR-10."""
-EXPLORED = 90
-"""Exploratory trials on the same held-out records of FashionMNIST, whose results are not kept."""
-ORIGINS = {
-    "mnist, linear": "MNIST takes the settings chosen for FashionMNIST.",
-    "cifar-10, ": "CIFAR-10 (a copy in JPEG) takes them too, but for its rate, which follows from published recipes.",
-    "fashion-mnist, convolutions": "The rows `convolutions` take batch size, rate, clip and epochs from Tramer and "
-    "Boneh's repository and are not tuned here.",
-    "cifar-10, convolutions": "`cifar-10, convolutions` takes network and settings of FashionMNIST.",
-}
-"""Where settings that were not chosen on a row's own records come from, by the beginning of its name."""
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
 COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0, 32.0), "optimizer.averaged_tail": (0.25,)}
 HIDDEN_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.25,)}
-LITERATURE: tuple[tuple[str, float, str, float], ...] = (
-    ("fashion-mnist", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 89.7),
-    ("fashion-mnist", 3.0, "ScatterNet, run again (Fu et al. 2024)", 89.0),
-    ("fashion-mnist", 3.0, "importance sampling, DPIS (Fu et al. 2024)", 88.8),
-    ("fashion-mnist", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 86.3),
-    ("fashion-mnist", 3.0, "CNN with tanh on pixels (Tramer and Boneh 2021)", 86.0),
-    ("fashion-mnist", 3.0, "DPSUR, claimed (Fu et al. 2024)", 89.7),
-    ("fashion-mnist", 1.0, "ScatterNet, run again (Fu et al. 2024)", 85.5),
-    ("fashion-mnist", 1.0, "importance sampling, DPIS (Fu et al. 2024)", 86.3),
-    ("fashion-mnist", 1.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 83.6),
-    ("fashion-mnist", 1.0, "DPSUR, claimed (Fu et al. 2024)", 88.4),
-    ("mnist", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 98.7),
-    ("mnist", 3.0, "ScatterNet, run again (Fu et al. 2024)", 98.3),
-    ("mnist", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 98.2),
-    ("mnist", 3.0, "CNN with tanh on pixels (Tramer and Boneh 2021)", 98.1),
-    ("mnist", 3.0, "DPSUR, claimed (Fu et al. 2024)", 98.9),
-    ("cifar-10", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 67.0),
-    ("cifar-10", 3.0, "ScatterNet and a CNN (Tramer and Boneh 2021)", 69.3),
-    ("cifar-10", 3.0, "CNN with tanh on pixels (Tramer and Boneh 2021)", 59.2),
-    ("cifar-10", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 60.4),
-)
-"""Data, epsilon, method and test accuracy of others, per cent; none pays for its choice of settings."""
+LITERATURE = tomllib.loads(Path(__file__).with_name("literature.toml").read_text())["rows"]
+"""Data, epsilon, method and test accuracy of others."""
 
 
 def _linear(data: str) -> RowPlan:
@@ -171,9 +137,7 @@ ROWS = {
     "fashion-mnist, hidden, DP-SGD": _hidden({}),
     "fashion-mnist, hidden, pdfa": _hidden(PHOTONIC),
     "fashion-mnist, hidden, frozen": RowPlan(
-        config={**HIDDEN, "model": FROZEN},
-        grid=HIDDEN_GRID,
-        epsilons=(3.0,),
+        config={**HIDDEN, "model": FROZEN}, grid=HIDDEN_GRID, epsilons=(3.0,)
     ),
 }
 TABLE = TunedRows(
@@ -185,59 +149,6 @@ TABLE = TunedRows(
     seeds=(0, 1, 2, 3, 4),
     measured={"data": {"validation_fraction": 0.0}},
 )
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results.get("cells"):
-        return ""
-    rows = [cell["row"] for cell in results["cells"]]
-    text = (
-        "All training records are private (50,000 of CIFAR-10, else 60,000); test accuracy, mean over "
-        f"seeds and its standard error ({results['date']}, "
-        f"{command(MODULE, 'tune')}, then `measure`). Settings of FashionMNIST were chosen on 10 % of its training "
-        f"records with one other seed ({len(results.get('trials', []))} trials in the results file, after some "
-        f"{EXPLORED} exploratory ones on those records: features, components, whitening, averages, batch sizes); the "
-        "choice is not paid for and no guarantee here covers it, as in the papers compared with."
-    )
-    origins = [note for start, note in ORIGINS.items() if any(row.startswith(start) for row in rows)]
-    text = " ".join([text, *origins])
-    grids = ", ".join(
-        f"{key.split('.')[-1]} of {', '.join(f'{value:g}' for value in values)}"
-        for key, values in COMPONENTS_GRID.items()
-    )
-    grid = f"The grid of the rows on components: {grids}; that of the others is in the program."
-    return section(
-        "Records on public features", text, markdown(COLUMN_NAMES, table_rows(results["cells"])), grid
-    )
-
-
-def docs_table() -> str:
-    """Return our accuracies above those of others, for the documentation: a column for each data set and epsilon."""
-    rows: dict[str, dict[tuple[str, float], str]] = {}
-    for cell in load_results(NAME).get("cells", []):
-        data, _, method = cell["row"].partition(", ")
-        rows.setdefault(f"opusim: {method}", {})[data, cell["epsilon"]] = f"**{shown_accuracy(cell)}**"
-    for data, epsilon, method, value in LITERATURE:
-        rows.setdefault(method, {})[data, epsilon] = f"{value:.1f}"
-    columns = list(dict.fromkeys((data, epsilon) for data, epsilon, *_ in LITERATURE))
-    return markdown(
-        ("method", *(f"{data}, epsilon {epsilon:g}" for data, epsilon in columns)),
-        [(method, *(cells.get(column, "") for column in columns)) for method, cells in rows.items()],
-    )
-
-
-def headline_rows() -> list[Row]:
-    """Return the accuracies of linear models."""
-    cells = load_results(NAME).get("cells", [])
-    figures = "; ".join(
-        f"{cell['row'].partition(',')[0]} at epsilon {cell['epsilon']:g}: {cell['test']:.1f}"
-        for cell in cells
-        if ", linear on components" in cell["row"]
-    )
-    claim = "DP-SGD of linear models on scattering features, test accuracy [%], delta 1e-5"
-    return [(claim, figures, command(MODULE, "measure"))] if figures else []
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ Step times: processor seconds of one thread, both kinds of loop in turn on the s
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
@@ -25,14 +26,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import typer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.markdown import command, markdown, section, verdict, with_error
-from benchmarks.options import seeds_of
-from benchmarks.results_file import load_results, save_results
+from benchmarks.options import program, seeds_of
+from benchmarks.results_file import keep_row, rows_of
 from benchmarks.timing import interleaved_turns
 from opusim.training.data import load_dataset
 
@@ -54,8 +53,6 @@ RATES = {"users": (0.03, 0.1, 0.3), "records": (0.3, 1.0, 3.0), "conversion": (0
 RATES |= dict.fromkeys(RULES, (1.0, 3.0))
 TUNING_SEED, MOST = 9, 1.1
 TIMED_USERS, REPEATS = 25, 20
-
-app = typer.Typer(add_completion=False)
 
 
 def network(seed: int) -> nn.Module:
@@ -156,64 +153,44 @@ def trained(row: str, lr: float, seed: int, *, tuning: bool = False) -> dict[str
     }
 
 
-@app.command()
 def tune() -> None:
     """Train each row once at each rate, on all but the held-out users."""
     torch.set_num_threads(1)
-    results = load_results(NAME)
-    found = results.setdefault("tuning", [])
     for row in ROWS:
         for lr in RATES[row]:
-            if any((one["row"], one["lr"]) == (row, lr) for one in found):
-                continue
-            found.append(trained(row, lr, TUNING_SEED, tuning=True))
-            print(found[-1], flush=True)
-            save_results(NAME, results)
+            if not rows_of(NAME, "tuning", row=row, lr=lr):
+                keep_row(NAME, trained(row, lr, TUNING_SEED, tuning=True), "tuning")
 
 
-@app.command()
 def measure(seeds: str = "0,1,2") -> None:
     """Train each row at its rate by some seeds."""
     torch.set_num_threads(1)
-    results = load_results(NAME)
-    found = results.setdefault("runs", [])
-    for seed in seeds_of(seeds):
-        for row in ROWS:
-            if any((one["row"], one["seed"]) == (row, seed) for one in found):
-                continue
-            tried = [one for one in results["tuning"] if one["row"] == row]
-            found.append(trained(row, max(tried, key=lambda one: one["accuracy"])["lr"], seed))
-            print(found[-1], flush=True)
-            save_results(NAME, results)
+    for seed, row in itertools.product(seeds_of(seeds), ROWS):
+        if not rows_of(NAME, "runs", row=row, seed=seed):
+            best = max(rows_of(NAME, "tuning", row=row), key=lambda one: float(one["accuracy"]))
+            keep_row(NAME, trained(row, best["lr"], seed), "runs")
 
 
-@app.command()
 def speed() -> None:
     """Time a step of users against one of records, on the same rows."""
     torch.set_num_threads(1)
-    results, count = load_results(NAME), TIMED_USERS * EACH
-    generator = torch.Generator().manual_seed(0)
+    count, generator = TIMED_USERS * EACH, torch.Generator().manual_seed(0)
     records = TensorDataset(
         torch.randn(count, 784, generator=generator), torch.randint(0, 10, (count,), generator=generator)
     )
     models: dict[str, Callable[[int], nn.Module]] = {"784-128-10": network, "convolutions": convolutions}
-    results["steps"] = []
-    for name, build in models.items():
-        for mode in ("experiment", "release"):
-            with tempfile.TemporaryDirectory() as folder:
-                work: dict[str, Callable[[], object]] = {}
-                for row in ("records", "users"):
-                    seed = 0 if mode == "experiment" else None
-                    options: dict[str, Any] = {"mode": mode, "rate": 1.0, "lr": 0.1, "seed": seed}
-                    private = loop(f"{folder}/{row}", row, build(0), records, **options)
-                    work[row] = step_of(private)
-                seconds = interleaved_turns(work, repeats=REPEATS, clock=time.process_time)
-            ratios = [b / a for a, b in zip(seconds["records"], seconds["users"], strict=True)]
-            entry = {"model": name, "mode": mode, "ratio": statistics.median(ratios)}
-            entry |= {f"{row}_ms": 1000 * statistics.median(found) for row, found in seconds.items()}
-            results["steps"].append(entry)
-            print(entry, flush=True)
-            save_results(NAME, results)
+    for (name, build), mode in itertools.product(models.items(), ("experiment", "release")):
+        with tempfile.TemporaryDirectory() as folder:
+            work: dict[str, Callable[[], object]] = {}
+            for row in ("records", "users"):
+                seed = 0 if mode == "experiment" else None
+                options: dict[str, Any] = {"mode": mode, "rate": 1.0, "lr": 0.1, "seed": seed}
+                work[row] = step_of(loop(f"{folder}/{row}", row, build(0), records, **options))
+            seconds = interleaved_turns(work, repeats=REPEATS, clock=time.process_time)
+        ratios = [b / a for a, b in zip(seconds["records"], seconds["users"], strict=True)]
+        entry = {f"{row}_ms": 1000 * statistics.median(found) for row, found in seconds.items()}
+        cell = {"model": name, "mode": mode}
+        keep_row(NAME, cell, "steps", ratio=statistics.median(ratios), **entry)
 
 
 def step_of(private: opusim.PrivateTraining) -> Callable[[], object]:
@@ -228,46 +205,5 @@ def step_of(private: opusim.PrivateTraining) -> Callable[[], object]:
     return step
 
 
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows: list[tuple[str, ...]] = []
-    for row, title in ROWS.items():
-        runs = [one for one in results.get("runs", []) if one["row"] == row]
-        if runs:
-            first = runs[0]
-            rows.append(
-                (
-                    title,
-                    f"{first['epsilon']:.3f} at {first['delta']:.2g} for a {first['unit']}, {first['status']}",
-                    f"{first['noise_multiplier']:.3f}",
-                    f"{first['lr']:g}",
-                    with_error([one["accuracy"] for one in runs]),
-                    str(len(runs)),
-                )
-            )
-    if not rows:
-        return ""
-    text = (
-        f"FashionMNIST, 60,000 records of {USERS:,} users with {EACH} each, a network 784-128-10, {STEPS} steps at q = "
-        f"{RATE:g}, so that each row expects 3,000 rows in a step ({results['date']}, {command(MODULE, 'tune')}, then "
-        "`measure` and `speed`). Users and groups by conversion have epsilon 3 at delta 1e-5 for all 20 records of a "
-        "user; records have it for one. Rates were chosen on 6,000 held-out records by one other seed, among three or, "
-        "in the last three rows, two (in the results file); the choice is not paid for. Flat clipping elsewhere."
-    )
-    header = ("protected", "stated", "noise multiplier", "rate", "test [%]", "seeds")
-    steps = [
-        (one["model"], one["mode"], f"{one['records_ms']:.1f}", f"{one['users_ms']:.1f}", f"{one['ratio']:.2f}",
-         verdict(one["ratio"] <= MOST))
-        for one in results.get("steps", [])
-    ]  # fmt: skip
-    timed = markdown(("model", "mode", "records [ms]", "users [ms]", "ratio", f"at most {MOST:g}"), steps)
-    words = (
-        f"A step of {TIMED_USERS} users of {EACH} records against one of {TIMED_USERS * EACH} records, processor time "
-        f"of one thread, medians of {REPEATS} turns, reading included:"
-    )
-    return section("Whole users", text, markdown(header, rows), *((words, timed) if steps else ()))
-
-
 if __name__ == "__main__":
-    app()
+    program(tune, measure, speed)

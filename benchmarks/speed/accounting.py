@@ -5,23 +5,22 @@ prv_accountant runs at eps_error 0.001 and its own delta_error of delta / 1000. 
 parameters to the answer (distributions built, composed, inverted); imports are excluded. Cold: the first call of a
 fresh process. Warm: later calls in one process, in turn, medians, also against prv_accountant's answer from an
 accountant that is built already. Required: 100 times faster, and intervals that overlap. `make bench` installs
-prv_accountant; without it there is nothing to compare with.
+prv_accountant.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from benchmarks.markdown import Row, command
-from benchmarks.results_file import load_results, save_results
+import typer
+
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.accounting", "accounting_speed"
 Q, STEPS, DELTA, EPS_ERROR, BAR = 16 / 1000, 75_000, 1e-5, 0.001, 100
@@ -101,45 +100,17 @@ def warm_row(sigma: float, repeats: int) -> dict[str, Any]:
     return {"sigma": sigma, "seconds": seconds, "speed_ratio": ratios}
 
 
-def speed_rows() -> list[Row]:
-    """Return the ratio of the times, and both intervals."""
-    results = load_results(NAME)
-    if not results:
-        return []
-    ratios = [row["speed_ratio"] for row in results["cold"]]
-    warm = results["warm"]["speed_ratio"]
-    fresh, before = (f"{warm[key]:.0f}" for key in (THEIRS, BUILT))
-    rest = f"warm {fresh}, against its accountant built before {before}"
-    intervals = "; ".join(
-        f"sigma {row['sigma']:g}: {calls[OURS]['low']:.4f} to {calls[OURS]['high']:.4f}, its "
-        f"{calls[THEIRS]['low']:.4f} to {calls[THEIRS]['high']:.4f}"
-        for row in results["cold"]
-        for calls in [row["calls"]]
-    )
-    name = "epsilon of 75,000 sampled Gaussian steps, against prv_accountant at eps_error 0.001"
-    faster = f"{min(ratios):.0f} to {max(ratios):.0f} times faster (cold; {rest})"
-    return [(f"speed: {name}", faster, command(MODULE)), (name, intervals, command(MODULE))]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cold", nargs=2, metavar=("NAME", "SIGMA"))
-    options = parser.parse_args()
-    if options.cold:
-        print_first_call(options.cold[0], float(options.cold[1]))
+def main(
+    repeats: int = 3, cold: Annotated[tuple[str, float] | None, typer.Option(hidden=True)] = None
+) -> None:
+    """Time both accountants, in fresh processes and in this one."""
+    if cold is not None:
+        print_first_call(*cold)
         return
-    try:
-        import prv_accountant  # noqa: F401
-    except ImportError:
-        print("prv_accountant is not installed: nothing to compare with; `make bench` installs it")
-        return
-    cold = [cold_row(sigma) for sigma in SIGMAS]
-    warm = warm_row(SIGMAS[1], options.repeats)
-    setting = {"q": Q, "steps": STEPS, "delta": DELTA, "eps_error": EPS_ERROR, "repeats": options.repeats}
-    save_results(NAME, {"setting": setting, "bar": BAR, "cold": cold, "warm": warm})
-    print_table("Epsilon of sampled Gaussian steps", ("work", "ratio", "command"), speed_rows())
+    setting = {"q": Q, "steps": STEPS, "delta": DELTA, "eps_error": EPS_ERROR, "repeats": repeats}
+    rows = {"cold": [cold_row(sigma) for sigma in SIGMAS], "warm": warm_row(SIGMAS[1], repeats)}
+    save_results(NAME, {"setting": setting, "bar": BAR, **rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

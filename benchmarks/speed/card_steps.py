@@ -19,45 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import opusim
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.markdown import markdown
+from benchmarks.results_file import save_results
 from benchmarks.speed.operators import Encoder, Recurrent, plain_step, private_step
+from benchmarks.zeroth_order.memory import Block
 from opusim.randomness.streams import NoiseStream, noise_stream
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.card_steps", "card_steps"
 REPEATS, WARM = 9, 3
 Step = Callable[[], object]
-
-
-class Block(nn.Module):
-    """A pre-norm block of a decoder."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.n1, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.n2, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, T, width) to the same."""
-        records, positions, width = x.shape
-        parts = self.qkv(self.n1(x)).view(records, positions, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(records, positions, width))
-        return x + self.down(functional.gelu(self.up(self.n2(x))))
 
 
 class Decoder(nn.Module):
@@ -185,7 +157,6 @@ STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
     "Opacus, hooks": lambda module, x, y: opacus(module, x, y, "hooks"),
     "Opacus, ghost clipping": lambda module, x, y: opacus(module, x, y, "ghost"),
 }
-COLUMNS = ("model", *STEPS)
 
 
 def timed(step: Step) -> tuple[float, float]:
@@ -223,32 +194,16 @@ def measured(place: str = "cuda") -> list[dict[str, Any]]:
     return rows
 
 
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each model."""
+def steps_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the page: a line for each model."""
     times = {(row["model"], row["step"]): row.get("ms") for row in rows}
 
     def cell(model: str, step: str) -> str:
         ms = times.get((model, step))
         return "-" if ms is None else f"{ms:.2f} ({ms / times[model, 'backpropagation']:.2f})"
 
-    return [
-        (model, *(cell(model, step) for step in STEPS))
-        for model in dict.fromkeys(row["model"] for row in rows)
-    ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    machine = results["machine"]
-    text = (
-        f"{machine['gpu']} (torch {machine['versions']['torch']}, {results['date']}, {command(MODULE)}). A step of a "
-        "batch: forward and backward pass, clip, noise and SGD. Median ms, and in brackets over backpropagation's; a "
-        "dash: refused."
-    )
-    return section("Private steps on an NVIDIA GPU", text, markdown(COLUMNS, table_rows(results["rows"])))
+    models = dict.fromkeys(row["model"] for row in rows)
+    return markdown(("model", *STEPS), [(model, *(cell(model, step) for step in STEPS)) for model in models])
 
 
 def main() -> None:
@@ -256,9 +211,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.speed.card_steps: needs an NVIDIA GPU, and torch sees none")
     warnings.simplefilter("ignore")
-    rows = measured()
-    save_results(NAME, {"repeats": REPEATS, "rows": rows})
-    print_table("Private steps on an NVIDIA GPU", COLUMNS, table_rows(rows))
+    save_results(NAME, {"repeats": REPEATS, "rows": measured()})
 
 
 if __name__ == "__main__":

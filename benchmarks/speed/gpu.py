@@ -2,9 +2,9 @@
 
 The work of `benchmarks.speed.projections` and `steps`, at their sizes and at batches of 4096, and a step of likelihood
 ratio training of ResNet-5 (`benchmarks.ulr.resnet`: ten orthogonal copies, records clipped by module): on the GPU, on
-the processor next to it with all its cores, and other code on the same GPU. A turn ends when the GPU is done.
-Required, as on a processor: a projection has 0.9 of the speed of torch's float32 product, a photonic DFA step takes at
-most the time of autograd's, a record-protected one is at least 1.8 times faster than Opacus's ghost clipping.
+the processor next to it with all its cores, and other code on the same GPU. A turn ends when the GPU is done. Required,
+as on a processor: a projection has 0.9 of the speed of torch's float32 product, a photonic DFA step takes at most the
+time of autograd's, a record-protected one is at least 1.8 times faster than Opacus's ghost clipping.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.markdown import command, lines_of, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.speed.projections import N_INPUTS, N_OUTPUTS, ternary_batch
 from benchmarks.speed.steps import (
     BATCH,
@@ -33,7 +32,6 @@ from benchmarks.ulr.resnet import BATCH as RESNET_BATCH
 from benchmarks.ulr.resnet import resnet5
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
-from opusim.tables import print_table
 from opusim.training.protections.clipping import Clipping
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate
@@ -43,15 +41,6 @@ REPEATS, STEPS, LARGE = 9, 10, 4096
 COPIES, SIGMA = 10, 0.03
 BARS = {"torch's product": 0.9, "autograd": 1.0, "Opacus, ghost clipping": 1.8}
 """How many times as fast as other code on the same GPU our work has to be."""
-COLUMNS = (
-    "work",
-    "on the GPU [ms]",
-    "on the processor [ms]",
-    "times faster",
-    "other code",
-    "times as fast",
-    "required",
-)
 
 
 def projection(x: torch.Tensor) -> Step:
@@ -142,28 +131,11 @@ def measure() -> list[dict[str, Any]]:
     return rows
 
 
-def table_rows() -> list[tuple[str, ...]]:
+def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each work, as text."""
-    ours = ("{work}", "{gpu_ms:.2f}", "{processor_ms:.1f}", "{times_faster:.1f}")
-    against = ("{rival}", "{times_as_fast:.2f}", "{required:g}")
-    rows = load_results(NAME).get("rows", [])
-    return [
-        line for row in rows for line in lines_of([row], *ours, *(against if "rival" in row else ("",) * 3))
-    ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    machine = results["machine"]
-    text = (
-        f"{machine['gpu']} next to {machine['cores']} cores of {machine['processor']}, all of which the processor's "
-        f"column uses (torch {machine['versions']['torch']}, {results['date']}, {command(MODULE)}). Medians; other "
-        "code runs on the same GPU, in turns with ours."
-    )
-    return section("On an NVIDIA GPU", text, markdown(COLUMNS, table_rows()))
+    ours = "{work} | {gpu_ms:.2f} | {processor_ms:.1f} | {times_faster:.1f} | "
+    against = "{rival} | {times_as_fast:.2f} | {required:g}"
+    return [((ours + (against if "rival" in row else " |  | ")).format_map(row),) for row in rows]
 
 
 def main() -> None:
@@ -171,7 +143,6 @@ def main() -> None:
         raise SystemExit("benchmarks.speed.gpu: needs an NVIDIA GPU, and torch sees none")
     warnings.filterwarnings("ignore", module="opacus")
     save_results(NAME, {"repeats": REPEATS, "steps_in_a_turn": STEPS, "rows": measure()})
-    print_table("On an NVIDIA GPU", COLUMNS, table_rows())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ memory, which is the peak of resident memory (VmHWM) in a process of its own abo
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.markdown import Row, command
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved, memory_rise, print_memory_rise
 from opusim.training import ZerothOrder
 
@@ -75,19 +73,6 @@ def print_memory(method: str) -> None:
     print_memory_rise(once, lambda: work_of(method)[method])
 
 
-def speed_rows() -> list[Row]:
-    """Return a step's throughput and memory over those of inference."""
-    return [
-        (
-            f"a zeroth-order step along 64 directions of {entry['work']}, SmolLM2-135M's shape, one thread",
-            f"{entry['throughput']:.2f} of inference's throughput, {entry['memory_ratio']:.2f} of its memory",
-            command(MODULE),
-        )
-        for entry in load_results(NAME).get("rows", [])
-        if entry["work"] in RANKS
-    ]
-
-
 def main() -> None:
     torch.set_num_threads(1)
     methods = ("inference", *RANKS)
@@ -99,10 +84,7 @@ def main() -> None:
         share = memory[method] / memory["inference"]
         entry = {"work": method, "seconds": seconds[method], "throughput": throughput}
         rows.append({**entry, "memory_mib": memory[method], "memory_ratio": share})
-        print(
-            f"{method:10s} {seconds[method]:6.2f} s  {throughput:5.2f} of inference's throughput   "
-            f"{memory[method]:6.0f} MiB  {share:5.2f}"
-        )
+        print(rows[-1], flush=True)
     facts = {
         "threads": 1,
         "repeats": REPEATS,
@@ -118,5 +100,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--memory"]:
         print_memory(sys.argv[2])
     else:
-        argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
         main()

@@ -28,14 +28,12 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.markdown import Row, command
 from benchmarks.options import listed
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.speed.operators import losses, plain_step, private_step
 from benchmarks.timing import Step, interleaved, interleaved_turns, memory_rise, print_memory_rise
 from opusim import FeedbackAlignment, open_device
 from opusim.randomness.streams import noise_stream
-from opusim.tables import print_table
 from opusim.training.networks.models import ConvolutionalNetwork, ResNet
 from opusim.training.networks.sequence_models import TransformerLM
 
@@ -198,38 +196,11 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 """What measures each file of results."""
 
 
-def speed_rows() -> list[Row]:
-    """Return what protected steps cost, and Opacus's fastest form; then what steps with feedback points do."""
-    found: list[Row] = []
-    rows = load_results("module_record_step").get("rows", [])
-    for model in MODELS:
-        mine = {row["work"]: row for row in rows if row["model"] == model}
-        others = [row for name, row in mine.items() if name.startswith("opacus")]
-        if others and "opusim" in mine:
-            own, best = mine["opusim"], min(others, key=lambda row: float(row["ratio"]))
-            figure = (
-                f"{own['ratio']:.2f} of backpropagation's time, {own['memory_ratio']:.2f} of its memory (Opacus's "
-                f"fastest form: {best['ratio']:.2f} and {best['memory_ratio']:.2f})"
-            )
-            what = f"a record-protected step of {model}, one thread"
-            found.append((what, figure, command(MODULE, "module_record_step")))
-    return found + [
-        (
-            f"a step of a transformer of four blocks, {row['work']}, one thread",
-            f"{row['ratio']:.2f} of backpropagation's time, {row['memory_ratio']:.2f} of its memory",
-            command(MODULE, "transformer_step"),
-        )
-        for row in load_results("transformer_step").get("rows", [])
-        if row["work"].startswith("pdfa")
-    ]
-
-
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Measure each part, save and print the ratios."""
+    """Measure each part and save it."""
     torch.set_num_threads(1)
     for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
         save_results(name, PARTS[name]())
-    print_table("Steps of modules", ("work", "ratio", "command"), speed_rows())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How many operators does a private step dispatch beside plain backpropagation, and how often does it wait?
 
 On a graphics card small steps are bound by launches and by waiting, so that the ratio of operators predicts the ratio
-of times there. One step on the processor under a `TorchDispatchMode`: operators that return or make views are left
-out, and so are allocations; casts and copies count. A *wait* is an operator that makes the host know a value: `item`,
+of times there. One step on the processor under a `TorchDispatchMode`: operators that return or make views are left out,
+and so are allocations; casts and copies count. A *wait* is an operator that makes the host know a value: `item`,
 `bool`, `nonzero` and what is built on them, `numpy`, `tolist`. The noise counts as one operator, since it is one
 kernel. On the processor a step looks once whether every record is finite; on a card it does not.
 """
@@ -18,16 +18,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.markdown import command, lines_of, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from opusim.randomness.streams import NoiseStream
-from opusim.tables import print_table
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.sequence_models import TransformerLM
 from opusim.training.protections.record import RecordGradients
 
-MODULE, NAME = "benchmarks.speed.operators", "operators"
-COLUMNS = ("model", "backpropagation", "private step", "ratio", "at most", "waits")
 CEILINGS = {"mlp": 2.5, "convolutions": 3.0, "encoder": 2.2, "gpt": 2.8, "lstm": 10.0}
 """Operators of a private step over those of backpropagation; they only fall."""
 _WAITS = {
@@ -69,7 +65,6 @@ class Counted(TorchDispatchMode):
         self.operators, self.waits = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator and count it."""
         name = func.name().replace("::", ".").partition(".")[0] + "." + func._opname
         masked = name in ("aten.index", "aten.index_put_", "aten.index_put") and any(
             isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
@@ -93,7 +88,6 @@ class HostReads(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function and count it."""
         self.count += func in _HOST
         return func(*args, **(kwargs or {}))
 
@@ -231,25 +225,5 @@ def measured(name: str) -> dict[str, Any]:
     }
 
 
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the lines of the table."""
-    more = ({**row, "ratio": row["private"] / row["plain"], "most": CEILINGS[row["model"]]} for row in rows)
-    return lines_of(more, "{model}", "{plain}", "{private}", "{ratio:.2f}", "{most:g}", "{waits}")
-
-
-def page_section() -> str:
-    """Return what the results page shows."""
-    results = load_results(NAME)
-    text = f"One step of each, counted ({results['date']}, {command(MODULE)})."
-    return section("Operators of a private step", text, markdown(COLUMNS, table_rows(results["rows"])))
-
-
-def main() -> None:
-    """Count, print and save."""
-    rows = [measured(name) for name in CEILINGS]
-    print_table("Operators of a step", COLUMNS, table_rows(rows))
-    save_results(NAME, {"rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    save_results("operators", {"rows": [measured(name) for name in CEILINGS]})

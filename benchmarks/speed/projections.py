@@ -31,9 +31,8 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.markdown import Row, command
 from benchmarks.options import listed
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import (
     Step,
     interleaved_turns,
@@ -47,7 +46,6 @@ from opusim.lightonml import OPU
 from opusim.lightonml.projections import sklearn as sklearn_map
 from opusim.lightonml.projections import torch as torch_map
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
-from opusim.tables import print_table
 
 MODULE = "benchmarks.speed.projections"
 N_INPUTS, N_OUTPUTS, BATCH, REPEATS = 4096, 16384, 256, 11
@@ -232,46 +230,10 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 """What measures each file of results."""
 
 
-def speed_rows() -> list[Row]:
-    """Return the ratios of all parts."""
-    rows: list[Row] = []
-    found = {name: load_results(name) for name in PARTS}
-    for row in found["projection"].get("rows", []):
-        what = f"speed of a ternary projection 4096 to 16384, noise included, {row['threads']} thread(s)"
-        ratios = ", ".join(f"{ratio:.2f} of {name}" for name, ratio in row["speed_ratio"].items())
-        rows.append((what, ratios, command(MODULE, "projection")))
-    for row in found["camera"].get("rows", []):
-        what = f"time of the `{row['device']}` twin 4096 to 16384, all noise included, {row['threads']} thread(s)"
-        ratios = ", ".join(f"{work}: {ratio:.2f}" for work, ratio in row["time_ratio"].items())
-        rows.append((what, f"{ratios} of the complex64 products it stands for", command(MODULE, "camera")))
-    for row in found["matrix_free"].get("rows", []):
-        what = (
-            f"rate of a projection without its matrix, {row['n_inputs']:,} to {row['n_outputs']:,}, batch "
-            f"{row['batch']}, {row['threads']} thread(s)"
-        )
-        figure = f"{row['rate_ratio']:.2f} of a stored float32 product, {row['peak_mib']:.0f} MiB"
-        rows.append((what, figure, command(MODULE, "matrix_free")))
-    for row in found["features"].get("features", []):
-        what = f"time of features of the `{row['device']}` twin 784 to 10,000, all noise included, one thread"
-        figure = (
-            f"{row['time_ratio']:.2f} of the two float32 products they stand for, {row['peak_mib']:.0f} MiB for 60,000 "
-            "images"
-        )
-        rows.append((what, figure, command(MODULE, "features")))
-    for name in TWINS:
-        times = [row["fastest_ms"] for row in found["features"].get("vectors", []) if row["device"] == name]
-        if times:
-            what = f"time of one vector 784 to 1,000 on the `{name}` twin"
-            figure = f"bare {times[0]:.2f} ms, slowest wrapper {max(times[1:]):.2f} ms"
-            rows.append((what, figure, command(MODULE, "features")))
-    return rows
-
-
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Measure each part, save and print the ratios."""
+    """Measure each part and save it."""
     for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
         save_results(name, PARTS[name]())
-    print_table("Projections", ("work", "ratio", "command"), speed_rows())
 
 
 def print_memory(part: str, *arguments: str) -> None:

@@ -173,7 +173,6 @@ class HostNumbers(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function and count it."""
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             place = (kwargs or {}).get("device") or (args[0].device if func is Tensor.new_tensor else "cpu")
             self.count += torch.device(place).type == "meta"

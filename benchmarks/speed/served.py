@@ -8,7 +8,6 @@ call; other work on the machine does not change it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
-from benchmarks.markdown import Row, command, markdown
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.serving.keys import make_key
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.served", "served"
 N_INPUTS, N_OUTPUTS, BATCH = 784, 1024, 256
@@ -105,46 +103,15 @@ def _processor_s(act: Callable[[], object], server: int, calls: int) -> float:
     return (time.process_time() + processor_s(server) - before) / calls
 
 
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a device's figures as text."""
-    times = (f"{1e3 * row['seconds'][each]:.1f} ms" for each in (SERVED, LOCAL))
-    processor = f"{row['processor_ratio']:.2f}" if "processor_ratio" in row else "not measured"
-    return (row["device"], *times, f"{row['time_ratio']:.2f}", processor)
-
-
-HEADER = ("device", "a call over loopback", "the local call", "ratio", "ratio of processor time")
-
-
-def docs_table() -> str:
-    """Return the table of docs/serving.md."""
-    return markdown(HEADER, [cells(row) for row in load_results(NAME).get("rows", [])])
-
-
-def speed_rows() -> list[Row]:
-    """Return the time of a call over loopback over that of the local call."""
-    return [
-        (
-            f"time of a call of a served `{row['device']}`, {BATCH} vectors, {N_OUTPUTS:,} outputs, over loopback",
-            f"{row['time_ratio']:.2f} of the local call",
-            command(MODULE),
-        )
-        for row in load_results(NAME).get("rows", [])
-    ]
-
-
-def main() -> None:
-    """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=11)
-    repeats = parser.parse_args().repeats
+def main(repeats: int = 11) -> None:
+    """Measure each device and save."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         make_keys(Path(name))
         rows = [measure(device, Path(name), repeats) for device in REQUIRED]
-    print_table("A served device", HEADER, [cells(row) for row in rows])
     shape = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "batch": BATCH, "repeats": repeats}
     save_results(NAME, {"shape": shape, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

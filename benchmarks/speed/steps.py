@@ -26,13 +26,11 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.bare import bare, feedback_trainer
-from benchmarks.markdown import Row, command
 from benchmarks.options import listed
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import Step, interleaved, with_threads
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
-from opusim.tables import print_table
 from opusim.training.config import load_config
 from opusim.training.config.kinds import TRAINERS
 from opusim.training.config.sections import OptimizerConfig
@@ -237,6 +235,19 @@ def two_products(x: Tensor) -> Step:
     return lambda: (x @ weight, weight.addmm_(x.t(), spread, alpha=-1e-6))
 
 
+def compared(work: dict[str, Step], base: str, *, faster: bool) -> list[dict[str, Any]]:
+    """Return the time of each step over that of one of them, or how many times faster than that one it is."""
+    return [
+        {"threads": threads, "work": name, "ms": 1e3 * value}
+        | ({"times_faster": seconds[base] / value} if faster else {"ratio": value / seconds[base]})
+        for threads, seconds in with_threads(work, repeats=REPEATS, inner=STEPS)
+        for name, value in seconds.items()
+    ]
+
+
+SETTING = {"batch": BATCH, "repeats": REPEATS, "steps_in_a_turn": STEPS}
+
+
 def measure_pdfa() -> dict[str, Any]:
     """Return photonic DFA's time over autograd's."""
     x, y = batch_of(BATCH, 784)
@@ -248,12 +259,7 @@ def measure_pdfa() -> dict[str, Any]:
         "pdfa, hardware order": feedback_step(x, y, {"kind": "pdfa"}),
         "pdfa, published order (two noises)": feedback_step(x, y, {"kind": "pdfa", **published}),
     }
-    rows = [
-        {"threads": threads, "work": name, "ms": 1e3 * value, "ratio": value / seconds[AUTOGRAD]}
-        for threads, seconds in with_threads(work, repeats=REPEATS, inner=STEPS)
-        for name, value in seconds.items()
-    ]
-    return {"batch": BATCH, "repeats": REPEATS, "steps_in_a_turn": STEPS, "bar": "ratio <= 1", "rows": rows}
+    return {**SETTING, "bar": "ratio <= 1", "rows": compared(work, AUTOGRAD, faster=False)}
 
 
 def measure_record() -> dict[str, Any]:
@@ -265,18 +271,7 @@ def measure_record() -> dict[str, Any]:
         "pdfa, record-protected, release mode": protected_step(x, y, "release", "pdfa"),
         "bp, record-protected": protected_step(x, y, "experiment", "bp"),
     }
-    rows = [
-        {"threads": threads, "work": name, "ms": 1e3 * value, "times_faster": seconds[OPACUS] / value}
-        for threads, seconds in with_threads(work, repeats=REPEATS, inner=STEPS)
-        for name, value in seconds.items()
-    ]
-    return {
-        "batch": BATCH,
-        "repeats": REPEATS,
-        "steps_in_a_turn": STEPS,
-        "bar": "times_faster >= 1.8",
-        "rows": rows,
-    }
+    return {**SETTING, "bar": "times_faster >= 1.8", "rows": compared(work, OPACUS, faster=True)}
 
 
 def measure_ulr() -> dict[str, Any]:
@@ -342,48 +337,11 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 """What measures each file of results."""
 
 
-def speed_rows() -> list[Row]:
-    """Return the ratios of all steps."""
-    rows: list[Row] = []
-    shown = {
-        "pdfa_step": (
-            "time of a step 784-512-512-10, {work}",
-            "{ratio:.2f} of autograd backpropagation",
-            "pdfa",
-        ),
-        "record_step": (
-            "a step 784-512-512-10, clipped records, central noise, {work}",
-            "{times_faster:.2f} times faster than Opacus ghost clipping",
-            "pdfa",
-        ),
-        "ulr_epoch": (
-            "time of an MNIST epoch, 784-128-64-32-10, batch 500, {work}",
-            "{ratio:.2f} of Opacus ghost clipping",
-            "ulr",
-        ),
-    }
-    for name, (what, figure, kind) in shown.items():
-        rows += [
-            (f"{what}, {{threads}} thread(s)".format(**row), figure.format(**row), command(MODULE, name))
-            for row in load_results(name).get("rows", [])
-            if row["work"].startswith(kind)
-        ]
-    for row in load_results("convex_step").get("rows", []):
-        faster = ", ".join(
-            f"{value:.1f} times faster than {name}" for name, value in row["times_faster"].items()
-        )
-        claim = f"a noisy step of the convex trainer, P = 128, batch 1000, {row['threads']} thread(s)"
-        figure = f"{row['of_two_products']:.2f} of its two matrix products, {faster}"
-        rows.append((claim, figure, command(MODULE, "convex_step")))
-    return rows
-
-
 def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Time each part's steps in turn, save and print the ratios."""
+    """Time each part's steps in turn, and save them."""
     warnings.filterwarnings("ignore", module="opacus")
     for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
         save_results(name, PARTS[name]())
-    print_table("Ratios of steps", ("work", "ratio", "command"), speed_rows())
 
 
 if __name__ == "__main__":

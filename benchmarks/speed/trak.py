@@ -1,9 +1,9 @@
 """How well does a device project the gradients of TRAK, and how fast is its simulation next to TRAK's own projector?
 
 Random gradients of 100,000 entries that share a direction, to 1,024 numbers, on one thread. The error is that of their
-normalised inner products over four matrices; its root mean square for exact products with normal entries is
-sqrt((1 + c^2) / 1,024) at a cosine of c. TRAK's BasicProjector draws its matrix anew in each call; its CudaProjector
-(fast_jl) needs a card. `pip install traker` first.
+normalised inner products over four matrices; its root mean square for exact products with normal entries is sqrt((1 +
+c^2) / 1,024) at a cosine of c. TRAK's BasicProjector draws its matrix anew in each call; its CudaProjector (fast_jl)
+needs a card. `pip install traker` first.
 """
 
 from __future__ import annotations
@@ -12,19 +12,14 @@ import runpy
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-import typer
 
-from benchmarks.markdown import command, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
-from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.trak", "trak"
 GRADIENTS, ENTRIES, NUMBERS, SHARED, MATRICES = 32, 100_000, 1024, 0.3, 4
-COLUMNS = ("projector", "error of inner products", "of exact products", "seconds")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trak_projector.py"
 
 
@@ -47,8 +42,8 @@ def error(projected: torch.Tensor, given: torch.Tensor) -> tuple[float, float]:
     return float((found - true).square().mean().sqrt()), float(((1 + true.square()) / NUMBERS).mean().sqrt())
 
 
-def main(save: bool = False) -> None:
-    """Measure, print a table; --save renews benchmarks/results/trak.json."""
+def main() -> None:
+    """Measure and save."""
     from trak.projectors import BasicProjector
 
     torch.set_num_threads(1)
@@ -70,39 +65,9 @@ def main(save: bool = False) -> None:
         {"projector": name, "error": errors[name][0], "exact": errors[name][1], "seconds": seconds[name]}
         for name in work
     ]
-    print_table("TRAK", COLUMNS, table_rows(rows))
-    if save:
-        save_results(
-            NAME,
-            {
-                "gradients": GRADIENTS,
-                "entries": ENTRIES,
-                "numbers": NUMBERS,
-                "matrices": MATRICES,
-                "rows": rows,
-            },
-        )
-
-
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each projector."""
-    return [
-        (row["projector"], f"{row['error']:.4f}", f"{row['exact']:.4f}", f"{row['seconds']:.2f}")
-        for row in rows
-    ]
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    if not results:
-        return ""
-    text = (
-        f"{results['gradients']} gradients of {results['entries']:,} entries to {results['numbers']:,} numbers, root "
-        f"mean square over {results['matrices']} matrices; processor time of one thread ({command(MODULE)})."
-    )
-    return section("Gradients of TRAK", text, markdown(COLUMNS, table_rows(results["rows"])))
+    shape = {"gradients": GRADIENTS, "entries": ENTRIES, "numbers": NUMBERS, "matrices": MATRICES}
+    save_results(NAME, {**shape, "rows": rows})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,8 +1,8 @@
 """How far does one have to walk through the code? Calls, functions and files of the product on the way of one action.
 
-Counted while it runs (`sys.setprofile`): calls of functions of opusim,
-with properties. Comprehensions are not counted, nor a generator each time that it goes on, nor the accounting's
-numerics. An action runs once before, so that what is computed once for all is not counted.
+Counted while it runs (`sys.setprofile`): calls of functions of opusim, with properties. Comprehensions are not counted,
+nor a generator each time that it goes on, nor the accounting's numerics. An action runs once before, so that what is
+computed once for all is not counted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.markdown import command, lines_of, markdown, section
-from benchmarks.results_file import load_results, save_results
+from benchmarks.results_file import save_results
 from benchmarks.speed.operators import models, private_step
 from benchmarks.speed.steps import protected_step
-from opusim.tables import print_table
 
-MODULE, NAME = "benchmarks.speed.walk", "walk"
 ROOT = Path(__file__).parents[2]
 PRODUCT = f"{ROOT / 'opusim'}/"
 NUMERICS = str(ROOT / "opusim" / "accounting" / "numerics")
 _INLINE = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
-COLUMNS = ("action", "calls", "functions", "files", "moves between files", "calls, at most")
 CEILINGS = {
     "a projection of 32 rows on a camera": 50,
     "open_device('camera')": 282,
@@ -48,14 +44,7 @@ Action = Callable[[], object]
 
 
 class Walk(NamedTuple):
-    """What an action called.
-
-    Attributes:
-        calls: Calls of product functions.
-        functions: Functions that were called.
-        files: Files they stand in.
-        moves: Calls from one file to another.
-    """
+    """What an action called: calls of product functions, these functions, their files, and calls between files."""
 
     calls: int
     functions: int
@@ -152,25 +141,5 @@ def measured() -> list[dict[str, Any]]:
         return [{"action": name, **walked(action)._asdict()} for name, action in actions(folder).items()]
 
 
-def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the lines of the table."""
-    more = ({**row, "most": CEILINGS[row["action"]]} for row in rows)
-    return lines_of(more, "{action}", "{calls}", "{functions}", "{files}", "{moves}", "{most}")
-
-
-def page_section() -> str:
-    """Return what the results page shows."""
-    results = load_results(NAME)
-    text = f"Code of the product that runs on the way of one action ({results['date']}, {command(MODULE)})."
-    return section("The way of an action", text, markdown(COLUMNS, table_rows(results["rows"])))
-
-
-def main() -> None:
-    """Count, print and save."""
-    rows = measured()
-    print_table("The way of an action", COLUMNS, table_rows(rows))
-    save_results(NAME, {"rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    save_results("walk", {"rows": measured()})

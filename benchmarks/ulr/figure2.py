@@ -8,7 +8,6 @@ less than the mean batch size qN"; kept is the largest part N_B / (q N) at which
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ def draw() -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [
         {
             "q": q,
@@ -69,8 +67,6 @@ def main() -> None:
         for q in RATES
         for records in RECORDS
     ]
-    for row in rows:
-        print(row)
     save_results(NAME, {"order": ORDER, "target_std": TARGET, "rows": rows})
     draw()
 

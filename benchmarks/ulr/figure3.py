@@ -1,15 +1,15 @@
 """How do accuracy and the formulas' epsilon grow with the epochs (Figure 3 of the DP-ULR paper)?
 
 MNIST, sigma_0 = 1, 4, 8 and batches of 64, 200, 500, means of the seeds of `benchmarks.ulr.table1`. Above: accuracy on
-the training records, over the epoch for DP-ULR and after it for DP-SGD. Below: what the paper's eq. 11 and the
-Renyi accountant of Poisson-sampled DP-SGD give for the epochs so far at delta 1e-5, whether their conditions hold or
-not, with N_B = q N in eq. 11 (less lowers its first term). Neither is a guarantee of these runs, whose batches are
-shuffled (docs/ulr.md, section 4). Draws docs/ulr_figure3.png.
+the training records, over the epoch for DP-ULR and after it for DP-SGD. Below: what the paper's eq. 11 and the Renyi
+accountant of Poisson-sampled DP-SGD give for the epochs so far at delta 1e-5, whether their conditions hold or not,
+with N_B = q N in eq. 11 (less lowers its first term). Neither is a guarantee of these runs, whose batches are shuffled
+(docs/ulr.md, section 4). Draws docs/ulr_figure3.png.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import dp_accounting as dp
 import numpy as np
 from dp_accounting import rdp
 
-from benchmarks.results_file import load_results
+from benchmarks.results_file import rows_of
 from benchmarks.ulr.table1 import EPOCHS
 from opusim.accounting.mechanisms.ulr import PublishedUlr, published_value
 from opusim.training.runs.drawing import save_figure, style
@@ -51,12 +51,24 @@ def dp_sgd_epsilon(batch: int, target: float, epochs: int) -> float:
 
 def curve(part: str, batch: int, target: float) -> list[float]:
     """Return the mean training accuracy of a cell, epoch by epoch; empty where it was not trained."""
-    runs = [
-        row["train_curve"]
-        for row in load_results(f"ulr_{part}").get("rows", [])
-        if (row["batch"], row["target_std"]) == (batch, target)
-    ]
+    runs = [row["train_curve"] for row in rows_of(f"ulr_{part}", batch=batch, target_std=target)]
     return [statistics.fmean(values) for values in zip(*runs, strict=True)]
+
+
+def ratios_at_end() -> tuple[list[float], list[float]]:
+    """Return the formula's epsilon at the end over that of its second term, and over the Renyi accountant's."""
+    cells = list(itertools.product(BATCHES, TARGETS))
+    formula = [ulr_epsilon(*cell, EPOCHS) for cell in cells]
+    second = [ulr_epsilon(*cell, EPOCHS, rejected=False) for cell in cells]
+    accounted = [dp_sgd_epsilon(*cell, EPOCHS) for cell in cells]
+    first, last = ([a / b for a, b in zip(formula, other, strict=True)] for other in (second, accounted))
+    return first, last
+
+
+def fallen(part: str) -> set[tuple[int, float]]:
+    """Return the cells whose curve ends more than a point below its best epoch."""
+    cells = itertools.product(BATCHES, TARGETS)
+    return {cell for cell in cells if (values := curve(part, *cell)) and max(values) - values[-1] > 1}
 
 
 def draw() -> None:
@@ -105,5 +117,4 @@ def _epsilons(axes: Any, target: float) -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
     draw()

@@ -11,7 +11,6 @@ with ten orthogonal copies of that, both with a tenth of sigma, which smooths th
 larger batch and at more noise. Three seeds at the paper's batch, and for DP-SGD; one for the other batch, and without
 protection for what lies between plain `ulr` and the best estimate. `search` compares values of sigma, of the clip and
 of the published form's K: a quarter of the records train, and the others are held out.
-Each trains what the results lack, and every run resumes after a stop.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from torch import nn
 
-from benchmarks.options import listed
-from benchmarks.results_file import load_results, save_results
+from benchmarks.options import listed, program
+from benchmarks.results_file import keep_row, rows_of
 from benchmarks.runs import train_or_read
 from opusim.training.runs.run import Run
 
@@ -58,8 +56,6 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"K = {copies}": ("published", {**PUBLISHED, "copies": copies}) for copies in (COPIES, 5 * COPIES)},
 }
 """Values that `search` compares, with form and trainer: sigma, then the clip and K at the paper's batch and noise."""
-
-app = typer.Typer(no_args_is_help=True)
 
 
 def resnet5(seed: int) -> nn.Sequential:
@@ -110,47 +106,42 @@ def trained(config: dict[str, Any], name: str) -> Run:
     return train_or_read(config, FOLDER / tag, model=resnet5(config["seed"]))
 
 
-def keep(cell: dict[str, Any], run: Run) -> None:
-    """Add a run's figures to the results, in place of an earlier one of the same cell."""
-    times = [record["wall_s"] for record in run.folder.read_timing()]
-    figures = {
+def figures_of(run: Run) -> dict[str, Any]:
+    """Return the accuracy, the curve, the times and the guarantees of a finished run."""
+    return {
         "test": 100 * (run.summary or {})["test_accuracy"],
         "train_curve": [round(100 * record["train_accuracy"], 2) for record in run.metrics],
-        "epoch_s": [round(value, 1) for value in times],
+        "epoch_s": [round(record["wall_s"], 1) for record in run.folder.read_timing()],
         "guarantees": [[g.status.value, str(g.epsilon), g.formula_value] for g in run.guarantees],
     }
-    rows = [row for row in load_results(NAME).get("rows", []) if any(row[key] != cell[key] for key in cell)]
-    save_results(NAME, {"rows": [*rows, {**cell, **figures}]})
-    print(f"{cell}: {figures['test']:.2f} %", flush=True)
 
 
-@app.command()
 def plain(seeds: str = ",".join(map(str, SEEDS)), names: str = ";".join(PLAIN)) -> None:
     """Train without protection; `names` are separated by semicolons."""
     wanted = listed("--names", names, tuple(PLAIN)), listed("--seeds", seeds, SEEDS)
-    for form, name, batch, noise, epochs, seed in missing():
-        if form == "plain" and name in wanted[0] and seed in wanted[1]:
-            run = trained(plain_config(PLAIN[name], epochs, seed), name)
-            keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
+    for form, name, batch, noise, epochs, seed in planned():
+        cell = dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True))
+        if form == "plain" and name in wanted[0] and seed in wanted[1] and not rows_of(NAME, **cell):
+            keep_row(NAME, cell, **figures_of(trained(plain_config(PLAIN[name], epochs, seed), name)))
 
 
-@app.command()
 def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)) -> None:
     """Train with the noise of each form, for each batch and noise level."""
     wanted = listed("--forms", forms, tuple(FORMS)), listed("--seeds", seeds, SEEDS)
-    for form, name, batch, noise, epochs, seed in missing():
-        if form in wanted[0] and seed in wanted[1]:
+    for form, name, batch, noise, epochs, seed in planned():
+        cell = dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True))
+        if form in wanted[0] and seed in wanted[1] and not rows_of(NAME, **cell):
             run = trained(private_config(form, batch, noise, epochs, seed), f"{form}-{batch}-{noise:g}")
-            keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
+            keep_row(NAME, cell, **figures_of(run))
 
 
-@app.command()
 def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
     """Train on a quarter of the records with each value of `SEARCHES`, and keep the accuracy on the others."""
     for seed, (value, (form, trainer)) in itertools.product(
         listed("--seeds", seeds, SEARCH_SEEDS), SEARCHES.items()
     ):
-        if (value, seed) not in unsearched():
+        cell = {"form": form, "value": value, "seed": seed}
+        if rows_of(SEARCHED, **cell):
             continue
         if form == "plain":
             config = plain_config(trainer, SEARCH_EPOCHS, seed)
@@ -159,13 +150,7 @@ def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
             config["trainer"] = {**config["trainer"], **trainer}
         config["data"] = {"name": "cifar-10", "validation_fraction": HELD_OUT}
         run = trained(config, f"search-{form}-{value}")
-        row = {"form": form, "value": value, "seed": seed}
-        rows = [
-            old for old in load_results(SEARCHED).get("rows", []) if any(old[key] != row[key] for key in row)
-        ]
-        row["held_out"] = 100 * run.metrics[-1]["validation_accuracy"]
-        save_results(SEARCHED, {"rows": [*rows, row]})
-        print(row, flush=True)
+        keep_row(SEARCHED, cell, held_out=100 * run.metrics[-1]["validation_accuracy"])
 
 
 def planned() -> list[Cell]:
@@ -180,27 +165,10 @@ def planned() -> list[Cell]:
     return cells
 
 
-def missing() -> list[Cell]:
-    """Return the planned trainings that are not in the results."""
-    done = {tuple(row[key] for key in KEYS) for row in load_results(NAME).get("rows", [])}
-    return [cell for cell in planned() if cell not in done]
-
-
-def unsearched() -> set[tuple[str, int]]:
-    """Return the value and the seed of each training of `search` that is not in the results."""
-    done = {(row["value"], row["seed"]) for row in load_results(SEARCHED).get("rows", [])}
-    return set(itertools.product(SEARCHES, SEARCH_SEEDS)) - done
-
-
-def left() -> int:
-    """Return how many planned trainings, those of `search` with them, are not in the results."""
-    return len(missing()) + len(unsearched())
-
-
 def means() -> list[dict[str, Any]]:
     """Return a row for each training with the accuracies of all its seeds, `tests`."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in load_results(NAME).get("rows", []):
+    for row in rows_of(NAME):
         found.setdefault(tuple(row[key] for key in KEYS[:-1]), []).append(row)
     return [
         {**rows[0], "tests": [row["test"] for row in rows]}
@@ -209,4 +177,4 @@ def means() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    app()
+    program(plain, private, search)

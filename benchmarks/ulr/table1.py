@@ -2,23 +2,22 @@
 
 784-128-64-32-10 GELU, cross-entropy, 25 epochs, Adam, C = 1, the rate lowered by 0.85 every ten epochs; batches of 64,
 200, 500 and sigma_0 of 0.5, 1, 2, 4, 8, three seeds. Required: within two points of the paper's accuracy on the 10,000
-test images (its "valid acc."), or above it. The paper's own runs take shuffled batches, and so do these. Its remedy is
-extra noise (appendix A.4). Its learning rate is 0.01; it states neither sigma nor K. Here K = 30, and `search` tries
-sigma and the learning rate with one other seed on 54,000 records, in one cell of each batch size: pairs for 5 epochs,
-then the two that were best on average for all 25. For the batch of 64, whose noise is largest, three slower ones were
-added once its first cells were seen to fall short of the paper. A batch size takes the pair with the best accuracy on
-the 6,000 other records.
+test images (its "valid acc."), or above it. Batches are shuffled, as in the paper; its remedy is extra noise (appendix
+A.4). It states neither sigma nor K. Here K = 30, and `search` tries sigma and the learning rate with one other seed on
+54,000 records, in one cell of each batch size: pairs for 5 epochs, then the two that were best on average for all 25.
+For the batch of 64 three slower ones were added once its first cells were seen to fall short of the paper. A batch size
+takes the pair with the best accuracy on the 6,000 other records.
 
 `published` and `opacus` train the cells (DP-SGD by Opacus as in the paper: SGD, learning rate 0.1, which falls as
 above, batches of a fixed size). The paper puts GELU behind each of its four layers; here the last one has none.
 `proven` trains the form whose guarantee is proven, clipped records and central noise on Poisson batches, at the proven
-epsilon of DP-SGD (trainer bp with the same protection). Each trains the cells that the
-results lack; a training that was stopped resumes in its run folder.
+epsilon of DP-SGD (trainer bp with the same protection). Each trains the cells that the results lack, and resumes.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 import warnings
@@ -27,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
-from benchmarks.markdown import command, markdown, section, with_error
-from benchmarks.options import listed, seeds_of
-from benchmarks.results_file import load_results, save_results
+from benchmarks.markdown import compared, with_error
+from benchmarks.options import listed, program, seeds_of
+from benchmarks.results_file import keep_row, rows_of, selected
 from benchmarks.runs import train_or_read
 from benchmarks.speed.steps import ghost_training, paper_model
 from opusim.training.data import load_dataset
@@ -39,7 +37,6 @@ from opusim.training.data.samplers import ShuffledEpochsSampler
 from opusim.training.runs.run import evaluate_split
 
 MODULE, FOLDER = "benchmarks.ulr.table1", Path("runs/ulr-table1")
-PROVEN_NAMES = ("trainer", "epsilon", "test [%]", "seeds", "seconds a run")
 PAPER = {
     (64, 0.5): (86.12, 94.14), (64, 1.0): (82.73, 91.20), (64, 2.0): (78.80, 78.32),
     (64, 4.0): (72.14, 68.73), (64, 8.0): (58.65, 32.07),
@@ -88,8 +85,6 @@ WIDTHS_PAPER = {
 """Test accuracy of DP-ULR and of DP-SGD in the paper's Table C1, by width and batch."""
 PROVEN_EPSILONS, PROVEN_SEEDS = (3.0, 1.0), (0, 1, 2)
 
-app = typer.Typer(no_args_is_help=True)
-
 
 def published_config(batch: int, target: float, seed: int, *, sigma: float, lr: float) -> dict[str, Any]:
     return {
@@ -126,22 +121,6 @@ def proven_config(kind: str, epsilon: float, seed: int) -> dict[str, Any]:
     }
 
 
-def keep(part: str, row: dict[str, Any], *, key: tuple[str, ...]) -> None:
-    """Add a row to a part's results, in place of an earlier one of the same key."""
-    rows = [r for r in rows_of(part) if any(r[name] != row[name] for name in key)]
-    save_results(f"ulr_{part}", {"rows": [*rows, row]})
-
-
-def has(rows: list[dict[str, Any]], cell: dict[str, Any]) -> bool:
-    """Return whether rows of results hold a cell."""
-    return any(all(row[name] == value for name, value in cell.items()) for row in rows)
-
-
-def rows_of(part: str) -> list[dict[str, Any]]:
-    """What was measured of "search", "published", "opacus" or "proven"."""
-    return list(load_results(f"ulr_{part}").get("rows", []))
-
-
 def figures_of(run: Any) -> dict[str, Any]:
     """Accuracy, time and curve of a finished run."""
     return {
@@ -153,7 +132,6 @@ def figures_of(run: Any) -> dict[str, Any]:
     }
 
 
-@app.command()
 def search() -> None:
     """Try sigma and the learning rate on validation records: all pairs for a few epochs, finalists for all of them."""
     for (sigma, lr), cell in itertools.product(itertools.product(SIGMAS, RATES), SEARCH_CELLS):
@@ -166,14 +144,13 @@ def search() -> None:
 def try_pair(batch: int, target: float, *, sigma: float, lr: float, epochs: int) -> None:
     """Train a cell without its validation records; the rate falls at the same shares of the training."""
     pair = {"batch": batch, "target_std": target, "sigma": sigma, "lr": lr, "epochs": epochs}
-    if has(rows_of("search"), pair):
+    if rows_of("ulr_search", **pair):
         return
     config = published_config(batch, target, SEARCH_SEED, sigma=sigma, lr=lr)
     config |= {"epochs": epochs, "data": {"name": "mnist", "validation_fraction": 0.1}}
     run = train_or_read(config, FOLDER / f"search-{batch}-{target:g}-{sigma:g}-{lr:g}-{epochs}")
     found = 100 * run.metrics[-1]["validation_accuracy"]
-    keep("search", {**pair, "validation": found}, key=tuple(pair))
-    print(f"{batch} {target:g}, sigma {sigma:g}, lr {lr:g}, {epochs} epochs: {found:.2f}", flush=True)
+    keep_row("ulr_search", pair, validation=found)
 
 
 def chosen(batch: int) -> dict[str, float]:
@@ -184,8 +161,7 @@ def chosen(batch: int) -> dict[str, float]:
     """
     found = {
         (row["sigma"], row["lr"]): row["validation"]
-        for row in rows_of("search")
-        if (row["batch"], row["epochs"]) == (batch, EPOCHS)
+        for row in rows_of("ulr_search", batch=batch, epochs=EPOCHS)
     }
     if not set(FINALISTS[batch]) <= set(found):
         raise ValueError(
@@ -195,34 +171,25 @@ def chosen(batch: int) -> dict[str, float]:
     return {"sigma": sigma, "lr": lr}
 
 
-@app.command()
 def published(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-ULR."""
     for seed, target, batch in _cells(batches, targets, seeds):
         cell = {"batch": batch, "target_std": target, "seed": seed}
-        if has(rows_of("published"), cell):
+        if rows_of("ulr_published", **cell):
             continue
         setting = chosen(batch)
         config = published_config(batch, target, seed, **setting)
         tag = f"published-{batch}-{target:g}-{seed}-{setting['sigma']:g}-{setting['lr']:g}"
         run = train_or_read(config, FOLDER / tag)
-        row = {**cell, "copies": COPIES, **setting, **figures_of(run)}
-        keep("published", row, key=tuple(cell))
-        print(f"{batch} {target:g} seed {seed}: {row['test']:.2f} (paper {PAPER[batch, target]})", flush=True)
+        keep_row("ulr_published", cell, copies=COPIES, **setting, **figures_of(run))
 
 
-@app.command()
 def opacus(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-SGD by Opacus."""
     for seed, target, batch in _cells(batches, targets, seeds):
         cell = {"batch": batch, "target_std": target, "seed": seed}
-        if not has(rows_of("opacus"), cell):
-            row = {**cell, **dp_sgd(batch, target, seed)}
-            keep("opacus", row, key=tuple(cell))
-            print(
-                f"{batch} {target:g} seed {seed}: {row['test']:.2f} (paper {PAPER[batch, target]})",
-                flush=True,
-            )
+        if not rows_of("ulr_opacus", **cell):
+            keep_row("ulr_opacus", cell, **dp_sgd(batch, target, seed))
 
 
 def _cells(batches: str, targets: str, seeds: str) -> Iterable[tuple[int, float, int]]:
@@ -268,7 +235,6 @@ def dp_sgd(
     }
 
 
-@app.command()
 def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join(PROVEN_TRAINERS)) -> None:
     """Train the proven form and DP-SGD at equal proven epsilon; `trainers` are separated by semicolons."""
     wanted = (
@@ -277,18 +243,15 @@ def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join
     )
     for seed, epsilon, kind in itertools.product(seeds_of(seeds), *wanted):
         cell = {"trainer": kind, "epsilon": epsilon, "seed": seed}
-        if has(rows_of("proven"), cell):
+        if rows_of("ulr_proven", **cell):
             continue
         run = train_or_read(
             proven_config(kind, epsilon, seed),
             FOLDER / f"proven-{kind.replace(', ', '-').replace(' ', '-')}-{epsilon:g}-{seed}",
         )
-        row = {**cell, **figures_of(run)}
-        keep("proven", row, key=tuple(cell))
-        print(f"{kind} epsilon {epsilon:g} seed {seed}: {row['test']:.2f}", flush=True)
+        keep_row("ulr_proven", cell, **figures_of(run))
 
 
-@app.command()
 def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2") -> None:
     """Train DP-ULR and DP-SGD at sigma_0 = 8 for the widths of Table C1; batches of 128 and 256 take 200's setting.
 
@@ -297,73 +260,70 @@ def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2
     sizes = listed("--batches", batches, WIDTH_BATCHES)
     for seed, batch, (name, hidden) in itertools.product(seeds_of(seeds), sizes, WIDTHS.items()):
         cell = {"width": name, "batch": batch, "seed": seed}
-        if has(width_rows(), cell):
+        if selected(width_rows(), **cell):
             continue
         config = published_config(batch, 8.0, seed, **chosen(64 if batch == 64 else 200))
         config["model"] = {**config["model"], "hidden": hidden}
         run = train_or_read(config, FOLDER / f"widths-{name}-{batch}-{seed}")
         other = dp_sgd(batch, 8.0, seed, hidden=hidden)
-        row = {**cell, "hidden": hidden, "ulr": 100 * run.summary["test_accuracy"], "dp_sgd": other["best"]}  # type: ignore[index]
-        keep("widths", row, key=tuple(cell))
-        print(f"{name} {batch} seed {seed}: DP-ULR {row['ulr']:.2f}, DP-SGD {row['dp_sgd']:.2f}", flush=True)
+        accuracy = 100 * float((run.summary or {})["test_accuracy"])
+        keep_row("ulr_widths", cell, hidden=hidden, ulr=accuracy, dp_sgd=other["best"])
 
 
 def width_rows() -> list[dict[str, Any]]:
     """Return the cells of Table C1 that were trained, those that Table 1 shares with it first."""
-    ulr, dp_sgd = (
-        {row["seed"]: row for row in rows_of(part) if (row["batch"], row["target_std"]) == (64, 8.0)}
-        for part in ("published", "opacus")
-    )
+    dp_sgd = {row["seed"]: row["best"] for row in rows_of("ulr_opacus", batch=64, target_std=8.0)}
     shared = {
-        seed: {
-            "width": "small",
-            "batch": 64,
-            "seed": seed,
-            "ulr": row["test"],
-            "dp_sgd": dp_sgd[seed]["best"],
-        }
-        for seed, row in ulr.items()
-        if seed in dp_sgd
+        row["seed"]: {"width": "small", "batch": 64, "seed": row["seed"], "ulr": row["test"]}
+        | {"dp_sgd": dp_sgd[row["seed"]]}
+        for row in rows_of("ulr_published", batch=64, target_std=8.0)
+        if row["seed"] in dp_sgd
     }
-    own = [
-        row
-        for row in rows_of("widths")
-        if (row["width"], row["batch"]) != ("small", 64) or row["seed"] not in shared
+    return [
+        *shared.values(),
+        *(
+            row
+            for row in rows_of("ulr_widths")
+            if (row["width"], row["batch"]) != ("small", 64) or row["seed"] not in shared
+        ),
     ]
-    return [*shared.values(), *own]
 
 
-def widths_left() -> int:
-    """Return how many cells of `widths` with three seeds are not in the results."""
-    done = {(row["width"], row["batch"], row["seed"]) for row in width_rows()}
-    return len(set(itertools.product(WIDTHS, WIDTH_BATCHES, (0, 1, 2))) - done)
+def fall(key: str, batch: int) -> float:
+    """Return by how much a mean accuracy falls from the small network to the large one; NaN without both."""
+    small, large = (
+        [row[key] for row in selected(width_rows(), width=width, batch=batch)] for width in ("small", "large")
+    )
+    return statistics.fmean(small) - statistics.fmean(large) if small and large else math.nan
 
 
-def left() -> int:
-    """Return how many trainings of `published`, `opacus` and `proven` with three seeds are not in the results."""
-    planned = {(*cell, seed) for cell in PAPER for seed in (0, 1, 2)}
-    proven_runs = set(itertools.product(PROVEN_TRAINERS, PROVEN_EPSILONS, PROVEN_SEEDS))
-    return sum(
-        len(planned - {(row["batch"], row["target_std"], row["seed"]) for row in rows_of(part)})
-        for part in ("published", "opacus")
-    ) + len(proven_runs - {(row["trainer"], row["epsilon"], row["seed"]) for row in rows_of("proven")})
+def tests(part: str, batch: int, target: float) -> list[float]:
+    """Return the test accuracies of a cell of Table 1, those of DP-SGD at the best epoch, as in the paper."""
+    key = "test" if part == "published" else "best"
+    return [row[key] for row in rows_of(f"ulr_{part}", batch=batch, target_std=target)]
 
 
-def cells() -> list[dict[str, Any]]:
-    """Return the cells of Table 1 that were trained, with their accuracies."""
-    found = []
-    for (batch, target), paper in PAPER.items():
-        for part, figure in zip(("published", "opacus"), paper, strict=True):
-            key = "test" if part == "published" else "best"  # as in the paper
-            test = [r[key] for r in rows_of(part) if (r["batch"], r["target_std"]) == (batch, target)]
-            if test:
-                found.append({"batch": batch, "target": target, "part": part, "paper": figure, "test": test})
-    return found
+def leads(*, paper: bool = False) -> set[tuple[int, float]]:
+    """Return the cells in which DP-ULR is ahead: by more than two standard errors, or in the paper's table."""
+    if paper:
+        return {cell for cell, (ulr, dp_sgd) in PAPER.items() if ulr > dp_sgd}
+    return {cell for cell in PAPER if compared(tests("published", *cell), tests("opacus", *cell)) > 0}
+
+
+def places(cells: set[tuple[int, float]]) -> str:
+    """Say at which batches and values of sigma_0 some cells lie."""
+    parts = []
+    for batch in dict.fromkeys(batch for batch, _ in PAPER):
+        mine = [f"{target:g}" for size, target in PAPER if size == batch and (size, target) in cells]
+        parts.append(
+            f"at batch {batch} with sigma_0 = {', '.join(mine)}" if mine else f"never at batch {batch}"
+        )
+    return "; ".join(parts)
 
 
 def proven_table_rows() -> list[tuple[str, ...]]:
     """Return a line for each trainer and epsilon of the proven form, as text."""
-    proven = rows_of("proven")
+    proven = rows_of("ulr_proven")
     rows = []
     for epsilon, trainer in sorted(dict.fromkeys((r["epsilon"], r["trainer"]) for r in proven)):
         mine = [r for r in proven if (r["epsilon"], r["trainer"]) == (epsilon, trainer)]
@@ -373,17 +333,5 @@ def proven_table_rows() -> list[tuple[str, ...]]:
     return rows
 
 
-def proven_section() -> str:
-    """Return what the results page shows of the proven form; empty without results."""
-    rows = proven_table_rows()
-    text = (
-        "Clipped records, central Gaussian noise, Poisson batches of 1000, delta 1e-5, 10 epochs, SGD at 0.5 with "
-        f"momentum 0.9 for all ({command(MODULE, 'proven')}). `bp` is DP-SGD; `ulr` has {PROVEN_COPIES} independent "
-        'copies, "128 orthogonal" has 128 copies in orthogonal directions, both sigma = 0.3.'
-    )
-    title = "The proven form at equal proven epsilon (MNIST)"
-    return section(title, text, markdown(PROVEN_NAMES, rows)) if rows else ""
-
-
 if __name__ == "__main__":
-    app()
+    program(search, published, opacus, proven, widths)

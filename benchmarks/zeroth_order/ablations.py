@@ -1,13 +1,12 @@
 """What do records, clip, batch and steps change (Tables 7, 8, 9, 11, 15, 19, 20 and Figure 6 of the DP-ZO paper)?
 
-The paper fine-tunes OPT-13B on SQuAD and SST-2, and RoBERTa on QNLI; here a head on frozen embeddings learns SST-2
-sentences (`sst2_head.py`), in batches of 16 and 10,000 steps unless they are studied. `records`: 250 to 6,920 (all)
-training sentences, Gaussian noise at epsilon 1, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1; and without
-privacy, which is without noise and clip, on shuffled batches, as in the paper. `clip`: C from 0.01 to 1 at sigma =
-15.9. `batch` and `steps`: epsilon 1. Rate and clip (C = 0.01; the paper's is 0.05) are those that `sst2_head` chose
-at 1,000 sentences and epsilon 1; they are not chosen again. The rate without privacy is the best of `FREE_RATES` at
-1,000 sentences, with three other seeds, on training sentences that these leave out. Every training is saved as it
-ends; a second call resumes. The training loss by records is drawn in docs/zo_figure6.png.
+A head on frozen embeddings learns SST-2 sentences (`sst2_head.py`), in batches of 16 and 10,000 steps unless they are
+studied. `records`: 250 to 6,920 (all) training sentences, Gaussian noise at epsilon 1, Laplace noise at pure epsilon 4,
+and DP-SGD at epsilon 1; and without privacy, which is without noise and clip, on shuffled batches, as in the paper.
+`clip`: C from 0.01 to 1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip (C = 0.01; the paper's is 0.05)
+are those that `sst2_head` chose at 1,000 sentences and epsilon 1; they are not chosen again. The rate without privacy
+is the best of `FREE_RATES` at 1,000 sentences, with three other seeds, on training sentences that these leave out.
+Draws docs/zo_figure6.png.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
         return f"{self.study}, {self.law}, n {self.records}, C {self.clip:g}, batch {self.batch}, {self.steps} steps"
 
     def multiplier(self) -> float:
@@ -76,6 +74,19 @@ class Cell:
         return least_noise(self.law, epsilon, delta=delta, **sizes)
 
 
+LAWS = {
+    "gaussian": "DP-ZO, Gaussian noise",
+    "laplace": "DP-ZO, Laplace noise",
+    "dp-sgd": "DP-SGD",
+    "none": "ZO, no privacy",
+}
+COLUMNS = {
+    "records": "n = {0.records:,}",
+    "clip": "C = {0.clip:g}",
+    "batch": "batch {0.batch}",
+    "steps": "{0.steps:,} steps",
+}
+"""What a study's cells are told apart by."""
 CELLS = (
     *(Cell(study="clip", clip=clip, noise=SIGMA) for clip in (1.0, 0.1, 0.05, 0.01)),
     *(Cell(study="records", records=n) for n in (250, 500, 1000, 5000, 6920)),
@@ -193,11 +204,21 @@ def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
     ]
 
 
-def left(study: str, laws: Sequence[str]) -> int:
-    """Return how many trainings of a study, under some laws of noise, are not in the results."""
-    found = load_results(NAME).get("cells", {})
-    keys = [cell.key for cell in CELLS if cell.study == study and cell.law in laws]
-    return sum(str(seed) not in found.get(key, {}) for key in keys for seed in SEEDS)
+def by_column(
+    study: str, laws: Sequence[str], records: Sequence[int] | None = None
+) -> dict[tuple[str, str], list[float]]:
+    """Return a study's accuracies in per cent by law of noise and column; of some numbers of records, or all."""
+    return {
+        (cell.law, COLUMNS[study].format(cell)): values
+        for cell, values in accuracies(study)
+        if cell.law in laws and (records is None or cell.records in records)
+    }
+
+
+def loss_curves() -> dict[int, list[float]]:
+    """Return the mean training losses under Gaussian noise by records."""
+    cells = [cell for cell, _ in accuracies("records") if cell.law == "gaussian"]
+    return {cell.records: losses(cell) for cell in cells}
 
 
 if __name__ == "__main__":

@@ -1,27 +1,21 @@
 """Does zeroth-order training reveal who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
 
-A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a
-feature of its own, as large as an embedding or five times as large, or with a token of its own; a fair coin for each
-says whether it is trained on.
-An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
-64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is over all canaries of
-all runs, its standard error the one of ranks at 1/2. A canary of an embedding's size is what one unusual sentence would
-be; five times it is an attacker who may write what no sentence could.
+A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a feature
+of its own, as large as an embedding or five times as large, or with a token of its own; a fair coin for each says
+whether it is trained on. An attacker who has the first and the last model scores each canary by how far its loss fell.
+ZO takes 4,000 steps of 64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is
+over all canaries of all runs, its standard error the one of ranks at 1/2. A canary of an embedding's size is what one
+unusual sentence would be; five times it is an attacker who may write what no sentence could.
 
 The paper makes each canary with one new token. "token" does this: the canary is another training sentence behind a
 token of its own, whose entry in the encoder's table is drawn like the other entries, with a random label. Its feature
-is what the encoder makes of that, and the head that is trained has no weight of its own for it. The paper fine-tunes
-the language model itself. What is to be seen again is near one half with noise, and clearly above it without.
-
-Every run is saved when it ends; a second call resumes where the first one stopped.
+is what the encoder makes of that, and the head that is trained has no weight of its own for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -30,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.bare import feedback_trainer, zo_trainer
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import (
     N_TRAIN,
@@ -40,9 +35,7 @@ from benchmarks.zeroth_order.sentences import (
     read_sentences,
 )
 from benchmarks.zeroth_order.sst2_head import least_noise
-from opusim.accounting import RecordCentral, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
-from opusim.tables import print_table
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
@@ -138,29 +131,21 @@ def one_run(method: str, noise: float, size: str, seed: int, data: dict[str, Any
     return {"first": scores.first.tolist(), "second": scores.second.tolist(), "accuracy": accuracy}
 
 
-def measure(
-    results: dict[str, Any],
-    runs: int,
-    *,
-    methods: Sequence[str] = tuple(PLANS),
-    sizes: Sequence[str] = SIZES,
-    epsilons: Sequence[float] = EPSILONS,
-) -> None:
-    """Do what is not done yet, of some cells or of all, and save after each run."""
+def measure(runs: int = 20) -> None:
+    """Do what is not done yet, and save after each run."""
     torch.set_num_threads(1)
+    results = load_results(NAME).get("cells", {})
     data = {"train": embeddings("train"), "test": embeddings("dev", "test")}
-    for seed in range(runs):
-        for method, epsilon, size in itertools.product(methods, epsilons, sizes):
-            cell = results.setdefault(key_of(method, epsilon, size), {"runs": {}})
-            if "noise" not in cell:
-                cell["noise"] = noise_for(method, epsilon)
-            if str(seed) not in cell["runs"]:
-                cell["runs"][str(seed)] = one_run(method, cell["noise"], size, seed, data)
-                save_results(NAME, {"cells": results})
+    for seed, method, epsilon, size in itertools.product(range(runs), PLANS, EPSILONS, SIZES):
+        cell = results.setdefault(key_of(method, epsilon, size), {"runs": {}})
+        if "noise" not in cell:
+            cell["noise"] = noise_for(method, epsilon)
+        if str(seed) not in cell["runs"]:
+            cell["runs"][str(seed)] = one_run(method, cell["noise"], size, seed, data)
+            save_results(NAME, {"cells": results})
 
 
 def key_of(method: str, epsilon: float, size: str) -> str:
-    """Name of a cell in the results."""
     return f"{method}, {epsilon:g}, size {size}"
 
 
@@ -170,81 +155,16 @@ def together(cell: dict[str, Any]) -> Scores:
     return pooled([Scores(first=np.array(run["first"]), second=np.array(run["second"])) for run in runs])
 
 
-COLUMN_NAMES = (
-    "method",
-    "canary",
-    "epsilon",
-    "area [%]",
-    "canaries",
-    "accuracy [%]",
-    "most for Gaussian [%]",
-    "paper's area [%]",
-)
-
-
 def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A cell a row; the area with its standard error at one half."""
+    """Return method, canaries, epsilon and the area in per cent with its standard error at one half."""
     rows: list[tuple[str, ...]] = []
-    for method, size in itertools.product(PLANS, SIZES):
-        for epsilon, paper in zip(EPSILONS, PAPER[method], strict=True):
-            cell = results.get(key_of(method, epsilon, size))
-            if not cell or not cell["runs"]:
-                continue
+    for method, size, epsilon in itertools.product(PLANS, SIZES, EPSILONS):
+        if cell := results.get(key_of(method, epsilon, size)):
             scores = together(cell)
-            accuracy = 100 * float(np.mean([part["accuracy"] for part in cell["runs"].values()]))
-            rows.append(
-                (
-                    method,
-                    size,
-                    f"{epsilon:g}",
-                    f"{100 * scores.auc:.1f} ± {100 * auc_error(scores):.1f}",
-                    str(len(scores.first) + len(scores.second)),
-                    f"{accuracy:.1f}",
-                    f"{100 * largest_area(epsilon):.1f}",
-                    f"{paper:.1f}",
-                )
-            )
+            area = f"{100 * scores.auc:.1f} ± {100 * auc_error(scores):.1f}"
+            rows.append((method, size, f"{epsilon:g}", area))
     return rows
 
 
-def largest_area(epsilon: float) -> float:
-    """Phi(mu / sqrt(2)) of the one Gaussian mechanism with this epsilon at DELTA: about what any attack could reach."""
-    if math.isinf(epsilon):
-        return 1.0
-    once = RecordCentral(
-        noise_multiplier=1.0, clip_norm=1.0, sampling_probability=1.0, divisor=N_TRAIN, steps=1
-    )
-    multiplier = calibrate_noise(once, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
-    return 0.5 * (1 + math.erf(1 / (2 * multiplier)))
-
-
-def show(results: dict[str, Any]) -> None:
-    print_table(
-        "Membership of canaries: area under the curve (one half is a guess)",
-        COLUMN_NAMES,
-        table_rows(results),
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--method", choices=list(PLANS), help="One of them; both by default.")
-    parser.add_argument("--canary", choices=SIZES, help="One kind; all by default.")
-    parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)), help="Separated by commas.")
-    options = parser.parse_args()
-    results = load_results(NAME).get("cells", {})
-    if options.what == "measure":
-        measure(
-            results,
-            options.runs,
-            methods=[options.method] if options.method else list(PLANS),
-            sizes=[options.canary] if options.canary else SIZES,
-            epsilons=[float(epsilon) for epsilon in options.epsilons.split(",")],
-        )
-    show(results)
-
-
 if __name__ == "__main__":
-    main()
+    program(measure)

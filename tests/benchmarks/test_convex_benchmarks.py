@@ -17,11 +17,9 @@ def test_private_searches(results: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_mnist(results.parent, 500)
     take_committed(results, "convex_accounting")
     monkeypatch.setattr(tuned, "EPSILONS", (4.76,))
-    before = tuned.left("mnist")
     tuned.main(trials=5, seeds="0")
     (found,) = tuned.cells()["mnist", 4.76, 5]
     assert 4.76 < found["epsilon"] <= tuned.whole_epsilon(4.76, 5)
-    assert tuned.left("mnist") == before - 1
     tuned.main(trials=5, seeds="0")
     assert tuned.cells()["mnist", 4.76, 5] == [found]
     assert "| 6.92 |" in ours("Convex", "Table 1")[1]
@@ -46,7 +44,6 @@ def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hyperplanes.main(noise="0,5", epochs=4, seeds="0")
     assert load_results(hyperplanes.NAME) == found
     hyperplanes.main(noise="0", epochs=4, seeds="0,1")
-    assert hyperplanes.left([0.0]) == 2  # of the third seed
     assert ours("Convex", "Figure 4")[1].count("±") == 2
 
 
@@ -67,5 +64,4 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert curves.finished("cifar-10").keys() == {
         (p["row"], p["epsilon"], p["seed"]) for p in found["points"]
     }
-    state, text = ours("Convex", "Figure 3")
-    assert (state, text.count("2 more runs of the command not done")) == ("smaller", 1)  # the third seed
+    assert ours("Convex", "Figure 3")[0] == "smaller"

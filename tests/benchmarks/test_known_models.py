@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.known_models import gpt, images, nanogpt, private, training
+from benchmarks.pages import folder_page
 
 TINY = dataclasses.replace(gpt.SMALL, layers=2, heads=2, width=16, context=8, batch=3, steps=16)
 ROWS = {
@@ -69,7 +70,7 @@ def test_the_page_has_a_line_for_each_row(
     assert len(list(training.CACHE.rglob("*.pt"))) == 6  # also those of other processes
     training.train_rows(task, ROWS, names=list(ROWS), processes=1)
     assert capsys.readouterr().out == ""
-    text = nanogpt.page_section()
+    text = folder_page("known_models")
     assert all(f"| {name} |" in text for name in ROWS)
 
 
@@ -127,6 +128,6 @@ def test_a_private_gpt_states_its_epsilon(results: Path, monkeypatch: pytest.Mon
     }.items():
         monkeypatch.setattr(private, name, value)
     private.main(seeds="0")
-    text = private.page_section()
+    text = folder_page("known_models")
     assert text.count("| 3.00 | proven | 1 |") == 2
     assert text.count("| - | - | 1 |") == 2

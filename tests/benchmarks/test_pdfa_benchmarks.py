@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pdfa import figure2, readings
+from benchmarks.pdfa import figure2
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.results_file import load_results
 from tests.support.paper_data import ours, trains_nothing, write_mnist
@@ -39,21 +39,6 @@ def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_results(pdfa_table1.NAME) == found
     figure2.draw()
     assert figure2.PICTURE.exists()
-    assert "not done" not in ours("Photonic", "Figure 2")[1]
-
-
-@pytest.mark.slow
-def test_pdfa_readings(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mnist(results.parent, 300)
-    (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
-    monkeypatch.setattr(pdfa_table1, "BASE", {**pdfa_table1.BASE, "epochs": 1})
-    monkeypatch.setattr(readings, "COLUMNS", ("0.2",))
-    monkeypatch.setattr(readings, "SEEDS", (0, 1))
-    readings.main(jobs=1)
-    assert len(load_results(readings.NAME)["rows"]) == 2 * 2 * len(readings.READINGS)
-    trains_nothing(lambda: readings.main(jobs=1), monkeypatch)
-    assert readings.largest_move() > 0.0
-    assert "| eqs. 8 to 10 to the letter |" in readings.page_section()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from benchmarks import results_file
-from benchmarks.pages.papers import page
+from benchmarks.pages import papers
 from opusim.training.data.formats import CLASSES
 from tests.support.image_files import write_archive, write_labelled_images
 
@@ -51,10 +51,13 @@ def take_committed(results: Path, name: str) -> None:
 def ours(paper: str, item: str) -> tuple[str, str]:
     """Return the state of a row of benchmarks/papers/README.md, and what it shows of ours."""
     (found,) = (
-        each for title, items in page.PAPERS.items() if paper in title for each in items if each.name == item
+        each
+        for title, items in papers.PAPERS.items()
+        if paper in title
+        for each in items
+        if each.name == item
     )
-    now = found.now()
-    return now.state, now.shown
+    return found.now()
 
 
 def trains_nothing(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ def train(
     """Train a network with the hardware in the loop, and return the run.
 
     Args:
-        config: A RunConfig, a TOML file, the name of a trainer such as "pdfa", a mapping, or None for the defaults (PDFA
-            on digits).
+        config: A RunConfig, a TOML file, the name of a trainer such as "pdfa", a mapping, or None for the defaults
+            (PDFA on digits).
         data: (x, y) with x of shape (n, d) or of images (n, c, h, w) and class numbers y of shape (n,), numpy or torch
             (data.target has other things to predict); (x, y, ids) with an ID of each record, by which data.split =
             'id' holds records out; a data set of torch with a length, whose records (x, y) are read once; a DataFrame,

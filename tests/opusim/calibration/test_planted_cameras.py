@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.devices.planted_cameras import CAMERAS, PlantedCamera, SensorFault, half_variance
 from opusim.calibration.calibrate import Calibration, calibrate
 from opusim.calibration.count_law import codes_p_values, tails, third_cumulants
 from opusim.calibration.independence import cut_tails
 from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
 from opusim.devices.registry import open_device
 from opusim.p_values import FAMILY_ALARM
+from tests.support.planted_cameras import CAMERAS, PlantedCamera, SensorFault, half_variance
 
 pytestmark = pytest.mark.compiled
 

@@ -13,7 +13,7 @@ _COSTS = {"frames": ("device_frames", 1), "device [kJ]": ("device_joules", 1e3)}
 
 
 def sweep_table(name: str) -> str:
-    """Return a sweep's table: means over seeds, and their standard errors."""
+    """Return a sweep's table: means over seeds with standard errors, without columns that say nothing."""
     with (FOLDER / f"curve_{name}.csv").open(newline="") as lines:
         records = list(csv.DictReader(lines))
     columns = list(records[0])
@@ -31,7 +31,8 @@ def sweep_table(name: str) -> str:
         for setting, found in groups.items()
     ]
     header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed", *_COSTS)
-    return markdown(header, rows)
+    told = [number for number in range(len(header)) if {row[number] for row in rows} - {"", "-"}]
+    return markdown([header[number] for number in told], [[row[number] for number in told] for row in rows])
 
 
 def _cost(records: list[dict[str, str]], column: str, unit: float) -> str:

@@ -122,8 +122,7 @@ class PoissonSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.positive(sampling_probability=self.sampling_probability)
-        checks.in_range(0, 1, sampling_probability=self.sampling_probability)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
 
     @property
     def expected_batch_size(self) -> float:

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from opusim.training.engine.steps import PaidSteps
+from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.clipping import by_record, finite_rows
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
@@ -54,7 +55,6 @@ from opusim.training.private_loop.folder import generator_states, set_generator_
 from opusim.training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
-    feedback_of,
     require_order,
     require_rows,
     require_steady,
@@ -133,6 +133,7 @@ class PrivateModule:
         most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
             forward passes twice.
         steps: The processes that share each batch, as those of `gradients`.
+        points: The module's feedback points.
         group: Neighbouring rows that are clipped as one, those of a user; `most_rows` is a multiple of it.
         release: Whether what the module draws in a step, such as dropout, comes from the system.
 
@@ -148,6 +149,7 @@ class PrivateModule:
         *,
         gradients: PrivateGradients,
         steps: PaidSteps,
+        points: Sequence[FeedbackAlignment],
         most_rows: int | None = None,
         group: int = 1,
         release: bool = False,
@@ -164,11 +166,11 @@ class PrivateModule:
         self._steps = steps
         place = next(module.parameters()).device
         self._drawing = partial(system_generators, place) if release else nullcontext
-        self._points = feedback_of(module)
+        self._points = points
         self._template = template_of(module, args, kwargs)
         self.tape = RecordTape(module, *args, **kwargs)
         """What records the training passes."""
-        require_steady(self.tape, args, kwargs)
+        require_steady(self.tape, args, kwargs, points)
         self.trained_parameters = [p for layer in self.tape.layers for p in layer]
         """The parameters that are trained."""
         self.probed = ProbedParts(module)

@@ -240,6 +240,7 @@ def make_private(
             kwargs,
             gradients=gradients,
             steps=steps,
+            points=points,
             most_rows=None if physical.size is None else physical.size * group,
             group=group,
             release=mode == "release",

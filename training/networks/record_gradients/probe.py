@@ -212,20 +212,21 @@ class _ProbeRecorder(Recorder):
                     f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
                 )
 
-    def _state(self, key: Key, tensor: Tensor) -> State:
-        """Return what a tensor of a use holds.
+    def _states(self, key: Key, *tensors: Tensor) -> list[State]:
+        """Return what tensors of a use hold.
 
         Raises:
-            ValueError: It mixes records.
+            ValueError: One mixes records.
         """
         if self._tracker is None:
-            return None
-        (state,) = self._tracker.states(tensor)
-        if isinstance(state, Mixed):
-            raise self._tracker.noted(
-                f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
-            )
-        return state
+            return [None for _ in tensors]
+        states = self._tracker.states(*tensors)
+        for state in states:
+            if isinstance(state, Mixed):
+                raise self._tracker.noted(
+                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+                )
+        return states
 
     def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:
         """Refuse uses within torch.vmap and torch.func, which hand out no tensors of the batch.
@@ -241,14 +242,14 @@ class _ProbeRecorder(Recorder):
 
     def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
         """Note whether a tensor that is computed from parameters only holds a copy for each record."""
-        if isinstance(self._state(key, tensor), Held):
+        if isinstance(self._states(key, tensor)[0], Held):
             self._copied.add(key)
 
     def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
         """Note where the records stand in the tensors of a use."""
         if self._tracker is None:
             return [None for _ in tensors]
-        states = [self._state(key, tensor) for tensor in tensors]
+        states = self._states(key, *tensors)
         layouts = [state.layout if isinstance(state, Held) else None for state in states]
         inputs = len(site.others)
         if not any(layouts):
@@ -307,6 +308,7 @@ class _Pass:
         finally:
             self.tracker.require_unrefused()
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._states = self.tracker.states(*self.outputs)
         for call in self.recorder.calls:
             call.require_inputs_kept()
 
@@ -320,8 +322,7 @@ class _Pass:
         Raises:
             ValueError: There is one.
         """
-        states = self.tracker.states(*self.outputs)
-        for number, (output, state) in enumerate(zip(self.outputs, states, strict=True)):
+        for number, (output, state) in enumerate(zip(self.outputs, self._states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
             if isinstance(state, Mixed) and grows:
                 raise mixes("the model's output", state)
@@ -333,10 +334,9 @@ class _Pass:
 
     def seeded(self) -> list[int]:
         """Return which outputs hold records and lead to parameters."""
-        states = self.tracker.states(*self.outputs)
         return [
             n
-            for n, (output, state) in enumerate(zip(self.outputs, states, strict=True))
+            for n, (output, state) in enumerate(zip(self.outputs, self._states, strict=True))
             if isinstance(state, Held) and output.requires_grad
         ]
 
@@ -353,8 +353,8 @@ class _Pass:
         generator = torch.Generator().manual_seed(1)
         roots = [self.outputs[n] for n in seeded]
         seeds = [torch.randn(root.shape, generator=generator).to(root) for root in roots]
-        for seed, state in zip(seeds, self.tracker.states(*roots), strict=True):
-            self.tracker.note(state, seed)
+        for seed, n in zip(seeds, seeded, strict=True):
+            self.tracker.note(self._states[n], seed)
         for _, parameter in named:
             parameter.grad = None
         self.tracker.backward = True

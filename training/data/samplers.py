@@ -91,7 +91,8 @@ class Sampler(ABC):
             ValueError: `step` is below 0.
             RuntimeError: There is no seed, and this process was forked from the one that made the sampler.
         """
-        checks.integer(step=step, minimum=0)
+        if type(step) is not int or step < 0:
+            checks.integer(step=step, minimum=0)
         if self.seed is None:
             self._process.require("a sampler without a seed")
         return torch.from_numpy(self._draw(step))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,14 +85,18 @@ class OuterUse(Use):
     Attributes:
         weight: The matrix, of whatever shape.
         bias: The bias, or None; `wrt` holds the weight, then the bias.
+        sizes: Numbers of a row of s and of u, over all groups of outputs.
         positions: Number of positions p of a record.
+        single: Whether one position is a single product, of norm |s| |u|.
         delta: Signals, float32, shape (records, ...).
         h: Inputs, float32, or indices, shape (records, ...).
     """
 
     weight: Tensor
     bias: Tensor | None
+    sizes: tuple[int, int]
     positions: int
+    single: ClassVar[bool] = False
     delta: Tensor
     h: Tensor
 
@@ -133,11 +137,13 @@ class OuterUse(Use):
                 f"a record has {self.positions:,} positions in a layer, and rounding is counted for at most "
                 f"{MOST_POSITIONS:,}; cut records into shorter ones"
             )
-        kept, inputs = clip.kept, self.h
-        if kept is not None and inputs.is_floating_point():
-            inputs = finite_rows(inputs, kept)
+        kept, inputs, signals = clip.kept, self.h, self.delta
         exact = block == 0 or (block is not None and self.positions > 1)
-        signals = clip.finite(self.delta) if exact else clip.scaled(self.delta)
+        if not exact:
+            signals = signals * clip.rounded.view(-1, *[1] * (signals.ndim - 1))
+        if kept is not None:
+            signals = finite_rows(signals, kept)
+            inputs = finite_rows(inputs, kept) if inputs.is_floating_point() else inputs
         step = max(1, _EXACT_ROWS // max(1, self.positions) if exact else block or self.records)
         totals: list[Tensor] = []
         for start in range(0, max(1, self.records), step):  # also for no record
@@ -154,12 +160,6 @@ class OuterUse(Use):
     def signals(self) -> Tensor:
         """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
         return self.pairs(slice(None))[0].sum(dim=-1).flatten(1)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of a row of s and of u, over all groups of outputs."""
-        rows = len(self.weight)
-        return rows, self.weight.numel() // rows + (self.bias is not None)
 
     @property
     def numbers(self) -> int:
@@ -181,10 +181,14 @@ class OuterUse(Use):
     def parts(self) -> list[Part]:
         """Return the parts of the norm of each record's contribution as `totals` forms it in float32."""
         p, (a, b) = self.positions, self.sizes
+        if p == 1 and self.single:
+            s, u = measured(self.delta, self.h)
+            weight = Part(None, s, u, slack=1.0)
+            return [weight] if self.bias is None else [weight, Part(s)]
         chunks = chunked(self.records, self.numbers, self.weight.device)
         formed = _GRAM_COST * p * (a + b) >= a * b
         if formed:
-            found = [measured(self.matrices(chunk)) for chunk in chunks]
+            found = [measured(self.matrices(chunk))[0] for chunk in chunks]
         else:
             found = [measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
         s, u, factor = self.sizes_of()
@@ -197,7 +201,7 @@ class OuterUse(Use):
         if self.bias is None:
             return [weight]
         root = p**0.5
-        return [weight, Part(measured(self.signals()), s, None, 2 * rounding * root, MILD * root)]
+        return [weight, Part(measured(self.signals())[0], s, None, 2 * rounding * root, MILD * root)]
 
 
 class LinearUse(OuterUse):
@@ -210,8 +214,11 @@ class LinearUse(OuterUse):
         bias: b, or None.
     """
 
+    single = True
+
     def __init__(self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
+        self.sizes = weight.shape[0], weight.shape[1] + (bias is not None)
         self.wrt = [weight] if bias is None else [weight, bias]
         self.records, width = len(delta), delta.shape[-1]
         self.positions = math.prod(delta.shape[1:-1])
@@ -224,19 +231,12 @@ class LinearUse(OuterUse):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse, by Cauchy and Schwarz."""
-        return measured(self.delta, coarsely=True), measured(self.h, coarsely=True), 1.0
+        s, u = measured(self.delta, self.h, coarsely=True)
+        return s, u, 1.0
 
     @override
     def signals(self) -> Tensor:
         return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
-
-    def parts(self) -> list[Part]:
-        """See OuterUse; one position per record is a single product of norm |delta| |h|."""
-        if self.positions != 1:
-            return super().parts()
-        s, u = measured(self.delta), measured(self.h)
-        weight = Part(None, s, u, slack=1.0)
-        return [weight] if self.bias is None else [weight, Part(s)]
 
     def matrices(self, part: slice) -> Tensor:
         """See OuterUse; of one group."""
@@ -268,6 +268,7 @@ class EmbeddingUse(OuterUse):
 
     def __init__(self, delta: Tensor, ids: Tensor, weight: Tensor, padding: int | None = None) -> None:
         self.weight, self.wrt, self.records = weight, [weight], len(ids)
+        self.sizes = weight.shape[0], weight.shape[1]
         self.h = ids.flatten(1)
         self.delta = delta.reshape(self.records, -1, delta.shape[-1]).float()
         if padding is not None:
@@ -281,7 +282,7 @@ class EmbeddingUse(OuterUse):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse; a signal of each position is 1."""
-        found = measured(self.delta, coarsely=True)
+        (found,) = measured(self.delta, coarsely=True)
         ones = Measured(torch.ones_like(found.norms), 0.0, 0.0)
         return found, ones, self.positions**0.5
 
@@ -289,7 +290,7 @@ class EmbeddingUse(OuterUse):
         """See OuterUse; the signals of each id are added at the place of the first in the record's sorted ids."""
         n, p = self.h.shape
         if p == 1:
-            return [Part(measured(self.delta))]
+            return [Part(measured(self.delta)[0])]
         ordered = self.h.sort(dim=1).values
         places = torch.searchsorted(ordered, self.h.contiguous())
         places += torch.arange(0, n * p, p, device=places.device)[:, None]
@@ -300,7 +301,7 @@ class EmbeddingUse(OuterUse):
         )
         size, _, root = self.sizes_of()
         slack = 2 * product_slack(p) * root  # of each sum over the positions of one id, here and in the total
-        return [Part(measured(sums.view(n, -1)), size, None, slack, MILD * root)]
+        return [Part(measured(sums.view(n, -1))[0], size, None, slack, MILD * root)]
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: signals are added to the rows of their ids."""
@@ -331,6 +332,7 @@ class ConvolutionUse(OuterUse):
         self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
     ) -> None:
         self.weight, self.bias = weight, bias
+        self.sizes = weight.shape[0], weight.shape[1:].numel() + (bias is not None)
         self.wrt = [weight] if bias is None else [weight, bias]
         self._dims, self.records = weight.ndim - 2, len(delta)
         images = [v if v.ndim == self._dims + 3 else v.unsqueeze(1) for v in (delta, h)]
@@ -360,8 +362,8 @@ class ConvolutionUse(OuterUse):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse, by Cauchy and Schwarz; an input is in as many patches as the kernel has places."""
-        sizes = [measured(values, coarsely=True) for values in (self.delta, self.h)]
-        return sizes[0], sizes[1], math.prod(self.weight.shape[2:]) ** 0.5
+        s, u = measured(self.delta, self.h, coarsely=True)
+        return s, u, math.prod(self.weight.shape[2:]) ** 0.5
 
     @override
     def signals(self) -> Tensor:

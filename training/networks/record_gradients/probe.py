@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot
+from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot, require_inputs_kept
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
 from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker, Survey
@@ -154,7 +154,7 @@ def _without_readings(model: nn.Module, x: Tensor) -> Iterator[None]:
 def _batches(model: nn.Module, given: Rows) -> list[Rows]:
     """Return batches of two sizes."""
     small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    return [given.repeated(count) for count in (_COUNTS[0], _COUNTS[1] if small else _FEW)]
+    return given.repeated(_COUNTS[0], _COUNTS[1] if small else _FEW)
 
 
 @contextmanager
@@ -192,10 +192,11 @@ class _ProbeRecorder(Recorder):
 
     def is_settled(self) -> bool:
         """Count uses that depend on no record as known; return whether all were known before."""
-        kinds, before = self.kinds, self.kinds.size
+        kinds = self.kinds
+        settled = self._fixed <= kinds.fixed and self._copied <= kinds.copied
         kinds.fixed |= self._fixed
         kinds.copied |= self._copied
-        return kinds.size == before
+        return settled
 
     def settle(self) -> None:
         """Count what a probe found about uses as known.
@@ -228,25 +229,18 @@ class _ProbeRecorder(Recorder):
                 )
         return states
 
-    def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Refuse uses within torch.vmap and torch.func, which hand out no tensors of the batch.
-
-        Raises:
-            ValueError: It is one.
-        """
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
-            raise ValueError(
-                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
-                "call the module on the whole batch"
-            )
-
     def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
         """Note whether a tensor that is computed from parameters only holds a copy for each record."""
         if isinstance(self._states(key, tensor)[0], Held):
             self._copied.add(key)
 
     def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
-        """Note where the records stand in the tensors of a use."""
+        """Note where the records stand in the tensors of a use, which must be those of the batch."""
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            raise ValueError(
+                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
+                "call the module on the whole batch"
+            )
         if self._tracker is None:
             return [None for _ in tensors]
         states = self._states(key, *tensors)
@@ -309,8 +303,7 @@ class _Pass:
             self.tracker.require_unrefused()
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._states = self.tracker.states(*self.outputs)
-        for call in self.recorder.calls:
-            call.require_inputs_kept()
+        require_inputs_kept(self.recorder.calls)
 
     def require_rows(self, first: _Pass, *, whole: bool = False) -> None:
         """Refuse outputs that grow with the batch and mix records.

@@ -153,9 +153,12 @@ def _linear(site: Site, leaves: Sequence[Any]) -> Made | None:
 def _embedding(site: Site, leaves: Sequence[Any]) -> Made | None:
     found = Bound.of(site, leaves, _EMBEDDING, {"padding_idx": None})
     ids, padding = found.places["input"], found.values["padding_idx"]
-    return lambda call, records: EmbeddingUse(
-        *call.split_records(records, (0,), (ids,)), call.wrt[0], padding
-    )
+
+    def made(call: Call, records: int) -> Use:
+        delta, inputs = call.split_records(records, (0,), (ids,))
+        return EmbeddingUse(delta, inputs, call.wrt[0], padding)
+
+    return made
 
 
 def _convolution(site: Site, leaves: Sequence[Any]) -> Made | None:

@@ -268,7 +268,8 @@ class RowTracker(TorchDispatchMode):
         self.refused: ValueError | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: dict[int, str] = {}
-        named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
+        named: list[tuple[str, Tensor]] = []
+        named += [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
         named += [(f"buffer {name!r}", tensor) for name, tensor in model.named_buffers()]
         self.note(None, *(tensor for _, tensor in named))
         self._kept = {_memory(tensor)._cdata: name for name, tensor in named}

@@ -140,7 +140,8 @@ class PaidSteps:
 
     def _pay(self, mechanisms: tuple[Mechanism, ...], until: int) -> LedgerContent | None:
         """Pay, and return what other processes do not know yet, with the new payments only."""
-        self.require_open()
+        if self._closed:
+            self.require_open()  # the ledger refuses a forked process
         self.ledger.pay(self.step, *mechanisms, until=until)
         known = self._content
         if known is None or self.position == known.position:

@@ -215,6 +215,7 @@ class PrivateModule:
                 users are drawn, how many of each user's rows.
             handed: The batch, as the loop receives it.
         """
+        self.probed.require_same()
         self.padding = self._weights = None
         self._handed_out = []
         place = self.trained_parameters[0].device

@@ -88,6 +88,7 @@ class OuterUse(Use):
         sizes: Numbers of a row of s and of u, over all groups of outputs.
         positions: Number of positions p of a record.
         single: Whether one position is a single product, of norm |s| |u|.
+        reach: sum_p |s_p| |u_p| over |delta| |h|, at most (Cauchy and Schwarz).
         delta: Signals, float32, shape (records, ...).
         h: Inputs, float32, or indices, shape (records, ...).
     """
@@ -97,6 +98,7 @@ class OuterUse(Use):
     sizes: tuple[int, int]
     positions: int
     single: ClassVar[bool] = False
+    reach: float = 1.0
     delta: Tensor
     h: Tensor
 
@@ -104,9 +106,10 @@ class OuterUse(Use):
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return s and u of some records as columns, (some, groups, a, positions) and (some, groups, b, positions)."""
 
-    @abstractmethod
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """Return |s|, |u| and a factor, whose product bounds sum_p |s_p| |u_p| of the matrix, with bias if any."""
+        s, u = measured(self.delta, self.h, coarsely=True)
+        return s, u, self.reach
 
     @abstractmethod
     def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
@@ -191,13 +194,13 @@ class OuterUse(Use):
             found = [measured(self.matrices(chunk))[0] for chunk in chunks]
         else:
             found = [measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
-        s, u, factor = self.sizes_of()
+        s, u = measured(self.delta, self.h, coarsely=True)
         rounding = product_slack(p)
         slack = rounding * (2 if formed else 1)  # the formed sum rounds too
         if not formed:  # the square of the norm rounds, and may cancel
             slack += ((a + b + p**2) * 2.0**-52) ** 0.5
         formed_norms = found[0] if len(found) == 1 else joined(found)
-        weight = Part(formed_norms, s, u, slack * factor, MILD * factor)
+        weight = Part(formed_norms, s, u, slack * self.reach, MILD * self.reach)
         if self.bias is None:
             return [weight]
         root = p**0.5
@@ -228,11 +231,6 @@ class LinearUse(OuterUse):
     @override
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         return self.delta[part].mT[:, None], self.h[part].mT[:, None]
-
-    def sizes_of(self) -> tuple[Measured, Measured, float]:
-        """See OuterUse, by Cauchy and Schwarz."""
-        s, u = measured(self.delta, self.h, coarsely=True)
-        return s, u, 1.0
 
     @override
     def signals(self) -> Tensor:
@@ -340,6 +338,9 @@ class ConvolutionUse(OuterUse):
         sides = {name: _per_dim(options[name], self._dims) for name in ("stride", "padding", "dilation")}
         self._options = {**sides, "groups": options["groups"]}
         self.positions = math.prod(self.delta.shape[3:]) * self.delta.shape[1]
+        self.reach = (
+            math.prod(weight.shape[2:]) ** 0.5
+        )  # an input is in as many patches as the kernel has places
 
     @property
     def numbers(self) -> int:
@@ -359,11 +360,6 @@ class ConvolutionUse(OuterUse):
         patches = self._patches(self.h.flatten(0, 1)).mT
         rows = patches.unflatten(0, (self.records, -1)).flatten(1, 2)
         return rows if self.bias is None else torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
-
-    def sizes_of(self) -> tuple[Measured, Measured, float]:
-        """See OuterUse, by Cauchy and Schwarz; an input is in as many patches as the kernel has places."""
-        s, u = measured(self.delta, self.h, coarsely=True)
-        return s, u, math.prod(self.weight.shape[2:]) ** 0.5
 
     @override
     def signals(self) -> Tensor:

@@ -127,8 +127,8 @@ class Journal:
     def __init__(self, path: str | Path, *, witnesses: Sequence[Witness] = ()) -> None:
         self.path = Path(path)
         self._lines = _read(self.path, witnesses)
-        self._file = AppendedFile(self.path, end=self._end)
-        if self._lines:
+        self._file = AppendedFile(self.path, end=self._lines[-1].end)
+        if len(self._lines) > 1:
             try:
                 self._file.sync()
                 _write_head(self.path, self.position)
@@ -139,21 +139,17 @@ class Journal:
     @property
     def entries(self) -> list[dict[str, Any]]:
         """The entries so far."""
-        return [line.entry for line in self._lines]
+        return [line.entry for line in self._lines[1:]]
 
     @property
     def last(self) -> dict[str, Any]:
         """The last entry; empty if there is none."""
-        return self._lines[-1].entry if self._lines else {}
+        return self._lines[-1].entry
 
     @property
     def position(self) -> Position:
         """How far the journal reaches."""
-        return _position(self._lines)
-
-    @property
-    def _end(self) -> int:
-        return self._lines[-1].end if self._lines else 0
+        return self._lines[-1].position
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write, sync, then move the head; when this returns, the entry survives a power cut.
@@ -162,13 +158,13 @@ class Journal:
             OSError: The line or the head could not be written, now or before; nothing more can be appended.
             RuntimeError: This process was forked from the one that opened the journal.
         """
-        before = self.position
-        line, digest = _line(before.lines + 1, before.digest, entry)
-        self._file.append(line, end=self._end)
+        _, before, end = self._lines[-1]
+        line, position = _line(before, entry)
+        self._file.append(line, end=end)
         with self._file.refusing_after_errors():
-            _write_head(self.path, Position(lines=before.lines + 1, digest=digest))
+            _write_head(self.path, position)
         # in one act, which Ctrl-C cannot divide
-        self._lines.append(_Line(entry, digest, self._end + len(line)))
+        self._lines.append(_Line(entry, position, end + len(line)))
 
     def close(self) -> None:
         """Close the file."""
@@ -192,7 +188,7 @@ def read_positioned(
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no ledger; give a run folder that has one")
     lines = _read(Path(path), witnesses)
-    return [line.entry for line in lines], _position(lines)
+    return [line.entry for line in lines[1:]], lines[-1].position
 
 
 def read_position(path: str | Path) -> Position:
@@ -201,19 +197,15 @@ def read_position(path: str | Path) -> Position:
     Raises:
         LedgerCorrupt: It was changed, truncated or reordered.
     """
-    return _position(_read(Path(path), ()))
+    return _read(Path(path), ())[-1].position
 
 
 class _Line(NamedTuple):
-    """A line as it was read or written: its entry, its digest, and the offset behind it."""
+    """A line as it was read or written: its entry, how far the journal reaches with it, and the offset behind it."""
 
     entry: dict[str, Any]
-    digest: str
+    position: Position
     end: int
-
-
-def _position(lines: Sequence[_Line]) -> Position:
-    return Position(lines=len(lines), digest=lines[-1].digest) if lines else Position()
 
 
 def head_file(path: Path) -> Path:
@@ -222,55 +214,53 @@ def head_file(path: Path) -> Path:
 
 
 def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
-    """Return the lines that count."""
+    """Return the lines that count, behind an empty one that stands for the beginning of the file."""
     head = _read_head(path)
     promised = head.lines
     content = read_bytes(path, at_most=_LIMIT) if path.exists() else b""
     *lines, rest = content.split(b"\n")
-    found: list[_Line] = []
-    digest, end = _GENESIS, 0
+    found = [_Line({}, Position(), 0)]
     for number, line in enumerate(lines, start=1):
         if number > promised + 1:
             raise LedgerCorrupt(f"{path}: line {number}: follows the {promised} lines that the head counts")
-        entry = _verified(path, number, line, digest, must_count=number <= promised)
+        _, before, end = found[-1]
+        entry = _verified(path, before, line, must_count=number <= promised)
         if entry is None:
             if len(lines) > number:
                 raise LedgerCorrupt(f"{path}: line {number}: is damaged, and lines follow it")
             break
-        digest, end = json.loads(line)["digest"], end + len(line) + 1
-        found.append(_Line(entry, digest, end))
-        if number == promised and digest != head.digest:
+        position = Position(lines=number, digest=json.loads(line)["digest"])
+        found.append(_Line(entry, position, end + len(line) + 1))
+        if number == promised and position != head:
             raise LedgerCorrupt(
                 f"{path}: line {number}: is not the line that {head_file(path).name} ends with"
             )
-    if len(found) < promised:
+    if len(found) <= promised:
         where = "is cut short" if rest else "is missing"
         raise LedgerCorrupt(
-            f"{path}: line {len(found) + 1}: {where}, but {head_file(path).name} counts {promised} lines"
+            f"{path}: line {len(found)}: {where}, but {head_file(path).name} counts {promised} lines"
         )
     for witness in witnesses:
-        witness.check(path, [line.digest for line in found])
+        witness.check(path, [line.position.digest for line in found[1:]])
     return found
 
 
-def _verified(
-    path: Path, number: int, line: bytes, previous: str, *, must_count: bool
-) -> dict[str, Any] | None:
+def _verified(path: Path, before: Position, line: bytes, *, must_count: bool) -> dict[str, Any] | None:
     """The entry of a line, or None if the line is damaged and need not count.
 
     Raises:
         LedgerCorrupt: The line must count and is not what was written.
     """
-    problem = "its digest does not fit: it was changed"
+    number, problem = before.lines + 1, "its digest does not fit: it was changed"
     try:
         content = parse_json(line)
         entry = content["entry"]
         if content["schema_version"] != SCHEMA_VERSION:
             problem = f"schema_version {checks.short(content['schema_version'])} is not {SCHEMA_VERSION}"
-        elif content["line"] != number or content["previous"] != previous:
+        elif content["line"] != number or content["previous"] != before.digest:
             said = checks.short(content["line"])
             problem = f"says it is line {said} or follows another line: lines were moved or removed"
-        elif _line(number, previous, entry)[0] == line + b"\n":
+        elif _line(before, entry)[0] == line + b"\n":
             return dict(entry)
     except (ValueError, KeyError, TypeError):
         problem = "is not a line of a ledger: it was changed"
@@ -279,10 +269,12 @@ def _verified(
     return None
 
 
-def _line(number: int, previous: str, entry: dict[str, Any]) -> tuple[bytes, str]:
-    content = {"schema_version": SCHEMA_VERSION, "line": number, "previous": previous, "entry": entry}
+def _line(before: Position, entry: dict[str, Any]) -> tuple[bytes, Position]:
+    """Return the line of an entry, and how far the journal reaches with it."""
+    number = before.lines + 1
+    content = {"schema_version": SCHEMA_VERSION, "line": number, "previous": before.digest, "entry": entry}
     digest = hashlib.sha256(_dump(content)).hexdigest()
-    return _dump({**content, "digest": digest}) + b"\n", digest
+    return _dump({**content, "digest": digest}) + b"\n", Position(lines=number, digest=digest)
 
 
 def _dump(content: dict[str, Any]) -> bytes:

@@ -103,6 +103,8 @@ def in_unit_interval(*, closed: Literal["left", "right", "both", "neither"] = "b
     """
     left, right = closed in ("left", "both"), closed in ("right", "both")
     for name, value in values.items():
+        if type(value) in _PLAIN and (0 < value < 1 or (value == 0 and left) or (value == 1 and right)):
+            continue
         array = _real_array(name, value)
         above = array >= 0 if left else array > 0
         below = array <= 1 if right else array < 1

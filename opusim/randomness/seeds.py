@@ -22,7 +22,8 @@ def derive_seed(seed: int, *labels: str | int) -> int:
     Raises:
         TypeError, ValueError: the seed is not an integer in range.
     """
-    checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
     parts = [f"s{len(label)}:{label}" if isinstance(label, str) else f"i{int(label)}" for label in labels]
     text = "|".join([str(int(seed)), *parts])  # lengths separate labels of any content
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

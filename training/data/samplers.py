@@ -91,7 +91,8 @@ class Sampler(ABC):
             ValueError: `step` is below 0.
             RuntimeError: There is no seed, and this process was forked from the one that made the sampler.
         """
-        checks.integer(step=step, minimum=0)
+        if type(step) is not int or step < 0:
+            checks.integer(step=step, minimum=0)
         if self.seed is None:
             self._process.require("a sampler without a seed")
         return torch.from_numpy(self._draw(step))
@@ -122,8 +123,7 @@ class PoissonSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.positive(sampling_probability=self.sampling_probability)
-        checks.in_range(0, 1, sampling_probability=self.sampling_probability)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
 
     @property
     def expected_batch_size(self) -> float:

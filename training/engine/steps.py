@@ -90,11 +90,11 @@ class PaidSteps:
             LedgerCorrupt: It does not.
         """
 
-        def opened() -> LedgerContent:
+        def opened() -> LedgerContent | None:
             self._ledger = ledger()
             if covered:
                 self._ledger.require_covers(self.step)
-            return self._ledger.content
+            return self._ledger.content if self.ranks.world > 1 else None
 
         self._content = self.on_first("opens the loop", opened)
 
@@ -140,10 +140,11 @@ class PaidSteps:
 
     def _pay(self, mechanisms: tuple[Mechanism, ...], until: int) -> LedgerContent | None:
         """Pay, and return what other processes do not know yet, with the new payments only."""
-        self.require_open()
+        if self._closed:
+            self.require_open()  # the ledger refuses a forked process
         self.ledger.pay(self.step, *mechanisms, until=until)
         known = self._content
-        if self.ranks.world == 1 or known is None or self.position == known.position:
+        if known is None or self.position == known.position:
             return None
         content = self.ledger.content
         return replace(content, payments=content.payments[len(known.payments) :])

@@ -88,6 +88,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     labels: SoftLabels | None
     ranks: Ranks
     _physical = PhysicalBatches()
+    _group = 1
     _filling: tuple[Tensor, ...] | None = None
 
     @classmethod
@@ -260,7 +261,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     @override
     def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
         network, config, dataset = self.network, self.config, self.dataset
-        self.labels, self.ranks = labels, Ranks()
+        self.labels, self.ranks, self._group = labels, Ranks(), self.config.group
         if isinstance(self.protection, RecordProtection):
             self._physical = self.protection.physical_batches
         self.optimizer = make_optimizer(network.parameters, config.optimizer)
@@ -355,7 +356,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         A batch without records has no gradient; momentum still moves the parameters. Under protection it takes its
         noise, and no value of a record raises an error; rows of weight zero fill it up to the fixed number of rows.
         """
-        source, writer, ranks, group = self.source, self.writer, self.ranks, self.config.group
+        source, writer, ranks, group = self.source, self.writer, self.ranks, self._group
         drawn, shown, padding = len(x), y, filled
         if self._physical.count is not None:
             x, y, more = self._filled(x, y)
@@ -412,7 +413,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
 
     def _filled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a batch with an invented record behind it, repeated up to the fixed number of rows, and these rows."""
-        group = self.config.group
+        group = self._group
         rows = self._physical.rows(len(x) // group) * group
         if rows == len(x):
             return x, y, None

@@ -176,11 +176,6 @@ class Clip:
         """Return rows (batch, ...), zeros for records that do not contribute."""
         return rows if self.kept is None else finite_rows(rows, self.kept)
 
-    def scaled(self, rows: Tensor) -> Tensor:
-        """Return factors times rows, float32, shape (batch, ...); zeros for records that do not contribute."""
-        scaled = rows * self.rounded.view(-1, *[1] * (rows.ndim - 1))
-        return scaled if self.kept is None else finite_rows(scaled, self.kept)
-
 
 def are_all(kept: Tensor) -> bool:
     """Return whether all records are kept, as far as the host may look: on a card it would wait, so it says no."""
@@ -201,30 +196,37 @@ class Measured(NamedTuple):
     absolute: float
 
 
-def measured(rows: Tensor, *, coarsely: bool = False) -> Measured:
-    """Measure the Euclidean norm of each record's numbers.
+def measured(*values: Tensor, coarsely: bool = False) -> list[Measured]:
+    """Measure the Euclidean norm of each record's numbers in several tensors.
 
     Each record's norm depends on its numbers only; otherwise one record would move the factors of others.
 
     Args:
-        rows: float32 or float64, shape (batch, ...).
+        *values: float32 or float64, shapes (batch, ...).
         coarsely: Whether the norm of a long row may be off by more than 1e-4, as that of a bound on rounding may.
     """
-    flat = rows.flatten(1)
-    terms = flat.shape[1]
-    absolute = terms**0.5 * _VANISHED
-    if flat.dtype == torch.float64:
-        return Measured(torch.linalg.vector_norm(flat, dim=1).float(), 2.0**-23, absolute)
-    if terms <= (_LONG_ROW if coarsely else _SHORT_ROW):
-        return Measured(torch.linalg.vector_norm(flat, dim=1), (terms + 8) * 2.0**-24, absolute)
-    block = _block(terms)
-    whole = terms // block * block
-    norms = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, block)), dim=2)
-    if whole < terms:
-        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
-        norms = torch.cat([norms, rest], dim=1)
-    again = measured(norms)
-    return Measured(again.norms, (block + 8) * 2.0**-24 + 1.01 * again.relative, absolute + again.absolute)
+    found = []
+    for each in values:
+        flat, limit = each.flatten(1), _LONG_ROW if coarsely else _SHORT_ROW
+        # 1. Replace a long row by the norms of its blocks, until it is short.
+        cut: list[tuple[int, int]] = []
+        while (terms := flat.shape[1]) > limit and flat.dtype != torch.float64:
+            block, limit = _block(terms), _SHORT_ROW
+            whole = terms // block * block
+            norms = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, block)), dim=2)
+            if whole < terms:
+                rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
+                norms = torch.cat([norms, rest], dim=1)
+            flat = norms
+            cut.append((terms, block))
+        # 2. Its norm, and the errors of all levels.
+        relative = 2.0**-23 if flat.dtype == torch.float64 else (terms + 8) * 2.0**-24
+        absolute = terms**0.5 * _VANISHED
+        for terms, block in reversed(cut):
+            relative = (block + 8) * 2.0**-24 + 1.01 * relative
+            absolute = terms**0.5 * _VANISHED + absolute
+        found.append(Measured(torch.linalg.vector_norm(flat, dim=1).float(), relative, absolute))
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -272,7 +274,7 @@ def norm_bounds(rows: Tensor) -> Tensor:
     Args:
         rows: Shape (batch, ...).
     """
-    return resolved([measured(rows)])[0]
+    return resolved(measured(rows))[0]
 
 
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:

@@ -19,7 +19,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,7 @@ def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[None]:
+def preserved_state(model: nn.Module, *, follow_hooks: bool = True, fixed: bool = False) -> Iterator[None]:
     """Give buffers and Python attributes of a module the values on exit that they had before.
 
     A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
@@ -268,6 +268,10 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
     Args:
         model: The module.
         follow_hooks: Whether to put back what hooks on the module keep, too.
+        fixed: Whether to refuse a pass that writes into a parameter; see `fixed_parameters`.
+
+    Raises:
+        ValueError: `fixed`, and the pass does.
     """
     buffers = [(part._buffers, dict(part._buffers)) for part in model.modules() if part._buffers]
     values = [
@@ -285,7 +289,8 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
             attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
             break
     try:
-        yield
+        with fixed_parameters(model) if fixed else nullcontext():
+            yield
     finally:
         for now, held in buffers:
             _fill(now, held, frozenset())

@@ -169,7 +169,8 @@ class PrivacySettings:
             NoGuarantee: No noise reaches `target_epsilon`.
         """
         given["seed"] = _seed(given["mode"], given["seed"])
-        given["relation"] = Adjacency(_relation(given["relation"]))
+        checks.choice((str(Adjacency.ZERO_OUT), str(Adjacency.ADD_OR_REMOVE_ONE)), relation=given["relation"])
+        given["relation"] = Adjacency(given["relation"])
         given["sample_rate"] = _sample_rate(records, given)
         given["clipping"], given["max_grad_norm"] = given["clipping"].with_norms(given["max_grad_norm"])
         checks.positive(max_grad_norm=given["max_grad_norm"])
@@ -291,11 +292,6 @@ def _seed(mode: str, seed: int | None) -> int | None:
         return int(SystemUniforms().random(1)[0] * 2**53)
     checks.integer(minimum=0, maximum=MAX_SEED, seed=seed)
     return int(seed)
-
-
-def _relation(relation: str) -> str:
-    checks.choice((str(Adjacency.ZERO_OUT), str(Adjacency.ADD_OR_REMOVE_ONE)), relation=str(relation))
-    return str(relation)
 
 
 def _sample_rate(records: int, given: dict[str, Any]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ _EXAMPLES = 7
 """Records that are read once to probe the module and the loader."""
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
+_REFUSALS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
+"""What a module may raise for records that it does not take."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
 
@@ -185,7 +187,7 @@ def first_records(loader: DataLoader[Any]) -> list[Any]:
 
 def arguments_for(
     module: nn.Module, loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Rows:
     """Return arguments of a module for a few records, after its first pass, which is on invented ones.
 
     From that pass it may take initial values that it keeps. Everything that is found out of the module, or refused,
@@ -233,11 +235,13 @@ def arguments_for(
     leaves = tree_leaves((args, kwargs))
     require_rows(leaves, rows_of(leaves) or 0)
     # 3. Run it on invented records of these shapes; if example_inputs are given, it may refuse them.
-    rows = invented_rows(module, Rows.of((args, kwargs)))
+    own = Rows.of((args, kwargs))
+    rows = invented_rows(module, own)
     with preserved_generators(place), torch.no_grad():
         if given is not None:
-            _accepts(module, rows)
-            return args, kwargs
+            with suppress(*_REFUSALS):
+                _seeded(module, rows)
+            return own
         try:
             _seeded(module, rows)
         except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -247,11 +251,10 @@ def arguments_for(
                 f"whole numbers, true): {type(error).__name__}: {reason}; give example_inputs, a few public or "
                 "invented records"
             ) from error
-    found: tuple[tuple[Any, ...], dict[str, Any]] = rows.values
-    return found
+    return rows
 
 
-def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def template_of(module: nn.Module, given: Rows) -> Any:
     """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 
     A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches
@@ -261,8 +264,7 @@ def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
         ValueError: A training pass changes a parameter or a buffer, no output has a row per record, or an output that
             varies with the number of records does not have one row for each, in its first dimension.
     """
-    given = Rows.of((args, kwargs))
-    many, few = (given.repeated(count) for count in _COUNTS)
+    many, few = given.repeated(*_COUNTS)
     place = next(module.parameters()).device
     with preserved_generators(place), preserved_attributes(module), torch.no_grad():
         start = _copies(module)
@@ -276,13 +278,16 @@ def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
             one = given.take(torch.zeros(_COUNTS[0], dtype=torch.int64))
             for others in (many.mapped(_other), many.mapped(_larger), one):
                 _put_back(module, start)
-                if _accepts(module, others):
-                    _require_kept(module, first)
+                try:
+                    _seeded(module, others)
+                except _REFUSALS:
+                    continue
+                _require_kept(module, first)
             _put_back(module, start)
             fewer = _seeded(module, few)
         finally:
             _put_back(module, start)
-    _require_one_row(*(_shapes(each) for each in (output, fewer)))
+    _require_one_row(output, fewer)
     return output
 
 
@@ -294,15 +299,6 @@ def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in start:
             tensor.copy_(start[name])
-
-
-def _accepts(module: nn.Module, records: Rows) -> bool:
-    """Run the module on records that it may refuse."""
-    try:
-        _seeded(module, records)
-    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError):
-        return False
-    return True
 
 
 def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
@@ -333,12 +329,12 @@ def _larger(leaf: Tensor) -> Tensor:
     return 3.0 * leaf if leaf.is_floating_point() else leaf
 
 
-def _shapes(output: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
-def _require_one_row(many: Sequence[tuple[int, ...]], few: Sequence[tuple[int, ...]]) -> None:
+def _require_one_row(output: Any, fewer: Any) -> None:
     """Refuse outputs without a row for each record, by their shapes in batches of two sizes."""
+    many, few = (
+        [tuple(leaf.shape) for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
+        for each in (output, fewer)
+    )
     if len(many) != len(few):
         raise ValueError(
             f"module returns {len(many)} tensors for {_COUNTS[0]} records and {len(few)} for {_COUNTS[1]}; return "
@@ -439,9 +435,10 @@ def _seeded(module: nn.Module, records: Rows) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def require_steady(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def require_steady(
+    tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any], points: Sequence[FeedbackAlignment]
+) -> None:
     """Refuse gradients that depend on earlier batches; feedback points project exactly meanwhile."""
-    points = feedback_of(tape.model)
 
     def seek() -> None:
         for feedback in points:

@@ -40,7 +40,6 @@ from opusim.training.engine.steps import PaidSteps
 from opusim.training.networks.record_independence import (
     preserved_generators,
     same,
-    seed_generators,
     system_generators,
 )
 from opusim.training.private_loop.folder import PrivacySettings
@@ -609,7 +608,9 @@ def _seeded_batches(
     """
     found: list[tuple[list[Tensor], list[float]] | None] = []
     for records in batches:
-        seed_generators(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
         try:
             leaves = tree_leaves(loader.collate_fn(copy.deepcopy(list(records))))
             tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]

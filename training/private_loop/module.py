@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -39,13 +39,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opusim.processes.ranks import Ranks
 from opusim.training.engine.steps import PaidSteps
+from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.clipping import by_record, finite_rows
 from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import (
-    fixed_parameters,
     preserved_generators,
     preserved_state,
     system_generators,
@@ -54,7 +56,6 @@ from opusim.training.private_loop.folder import generator_states, set_generator_
 from opusim.training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
-    feedback_of,
     require_order,
     require_rows,
     require_steady,
@@ -127,12 +128,12 @@ class PrivateModule:
 
     Args:
         module: In training mode. Calls of it are caught until `close`.
-        args: Arguments for a few records, as a probe (`arguments_for`).
-        kwargs: Keyword arguments for a few records.
+        given: Arguments for a few records, as a probe (`arguments_for`).
         gradients: Clips, sums and noises.
         most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
             forward passes twice.
         steps: The processes that share each batch, as those of `gradients`.
+        points: The module's feedback points.
         group: Neighbouring rows that are clipped as one, those of a user; `most_rows` is a multiple of it.
         release: Whether what the module draws in a step, such as dropout, comes from the system.
 
@@ -143,11 +144,11 @@ class PrivateModule:
     def __init__(
         self,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        given: Rows,
         *,
         gradients: PrivateGradients,
         steps: PaidSteps,
+        points: Sequence[FeedbackAlignment],
         most_rows: int | None = None,
         group: int = 1,
         release: bool = False,
@@ -164,11 +165,12 @@ class PrivateModule:
         self._steps = steps
         place = next(module.parameters()).device
         self._drawing = partial(system_generators, place) if release else nullcontext
-        self._points = feedback_of(module)
-        self._template = template_of(module, args, kwargs)
+        self._points = points
+        self._template = template_of(module, given)
+        args, kwargs = given.values
         self.tape = RecordTape(module, *args, **kwargs)
         """What records the training passes."""
-        require_steady(self.tape, args, kwargs)
+        require_steady(self.tape, args, kwargs, points)
         self.trained_parameters = [p for layer in self.tape.layers for p in layer]
         """The parameters that are trained."""
         self.probed = ProbedParts(module)
@@ -244,13 +246,15 @@ class PrivateModule:
         """Whether the trained parameters are there, so that their noise is exactly rounded."""
         return all(parameter.device.type == "cpu" for parameter in self.trained_parameters)
 
-    def is_output(self, value: Tensor) -> bool:
-        """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
-        return any(
-            value is handed and value._version == one.versions[n]
+    def outputs(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
+        """Return by place the outputs that the user received of the batch at hand, if not changed in place."""
+        handed = {
+            id(output)
             for one in (self._batch.passes if self._batch is not None else ())
-            for n, handed in one.handed.items()
-        )
+            for n, output in one.handed.items()
+            if output._version == one.versions[n]
+        }
+        return {n: leaf for n, leaf in enumerate(leaves) if id(leaf) in handed}
 
     # Forward
 
@@ -293,20 +297,10 @@ class PrivateModule:
                 outputs = self._in_parts(one, batch.records)
             return self._handed(one, outputs, attach=False)
         if batch.recorder is None:
-            batch.recorder = self._begin(batch.records)
-        with self._drawing(), self._nothing_kept(), batch.recorder:
+            batch.recorder = self.tape.begin(batch.records // self._group, self._group)
+        with self._drawing(), preserved_state(self.module, fixed=True), batch.recorder:
             output = self.module._call_impl(*args, **kwargs)
         return self._handed(one, output, attach=True)
-
-    @contextmanager
-    def _nothing_kept(self) -> Iterator[None]:
-        """Let a pass on private records leave nothing in the module: what it holds is saved without noise.
-
-        Raises:
-            ValueError: It wrote into a parameter.
-        """
-        with preserved_state(self.module), fixed_parameters(self.module):
-            yield
 
     def _in_parts(self, one: Pass, records: int) -> Any:
         """Return the outputs of a batch that runs in parts, without a graph."""
@@ -314,7 +308,7 @@ class PrivateModule:
         cut = partial(cut_rows, records=records)
         for part in self._parts_of(records):
             one.states.append(generator_states())
-            with self._nothing_kept(), unread_masks(), torch.no_grad():
+            with preserved_state(self.module, fixed=True), unread_masks(), torch.no_grad():
                 outputs.append(
                     self.module._call_impl(*cut(one.args, part=part), **cut(one.kwargs, part=part))
                 )
@@ -354,9 +348,6 @@ class PrivateModule:
 
     # Backward
 
-    def _begin(self, rows: int) -> Recorder:
-        return self.tape.begin(rows // self._group, self._group)
-
     def loss(self, value: Tensor, gradients: Gradients) -> Tensor:
         """Return a loss of the batch at hand, whose backward pass writes the private gradients.
 
@@ -368,18 +359,14 @@ class PrivateModule:
         if not torch.is_grad_enabled():
             return value
 
-        attempt = 0 if batch is None else batch.failed
-
-        def write(factor: float) -> None:
-            with self._steps.ranks.handing_errors():
-                self._write(batch, gradients, factor, attempt)
-
-        loss: Tensor = _PrivateLoss.apply(self._anchor, value, write)
+        write = partial(self._write, batch, gradients, 0 if batch is None else batch.failed)
+        loss: Tensor = _PrivateLoss.apply(self._anchor, value, self._steps.ranks, write)
         return loss
 
-    def _write(self, batch: Batch | None, gradients: Gradients, factor: float, attempt: int) -> None:
+    def _write(self, batch: Batch | None, gradients: Gradients, attempt: int, factor: float) -> None:
         """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
         self._steps.require_own()
+        # 1. Refuse a batch that is over, or whose gradients were released.
         if batch is None or batch is not self._batch:
             raise RuntimeError(
                 "backward: the loss belongs to a batch that is over; call it once, before the next batch is drawn"
@@ -394,20 +381,34 @@ class PrivateModule:
             raise RuntimeError(
                 f"backward: failed before on the batch of step {batch.step}; run module and criterion on it again"
             )
-        self._require_constant(factor)
+        # 2. Refuse a factor that depends on records, and what was not probed or paid for.
+        if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
+            raise RuntimeError(
+                f"backward: the loss was multiplied by {factor:g}, as a GradScaler does, whose factor depends on the "
+                "records and would act after the clip; leave it out, and take torch.bfloat16 or float32 instead of "
+                "torch.float16"
+            )
+        self.factor = factor if self.factor is None else self.factor
+        if factor != self.factor or not 0 < abs(factor) < float("inf"):
+            raise RuntimeError(
+                f"backward: the loss was multiplied by {factor:g}, and by {self.factor:g} before; multiply it by the "
+                "same constant in every step, since a factor that depends on records would not be private"
+            )
         self.probed.require_same()
         if self.paid_on_processor not in (None, self.on_processor):
             raise RuntimeError(
                 f"backward: the module was moved to or from a graphics card after step {batch.step} was paid for, and "
                 "the ledger says how noise is rounded there; move it before its batch is drawn"
             )
+        # 3. Write the gradients of this batch alone, then add those that were there.
         earlier = [parameter.grad for parameter in self.trained_parameters]
         for parameter in self.trained_parameters:
             parameter.grad = None
         # How often the backward passes read a feedback device, if there is one.
-        readings = sum(bool(one.wanted(gradients)) for one in batch.passes) * len(
-            self._parts_of(batch.records)
-        )
+        readings = 0
+        if self._points:
+            passes = sum(bool(one.wanted(gradients)) for one in batch.passes)
+            readings = passes * len(self._parts_of(batch.records))
         most = max(self._steps.agree("calls backward on the batch", readings, step=batch.step))
         self._writing, batch.written = True, True
         try:
@@ -440,7 +441,24 @@ class PrivateModule:
             gradients = [
                 (output, finite_rows(g * by_record(weights, g), ~padding)) for output, g in gradients
             ]
-        for part in self._recorded_parts(batch, gradients):
+        whole = batch.recorder is not None or not batch.records
+        for number, part in enumerate([slice(0, batch.records)] if whole else self._parts_of(batch.records)):
+            # 1. Take the outputs, or run the forward passes of a part again.
+            recorder = batch.recorder or self.tape.begin((part.stop - part.start) // self._group, self._group)
+            if whole:
+                pairs = [
+                    (one.attached[n], g) for one in batch.passes for n, g in one.wanted(gradients).items()
+                ]
+            else:
+                pairs = self._run_again(batch, recorder, gradients, number, part)
+            # 2. Run the backward pass; hooks on tensors leave nothing in the module either.
+            if pairs:
+                with preserved_state(self.module, fixed=True):
+                    torch.autograd.backward(
+                        [output for output, _ in pairs], [gradient for _, gradient in pairs]
+                    )
+            self.tape.end(recorder)
+            # 3. Leave out rows that only fill the batch.
             found = self.tape.contributions
             if padding is not None:
                 own = padding[part]
@@ -450,25 +468,6 @@ class PrivateModule:
             is_shared = points.noisy_device is not None and points.noisy_device.world is not None
             for _ in range(readings_of_others if is_shared else 0):
                 points.read_nothing()
-
-    def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[slice]:
-        """Run the backward pass of a batch, and yield the rows that the tape recorded; once for each part."""
-        if batch.recorder is not None:
-            self._differentiate(
-                [(one.attached[n], g) for one in batch.passes for n, g in one.wanted(gradients).items()]
-            )
-            self.tape.end(batch.recorder)
-            yield slice(None)
-            return
-        if not batch.records:
-            self.tape.end(self._begin(0))
-            yield slice(None)
-            return
-        for number, part in enumerate(self._parts_of(batch.records)):
-            recorder = self._begin(part.stop - part.start)
-            self._differentiate(self._run_again(batch, recorder, gradients, number, part))
-            self.tape.end(recorder)
-            yield part
 
     def _run_again(
         self,
@@ -490,30 +489,10 @@ class PrivateModule:
             place = self.trained_parameters[0].device
             with self._drawing(), preserved_generators(place), torch.enable_grad():
                 set_generator_states(one.states[number])
-                with self._nothing_kept(), recorder:
+                with preserved_state(self.module, fixed=True), recorder:
                     leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
             pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
         return pairs
-
-    def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Run a backward pass from outputs and their gradients; hooks on tensors leave nothing in the module either."""
-        if pairs:
-            with self._nothing_kept():
-                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-    def _require_constant(self, factor: float) -> None:
-        if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
-            raise RuntimeError(
-                f"backward: the loss was multiplied by {factor:g}, as a GradScaler does, whose factor depends on the "
-                "records and would act after the clip; leave it out, and take torch.bfloat16 or float32 instead of "
-                "torch.float16"
-            )
-        self.factor = factor if self.factor is None else self.factor
-        if factor != self.factor or not 0 < abs(factor) < float("inf"):
-            raise RuntimeError(
-                f"backward: the loss was multiplied by {factor:g}, and by {self.factor:g} before; multiply it by the "
-                "same constant in every step, since a factor that depends on records would not be private"
-            )
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
         """Refuse a gradient that autograd brings to a parameter."""
@@ -543,14 +522,17 @@ class _PrivateLoss(torch.autograd.Function):
     """A number whose backward pass writes private gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, write: Callable[[float], None]) -> Tensor:
-        ctx.write = write
+    def forward(
+        ctx: Any, anchor: Tensor, value: Tensor, ranks: Ranks, write: Callable[[float], None]
+    ) -> Tensor:
+        ctx.ranks, ctx.write = ranks, write
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        ctx.write(float(factor))
-        return None, None, None
+        with ctx.ranks.handing_errors():
+            ctx.write(float(factor))
+        return None, None, None, None
 
 
 def _empty(output: Any) -> Any:

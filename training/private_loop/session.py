@@ -204,7 +204,7 @@ class PrivateCriterion(nn.Module):
         """
         leaves, spec = tree_flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        outputs = {n: leaves[n] for n in places if self._private.is_output(leaves[n])}
+        outputs = self._private.outputs(leaves)
         if not outputs:
             loss: Tensor = self.criterion(*args, **kwargs)
             return loss
@@ -227,7 +227,16 @@ class PrivateCriterion(nn.Module):
         if not self._private.records:
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
         with torch.enable_grad():
-            losses = self._losses(one, rows)
+            # 1. The loss of each record, shape (records,); a loop reports what is wrong with the arguments.
+            losses: Tensor | None = None
+            if self._vmap:
+                try:
+                    losses = torch.vmap(one, randomness="different")(*rows)
+                except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
+                    self._vmap = False
+            if losses is None:
+                losses = torch.stack([one(*record) for record in zip(*rows, strict=True)])
+            # 2. The gradients at the outputs.
             if not self._checked:
                 self._refuse_parameters(losses)
             found = torch.autograd.grad(losses.sum(), list(free.values()), allow_unused=True)
@@ -241,16 +250,6 @@ class PrivateCriterion(nn.Module):
             drawn = (~padding).sum().clamp_min(1)
             return self._private.loss(torch.where(padding, 0.0, shown).sum() / drawn, gradients)
         return self._private.loss(shown.mean(), gradients)
-
-    def _losses(self, one: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
-        """Return the loss of each record, shape (records,)."""
-        if self._vmap:
-            try:
-                mapped: Tensor = torch.vmap(one, randomness="different")(*rows)
-                return mapped
-            except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
-                self._vmap = False  # a loop reports what is wrong with the arguments, if anything is
-        return torch.stack([one(*record) for record in zip(*rows, strict=True)])
 
     def _refuse_parameters(self, losses: Tensor) -> None:
         """Refuse a criterion, at its first batch, that uses the module's parameters: their gradient is left out."""

@@ -222,7 +222,7 @@ def make_private(
             fixed=fixed_batches,
             size=None if max_physical_batch_size is None else max_physical_batch_size // group,
         )
-        args, kwargs = arguments_for(module, data_loader, example_inputs)
+        example = arguments_for(module, data_loader, example_inputs)
         gradients = RecordGradients(
             clip_norm=settings.max_grad_norm,
             noise_multiplier=settings.noise_multiplier,
@@ -236,10 +236,10 @@ def make_private(
         )
         private = PrivateModule(
             module,
-            args,
-            kwargs,
+            example,
             gradients=gradients,
             steps=steps,
+            points=points,
             most_rows=None if physical.size is None else physical.size * group,
             group=group,
             release=mode == "release",

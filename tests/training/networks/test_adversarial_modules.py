@@ -581,7 +581,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "ones that are padded": lambda patch: patch.setattr(tracking, "keeps_alike", lambda op: True),
     "split at a tensor": lambda patch: patch.setattr(RowTracker, "require_inside", lambda *args: None),
     "refusal caught": lambda patch: patch.setattr(RowTracker, "require_unrefused", lambda tracker: None),
-    "own tensor class": lambda patch: patch.setattr(RowTracker, "_require_plain_tensors", lambda *args: None),
+    "own tensor class": lambda patch: patch.setattr(RowTracker, "_refuse_tensors", lambda *args: None),
 }
 
 

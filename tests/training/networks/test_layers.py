@@ -94,7 +94,7 @@ def test_both_ways_to_a_norm_agree(positions: int) -> None:
     ]
     wanted = torch.stack([m.double().norm() for m in expected])
     use = LinearUse(signal.mT, patch.mT, nn.Parameter(torch.zeros(6, 7)))
-    for found in (measured(use.matrices(slice(None))), uses.measured_by_gram(*use.pairs(slice(None)))):
+    for found in (*measured(use.matrices(slice(None))), uses.measured_by_gram(*use.pairs(slice(None)))):
         torch.testing.assert_close(found.norms.double(), wanted, rtol=1e-5, atol=1e-6)
     whole = Contributions([([use.weight], [use])], 5).squared_norms()[0].sqrt()
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)

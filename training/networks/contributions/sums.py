@@ -70,12 +70,28 @@ class Contributions:
         self._parameters = [list(parameters) for parameters, _ in layers]
         self.parameters = list(chain.from_iterable(self._parameters))
         self._place = self.parameters[0].device
-        self._layers = [
-            _layer_of(parameters, uses, records) if records and uses else None for parameters, uses in layers
-        ]
         self.layers = layers
         self._squares: Tensor | None = None
         self.padding: Tensor | None = None
+        # How each layer is measured: by one use as it is, jointly, or by forming the gradients of records.
+        self._layers: list[OuterUse | _Formed | _Joint | None] = []
+        for parameters, uses in layers:
+            if not records or not uses:
+                self._layers.append(None)
+                continue
+            several, uses = len(uses) > 1, _merged(uses) if len(uses) > 1 else uses
+            outer = [use for use in uses if isinstance(use, OuterUse)]
+            # The number of records has no say: it would let one record decide how others are measured.
+            if len(outer) == len(uses):
+                s, u = outer[0].sizes
+                smaller = s * u <= _GRAM_SHARE * sum(use.positions for use in outer) * (s + u)
+                same = len({id(use.weight) for use in outer}) == 1
+                biases = {id(use.bias) for use in outer if use.bias is not None}
+                leaf = all(tensor.is_leaf for use in outer for tensor in use.wrt)
+                if leaf and same and len(biases) <= 1 and not smaller:
+                    self._layers.append(_Joint(parameters, outer, records) if several else outer[0])
+                    continue
+            self._layers.append(_Formed(parameters, uses, records, several=several))
 
     def leave_out(self, padding: Tensor) -> None:
         """Give rows that only fill a batch the weight zero, whatever they hold; call it before anything is measured.
@@ -212,7 +228,7 @@ class _Formed:
 
     def parts(self) -> list[Part]:
         """Return the parts of each record's norm."""
-        found = [[measured(own) for own in rows] for rows in self.rows()]
+        found = [measured(*rows) for rows in self.rows()]
         return [Part(own[0] if len(own) == 1 else joined(own)) for own in zip(*found, strict=True)]
 
     def totals(
@@ -224,7 +240,7 @@ class _Formed:
         """
         start, again = 0, not self._kept
         totals: list[Tensor] = []
-        for rows in self.rows():
+        for rows in self._kept or self.rows():
             own, count = clip, len(rows[0])
             if count < self.records:
                 own = clip.of_records(slice(start, start + count))
@@ -233,7 +249,7 @@ class _Formed:
                 own = _remeasured(own, rows)
             factors = {torch.float32: own.rounded, torch.float64: own.factors}
             kept, step = (
-                [own.finite(values) for values in rows],
+                rows if own.kept is None else [own.finite(values) for values in rows],
                 block or (count if block is None else _EXACT),
             )
             for first in range(0, count, step):
@@ -286,7 +302,7 @@ class _Joint:
         signals = torch.stack([use.signals().double() for use in with_bias]).sum(dim=0)
         sizes = [resolved([use.sizes_of()[0]])[0] * use.positions**0.5 for use in with_bias]
         own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
-        return [weight, Part(measured(signals), own, None, CANCELLED + positions * 2.0**-23)]
+        return [weight, Part(measured(signals)[0], own, None, CANCELLED + positions * 2.0**-23)]
 
     def totals(
         self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
@@ -297,24 +313,6 @@ class _Joint:
             for tensor, total in zip(use.wrt, use.totals(clip, block=0), strict=True):
                 totals[id(tensor)] += total
         return [totals[id(parameter)] for parameter in self.wrt]
-
-
-def _layer_of(
-    parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int
-) -> OuterUse | _Formed | _Joint:
-    """Return how a layer is measured: by one use as it is, jointly, or by forming the gradients of records."""
-    several, uses = len(uses) > 1, _merged(uses) if len(uses) > 1 else uses
-    outer = [use for use in uses if isinstance(use, OuterUse)]
-    # The number of records has no say: it would let one record decide how others are measured.
-    if len(outer) == len(uses):
-        s, u = outer[0].sizes
-        smaller = s * u <= _GRAM_SHARE * sum(use.positions for use in outer) * (s + u)
-        same = len({id(use.weight) for use in outer}) == 1
-        biases = {id(use.bias) for use in outer if use.bias is not None}
-        leaf = all(tensor.is_leaf for use in outer for tensor in use.wrt)
-        if leaf and same and len(biases) <= 1 and not smaller:
-            return _Joint(parameters, outer, records) if several else outer[0]
-    return _Formed(parameters, uses, records, several=several)
 
 
 def _merged(uses: Sequence[Use]) -> Sequence[Use]:
@@ -376,7 +374,7 @@ def _pulled(
 
 def _remeasured(clip: Clip, rows: Sequence[Tensor]) -> Clip:
     """Return a clip that keeps gradients which were formed again within the norms that were measured before."""
-    squares = resolved([measured(own) for own in rows]).square().sum(dim=0)
+    squares = resolved(measured(*rows)).square().sum(dim=0)
     finite = squares < torch.inf
     shorter = torch.where(squares > clip.squares, (clip.squares / squares).sqrt(), 1.0)
     factors = torch.where(finite, shorter * clip.factors, 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,14 +85,20 @@ class OuterUse(Use):
     Attributes:
         weight: The matrix, of whatever shape.
         bias: The bias, or None; `wrt` holds the weight, then the bias.
+        sizes: Numbers of a row of s and of u, over all groups of outputs.
         positions: Number of positions p of a record.
+        single: Whether one position is a single product, of norm |s| |u|.
+        reach: sum_p |s_p| |u_p| over |delta| |h|, at most (Cauchy and Schwarz).
         delta: Signals, float32, shape (records, ...).
         h: Inputs, float32, or indices, shape (records, ...).
     """
 
     weight: Tensor
     bias: Tensor | None
+    sizes: tuple[int, int]
     positions: int
+    single: ClassVar[bool] = False
+    reach: float = 1.0
     delta: Tensor
     h: Tensor
 
@@ -100,9 +106,10 @@ class OuterUse(Use):
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return s and u of some records as columns, (some, groups, a, positions) and (some, groups, b, positions)."""
 
-    @abstractmethod
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """Return |s|, |u| and a factor, whose product bounds sum_p |s_p| |u_p| of the matrix, with bias if any."""
+        s, u = measured(self.delta, self.h, coarsely=True)
+        return s, u, self.reach
 
     @abstractmethod
     def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
@@ -133,11 +140,13 @@ class OuterUse(Use):
                 f"a record has {self.positions:,} positions in a layer, and rounding is counted for at most "
                 f"{MOST_POSITIONS:,}; cut records into shorter ones"
             )
-        kept, inputs = clip.kept, self.h
-        if kept is not None and inputs.is_floating_point():
-            inputs = finite_rows(inputs, kept)
+        kept, inputs, signals = clip.kept, self.h, self.delta
         exact = block == 0 or (block is not None and self.positions > 1)
-        signals = clip.finite(self.delta) if exact else clip.scaled(self.delta)
+        if not exact:
+            signals = signals * clip.rounded.view(-1, *[1] * (signals.ndim - 1))
+        if kept is not None:
+            signals = finite_rows(signals, kept)
+            inputs = finite_rows(inputs, kept) if inputs.is_floating_point() else inputs
         step = max(1, _EXACT_ROWS // max(1, self.positions) if exact else block or self.records)
         totals: list[Tensor] = []
         for start in range(0, max(1, self.records), step):  # also for no record
@@ -154,12 +163,6 @@ class OuterUse(Use):
     def signals(self) -> Tensor:
         """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
         return self.pairs(slice(None))[0].sum(dim=-1).flatten(1)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of a row of s and of u, over all groups of outputs."""
-        rows = len(self.weight)
-        return rows, self.weight.numel() // rows + (self.bias is not None)
 
     @property
     def numbers(self) -> int:
@@ -181,23 +184,27 @@ class OuterUse(Use):
     def parts(self) -> list[Part]:
         """Return the parts of the norm of each record's contribution as `totals` forms it in float32."""
         p, (a, b) = self.positions, self.sizes
+        if p == 1 and self.single:
+            s, u = measured(self.delta, self.h)
+            weight = Part(None, s, u, slack=1.0)
+            return [weight] if self.bias is None else [weight, Part(s)]
         chunks = chunked(self.records, self.numbers, self.weight.device)
         formed = _GRAM_COST * p * (a + b) >= a * b
         if formed:
-            found = [measured(self.matrices(chunk)) for chunk in chunks]
+            found = [measured(self.matrices(chunk))[0] for chunk in chunks]
         else:
             found = [measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
-        s, u, factor = self.sizes_of()
+        s, u = measured(self.delta, self.h, coarsely=True)
         rounding = product_slack(p)
         slack = rounding * (2 if formed else 1)  # the formed sum rounds too
         if not formed:  # the square of the norm rounds, and may cancel
             slack += ((a + b + p**2) * 2.0**-52) ** 0.5
         formed_norms = found[0] if len(found) == 1 else joined(found)
-        weight = Part(formed_norms, s, u, slack * factor, MILD * factor)
+        weight = Part(formed_norms, s, u, slack * self.reach, MILD * self.reach)
         if self.bias is None:
             return [weight]
         root = p**0.5
-        return [weight, Part(measured(self.signals()), s, None, 2 * rounding * root, MILD * root)]
+        return [weight, Part(measured(self.signals())[0], s, None, 2 * rounding * root, MILD * root)]
 
 
 class LinearUse(OuterUse):
@@ -210,8 +217,11 @@ class LinearUse(OuterUse):
         bias: b, or None.
     """
 
+    single = True
+
     def __init__(self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
+        self.sizes = weight.shape[0], weight.shape[1] + (bias is not None)
         self.wrt = [weight] if bias is None else [weight, bias]
         self.records, width = len(delta), delta.shape[-1]
         self.positions = math.prod(delta.shape[1:-1])
@@ -222,21 +232,9 @@ class LinearUse(OuterUse):
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         return self.delta[part].mT[:, None], self.h[part].mT[:, None]
 
-    def sizes_of(self) -> tuple[Measured, Measured, float]:
-        """See OuterUse, by Cauchy and Schwarz."""
-        return measured(self.delta, coarsely=True), measured(self.h, coarsely=True), 1.0
-
     @override
     def signals(self) -> Tensor:
         return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
-
-    def parts(self) -> list[Part]:
-        """See OuterUse; one position per record is a single product of norm |delta| |h|."""
-        if self.positions != 1:
-            return super().parts()
-        s, u = measured(self.delta), measured(self.h)
-        weight = Part(None, s, u, slack=1.0)
-        return [weight] if self.bias is None else [weight, Part(s)]
 
     def matrices(self, part: slice) -> Tensor:
         """See OuterUse; of one group."""
@@ -268,6 +266,7 @@ class EmbeddingUse(OuterUse):
 
     def __init__(self, delta: Tensor, ids: Tensor, weight: Tensor, padding: int | None = None) -> None:
         self.weight, self.wrt, self.records = weight, [weight], len(ids)
+        self.sizes = weight.shape[0], weight.shape[1]
         self.h = ids.flatten(1)
         self.delta = delta.reshape(self.records, -1, delta.shape[-1]).float()
         if padding is not None:
@@ -281,7 +280,7 @@ class EmbeddingUse(OuterUse):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse; a signal of each position is 1."""
-        found = measured(self.delta, coarsely=True)
+        (found,) = measured(self.delta, coarsely=True)
         ones = Measured(torch.ones_like(found.norms), 0.0, 0.0)
         return found, ones, self.positions**0.5
 
@@ -289,7 +288,7 @@ class EmbeddingUse(OuterUse):
         """See OuterUse; the signals of each id are added at the place of the first in the record's sorted ids."""
         n, p = self.h.shape
         if p == 1:
-            return [Part(measured(self.delta))]
+            return [Part(measured(self.delta)[0])]
         ordered = self.h.sort(dim=1).values
         places = torch.searchsorted(ordered, self.h.contiguous())
         places += torch.arange(0, n * p, p, device=places.device)[:, None]
@@ -300,7 +299,7 @@ class EmbeddingUse(OuterUse):
         )
         size, _, root = self.sizes_of()
         slack = 2 * product_slack(p) * root  # of each sum over the positions of one id, here and in the total
-        return [Part(measured(sums.view(n, -1)), size, None, slack, MILD * root)]
+        return [Part(measured(sums.view(n, -1))[0], size, None, slack, MILD * root)]
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: signals are added to the rows of their ids."""
@@ -331,6 +330,7 @@ class ConvolutionUse(OuterUse):
         self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
     ) -> None:
         self.weight, self.bias = weight, bias
+        self.sizes = weight.shape[0], weight.shape[1:].numel() + (bias is not None)
         self.wrt = [weight] if bias is None else [weight, bias]
         self._dims, self.records = weight.ndim - 2, len(delta)
         images = [v if v.ndim == self._dims + 3 else v.unsqueeze(1) for v in (delta, h)]
@@ -338,6 +338,9 @@ class ConvolutionUse(OuterUse):
         sides = {name: _per_dim(options[name], self._dims) for name in ("stride", "padding", "dilation")}
         self._options = {**sides, "groups": options["groups"]}
         self.positions = math.prod(self.delta.shape[3:]) * self.delta.shape[1]
+        self.reach = (
+            math.prod(weight.shape[2:]) ** 0.5
+        )  # an input is in as many patches as the kernel has places
 
     @property
     def numbers(self) -> int:
@@ -357,11 +360,6 @@ class ConvolutionUse(OuterUse):
         patches = self._patches(self.h.flatten(0, 1)).mT
         rows = patches.unflatten(0, (self.records, -1)).flatten(1, 2)
         return rows if self.bias is None else torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
-
-    def sizes_of(self) -> tuple[Measured, Measured, float]:
-        """See OuterUse, by Cauchy and Schwarz; an input is in as many patches as the kernel has places."""
-        sizes = [measured(values, coarsely=True) for values in (self.delta, self.h)]
-        return sizes[0], sizes[1], math.prod(self.weight.shape[2:]) ** 0.5
 
     @override
     def signals(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from opusim.training.networks.contributions.uses import Use
-from opusim.training.networks.record_gradients.layout import Layout, split_records
+from opusim.training.networks.record_gradients.layout import Layout
 
 
 class FlatSpec(NamedTuple):
@@ -111,11 +111,6 @@ class Kinds:
     sites: dict[tuple[Any, ...], Site] = field(default_factory=dict)
     everything: bool = False
 
-    @property
-    def size(self) -> int:
-        """Number of uses that depend on no record."""
-        return len(self.fixed) + len(self.copied)
-
 
 class Call:
     """One call of a torch function on parameters, and the gradients at its outputs.
@@ -148,36 +143,70 @@ class Call:
         self.group = 1
         self.statistics: tuple[Tensor, Tensor] | None = None
 
-    def require_inputs_kept(self) -> None:
-        """Refuse inputs that were overwritten between the forward and the backward pass.
+    def split_records(
+        self,
+        records: int,
+        outputs: Sequence[int] = (),
+        leaves: Sequence[int] = (),
+        like: Sequence[tuple[int, Tensor]] = (),
+    ) -> list[Tensor]:
+        """View tensors record by record, shapes (records, ...), where each record keeps the number of dimensions.
+
+        The number of rows of a record is the size of the dimension over the number of records, as only the operators of
+        `opusim.training.networks.record_gradients.followed.tracking` led to it.
+
+        Args:
+            records: Number of records, or of groups of them.
+            outputs: At which outputs the gradients are returned, first.
+            leaves: Which arguments follow.
+            like: Further tensors, with the argument whose records stand where theirs do.
 
         Raises:
-            RuntimeError: One was.
+            RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it
+                did when it was prepared.
+            ValueError: An argument belongs to no record.
         """
-        if [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)] != self._versions:
+        site, group, parts = self.site, self.group, list[tuple[Tensor, Layout]]()
+        for n in outputs:
+            found, layout = self.deltas[n], site.layouts[len(site.others) + n]
+            if not found or layout is None:
+                raise RuntimeError(f"{site.where} has no gradient by record")
+            parts.append((found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0), layout))
+        for n, values in (*((n, self.leaves[n]) for n in leaves), *like):
+            layout = site.layouts[site.others.index(n)]
+            if layout is None:
+                raise ValueError(f"model: the input of {site.where} holds no records")
+            parts.append((values, layout))
+        apart = []
+        for values, (dim, outer, inner) in parts:
+            size = values.shape[dim]
+            rows, rest = divmod(size, records)
+            if rest or rows % group or (outer * inner == 1 and rows != group):
+                raise RuntimeError(
+                    f"model: an operator sees {size} rows for {records * group} records, other than when the model was "
+                    "prepared; let its Python code take the same path in every pass"
+                )
+            if outer > 1:
+                cut = values.unflatten(dim, (rows // group, records, group)).movedim(dim + 1, 0)
+                apart.append(cut.flatten(dim + 1, dim + 2))
+                continue
+            cut = values.unflatten(dim, (records, rows))
+            apart.append(cut.movedim(dim, 0) if dim else cut)
+        return apart
+
+
+def require_inputs_kept(calls: Sequence[Call]) -> None:
+    """Refuse inputs of calls that were overwritten between the forward and the backward pass.
+
+    Raises:
+        RuntimeError: One was.
+    """
+    for call in calls:
+        if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call._versions:
             raise RuntimeError(
-                f"model: an input of {self.site.where} was modified in place after its use; take the operation that is "
+                f"model: an input of {call.site.where} was modified in place after its use; take the operation that is "
                 "not in place (inplace=False)"
             )
-
-    def output(self, number: int, records: int) -> Tensor:
-        """Return the gradient at an output, record by record."""
-        found, layout = self.deltas[number], self.site.layouts[len(self.site.others) + number]
-        if not found or layout is None:
-            raise RuntimeError(f"{self.site.where} has no gradient by record")
-        delta = found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0)
-        return split_records(delta, layout, records, self.group)
-
-    def argument(self, leaf: int, records: int) -> Tensor:
-        """Return an argument record by record.
-
-        Raises:
-            ValueError: It belongs to no record.
-        """
-        layout = self.site.layouts[self.site.others.index(leaf)]
-        if layout is None:
-            raise ValueError(f"model: the input of {self.site.where} holds no records")
-        return split_records(self.leaves[leaf], layout, records, self.group)
 
 
 class CallUse(Use):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from opusim.training.networks.record_gradients.calls import Bound, Call, CallUse, Site
-from opusim.training.networks.record_gradients.layout import split_records
+from opusim.training.networks.contributions.uses import Use
+from opusim.training.networks.record_gradients.calls import Bound, Call, Site
 
 
-class NormalisationUse(CallUse):
+class NormalisationUse(Use):
     """v = w x + b with x normalised by a layer, group or root-mean-square norm: sums of delta x and of delta."""
 
     def __init__(
@@ -34,13 +35,15 @@ class NormalisationUse(CallUse):
         records: int,
         h: int,
         weight: Tensor | None,
-        bias: Tensor | None,
         normalise: Callable[[Tensor], Tensor],
         keep: int,
     ) -> None:
-        super().__init__(call, records)
-        self._weight, self._bias, self._normalise, self._keep = weight, bias, normalise, keep
-        self._delta, self._h = call.output(0, records), call.argument(h, records)
+        self.wrt, self.records = call.wrt, records
+        self._weight, self._normalise = weight, normalise
+        self._delta, self._h = call.split_records(records, (0,), (h,))
+        # Sums run over all dimensions but the record and those of the parameter, of which the first is `keep`.
+        shape, ndim = call.wrt[0].shape, self._delta.ndim
+        self._summed = [d for d in range(1, ndim) if not 0 <= d - keep % ndim < len(shape)]
 
     @property
     def numbers(self) -> int:
@@ -51,15 +54,8 @@ class NormalisationUse(CallUse):
     def rows(self, part: slice) -> list[Tensor]:
         delta, h = self._delta[part].float(), self._h[part].float()
         x = self._normalise(h.flatten(0, 1)).unflatten(0, h.shape[:2])
-        return [self._sum(delta * x) if tensor is self._weight else self._sum(delta) for tensor in self.wrt]
-
-    def _sum(self, values: Tensor) -> Tensor:
-        """Sum over all dimensions but the record and those of the parameter, of which the first is `keep`."""
-        shape = (self._weight if self._weight is not None else self._bias).shape  # type: ignore[union-attr]
-        first = self._keep % values.ndim
-        kept = {0, *range(first, first + len(shape))}
-        other = [d for d in range(values.ndim) if d not in kept]
-        return values.sum(dim=other) if other else values
+        found = [delta * x if tensor is self._weight else delta for tensor in self.wrt]
+        return [values.sum(dim=self._summed) for values in found] if self._summed else found
 
 
 class GroupNormUse(NormalisationUse):
@@ -74,20 +70,15 @@ class GroupNormUse(NormalisationUse):
         call: Call,
         records: int,
         h: int,
-        parameters: tuple[Tensor | None, Tensor | None],
+        weight: Tensor | None,
         groups: int,
         eps: float,
     ) -> None:
-        def normalise(values: Tensor) -> Tensor:
-            return functional.group_norm(values, groups, eps=eps)
-
-        super().__init__(call, records, h, *parameters, normalise, 2)
-        layout = call.site.layout(h)
+        normalise = partial(functional.group_norm, num_groups=groups, eps=eps)
+        super().__init__(call, records, h, weight, normalise, 2)
         self._statistics: list[Tensor] | None = None
-        if call.statistics is not None and layout is not None:
-            self._statistics = [
-                split_records(values, layout, records, call.group) for values in call.statistics
-            ]
+        if call.statistics is not None:
+            self._statistics = call.split_records(records, like=[(h, values) for values in call.statistics])
 
     @override
     def rows(self, part: slice) -> list[Tensor]:
@@ -142,27 +133,26 @@ def group_norm(
     return output
 
 
-def normalisation(site: Site, leaves: Sequence[Any]) -> Callable[[Call, int], CallUse] | None:
+def normalisation(site: Site, leaves: Sequence[Any]) -> Callable[[Call, int], Use] | None:
     """Return the uses of a norm's parameters, or None if the records stand in another dimension than the first."""
     grouped, rms = site.func is functional.group_norm, site.func is functional.rms_norm
     second = "num_groups" if grouped else "normalized_shape"
     names = ("input", second, "weight", "eps") if rms else ("input", second, "weight", "bias", "eps")
     found = Bound.of(site, leaves, names, {"eps": None if rms else 1e-5})
     h, size, eps = found.places["input"], found.values[second], found.values["eps"]
-    weight, bias = (found.learnt(site, name) for name in ("weight", "bias"))
+    weight = found.learnt(site, "weight")
     layout = site.layout(h)
     if layout is None or (grouped and layout.dim != 0):
         return None
     plain = functional.rms_norm if rms else functional.layer_norm
 
-    def made(call: Call, records: int) -> CallUse:
-        w, b = (None if n is None else call.wrt[n] for n in (weight, bias))
+    def made(call: Call, records: int) -> Use:
+        w = None if weight is None else call.wrt[weight]
         if grouped:
-            return GroupNormUse(call, records, h, (w, b), size, eps)
+            return GroupNormUse(call, records, h, w, size, eps)
         shape = tuple(size)
-        return NormalisationUse(
-            call, records, h, w, b, lambda values: plain(values, shape, eps=eps), -len(shape)
-        )
+        normalise = partial(plain, normalized_shape=shape, eps=eps)
+        return NormalisationUse(call, records, h, w, normalise, -len(shape))
 
     return made
 

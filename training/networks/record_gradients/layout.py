@@ -84,9 +84,9 @@ class Rows(NamedTuple):
         taken = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in pairs]
         return self._replace(leaves=taken, records=len(index))
 
-    def repeated(self, count: int) -> Self:
-        """Return a number of records, the given ones in turn."""
-        return self.take(torch.arange(count) % self.records)
+    def repeated(self, *counts: int) -> list[Self]:
+        """Return batches of some numbers of records, the given ones in turn."""
+        return [self.take(torch.arange(count) % self.records) for count in counts]
 
     def invented(self, count: int, below: int) -> Self:
         """Return records of the same shapes whose numbers are drawn without a look at these.
@@ -112,33 +112,3 @@ class Rows(NamedTuple):
         return self._replace(
             leaves=[change(v) if h else v for v, h in zip(self.leaves, self.held, strict=True)]
         )
-
-
-def split_records(values: Tensor, layout: Layout, records: int, group: int = 1) -> Tensor:
-    """View a tensor record by record, shape (records, ...), where each record keeps the number of dimensions.
-
-    The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-    `opusim.training.networks.record_gradients.followed.tracking` led to it.
-
-    Args:
-        values: The tensor.
-        layout: Where its records stand.
-        records: Number of records, or of groups of them.
-        group: Neighbouring records that count as one.
-
-    Raises:
-        RuntimeError: The size is no such multiple: the module did not run as it did when it was prepared.
-    """
-    dim, outer, inner = layout
-    size = values.shape[dim]
-    rows, rest = divmod(size, records)
-    if rest or rows % group or (outer * inner == 1 and rows != group):
-        raise RuntimeError(
-            f"model: an operator sees {size} rows for {records * group} records, other than when the model was "
-            "prepared; let its Python code take the same path in every pass"
-        )
-    if outer > 1:
-        apart = values.unflatten(dim, (rows // group, records, group)).movedim(dim + 1, 0)
-        return apart.flatten(dim + 1, dim + 2)
-    apart = values.unflatten(dim, (records, rows))
-    return apart.movedim(dim, 0) if dim else apart

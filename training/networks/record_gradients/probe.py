@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot
+from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot, require_inputs_kept
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
 from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker, Survey
@@ -154,7 +154,7 @@ def _without_readings(model: nn.Module, x: Tensor) -> Iterator[None]:
 def _batches(model: nn.Module, given: Rows) -> list[Rows]:
     """Return batches of two sizes."""
     small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    return [given.repeated(count) for count in (_COUNTS[0], _COUNTS[1] if small else _FEW)]
+    return given.repeated(_COUNTS[0], _COUNTS[1] if small else _FEW)
 
 
 @contextmanager
@@ -192,10 +192,11 @@ class _ProbeRecorder(Recorder):
 
     def is_settled(self) -> bool:
         """Count uses that depend on no record as known; return whether all were known before."""
-        kinds, before = self.kinds, self.kinds.size
+        kinds = self.kinds
+        settled = self._fixed <= kinds.fixed and self._copied <= kinds.copied
         kinds.fixed |= self._fixed
         kinds.copied |= self._copied
-        return kinds.size == before
+        return settled
 
     def settle(self) -> None:
         """Count what a probe found about uses as known.
@@ -212,43 +213,37 @@ class _ProbeRecorder(Recorder):
                     f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
                 )
 
-    def _state(self, key: Key, tensor: Tensor) -> State:
-        """Return what a tensor of a use holds.
+    def _states(self, key: Key, *tensors: Tensor) -> list[State]:
+        """Return what tensors of a use hold.
 
         Raises:
-            ValueError: It mixes records.
+            ValueError: One mixes records.
         """
         if self._tracker is None:
-            return None
-        (state,) = self._tracker.states(tensor)
-        if isinstance(state, Mixed):
-            raise self._tracker.noted(
-                f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
-            )
-        return state
+            return [None for _ in tensors]
+        states = self._tracker.states(*tensors)
+        for state in states:
+            if isinstance(state, Mixed):
+                raise self._tracker.noted(
+                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+                )
+        return states
 
-    def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Refuse uses within torch.vmap and torch.func, which hand out no tensors of the batch.
+    def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
+        """Note whether a tensor that is computed from parameters only holds a copy for each record."""
+        if isinstance(self._states(key, tensor)[0], Held):
+            self._copied.add(key)
 
-        Raises:
-            ValueError: It is one.
-        """
+    def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
+        """Note where the records stand in the tensors of a use, which must be those of the batch."""
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             raise ValueError(
                 f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
                 "call the module on the whole batch"
             )
-
-    def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
-        """Note whether a tensor that is computed from parameters only holds a copy for each record."""
-        if isinstance(self._state(key, tensor), Held):
-            self._copied.add(key)
-
-    def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
-        """Note where the records stand in the tensors of a use."""
         if self._tracker is None:
             return [None for _ in tensors]
-        states = [self._state(key, tensor) for tensor in tensors]
+        states = self._states(key, *tensors)
         layouts = [state.layout if isinstance(state, Held) else None for state in states]
         inputs = len(site.others)
         if not any(layouts):
@@ -307,8 +302,8 @@ class _Pass:
         finally:
             self.tracker.require_unrefused()
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for call in self.recorder.calls:
-            call.require_inputs_kept()
+        self._states = self.tracker.states(*self.outputs)
+        require_inputs_kept(self.recorder.calls)
 
     def require_rows(self, first: _Pass, *, whole: bool = False) -> None:
         """Refuse outputs that grow with the batch and mix records.
@@ -320,8 +315,7 @@ class _Pass:
         Raises:
             ValueError: There is one.
         """
-        states = self.tracker.states(*self.outputs)
-        for number, (output, state) in enumerate(zip(self.outputs, states, strict=True)):
+        for number, (output, state) in enumerate(zip(self.outputs, self._states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
             if isinstance(state, Mixed) and grows:
                 raise mixes("the model's output", state)
@@ -333,10 +327,9 @@ class _Pass:
 
     def seeded(self) -> list[int]:
         """Return which outputs hold records and lead to parameters."""
-        states = self.tracker.states(*self.outputs)
         return [
             n
-            for n, (output, state) in enumerate(zip(self.outputs, states, strict=True))
+            for n, (output, state) in enumerate(zip(self.outputs, self._states, strict=True))
             if isinstance(state, Held) and output.requires_grad
         ]
 
@@ -353,8 +346,8 @@ class _Pass:
         generator = torch.Generator().manual_seed(1)
         roots = [self.outputs[n] for n in seeded]
         seeds = [torch.randn(root.shape, generator=generator).to(root) for root in roots]
-        for seed, state in zip(seeds, self.tracker.states(*roots), strict=True):
-            self.tracker.note(state, seed)
+        for seed, n in zip(seeds, seeded, strict=True):
+            self.tracker.note(self._states[n], seed)
         for _, parameter in named:
             parameter.grad = None
         self.tracker.backward = True

@@ -165,7 +165,7 @@ class Recorder:
     ) -> None:
         self.kinds = kinds
         self._sites = None if probing else kinds.sites
-        self._blocks: list[ExitStack] = []
+        self._blocks: list[tuple[ExitStack, tuple[Recorder | None, list[type[nn.Parameter]]] | None]] = []
         self._known = {id(p): _Known(p, name, frozenset({n})) for n, (name, p) in enumerate(named)}
         self._parameters = [parameter for _, parameter in named]
         kinds.everything |= any(type(parameter) not in _OWN for parameter in self._parameters)
@@ -178,25 +178,25 @@ class Recorder:
         self.calls: list[Call] = []
 
     def __enter__(self) -> Self:
-        block = ExitStack()
+        block, before = ExitStack(), None
         block.enter_context(unread_masks())
         if self._mode is not None:
             block.enter_context(self._mode)
         else:
-            block.callback(self._unwatch, _LOCAL.recorder, [type(p) for p in self._parameters])
+            before = _LOCAL.recorder, [type(p) for p in self._parameters]
             _LOCAL.recorder = self
             for parameter in self._parameters:
                 parameter.__class__ = _WatchedParameter
-        self._blocks.append(block)
+        self._blocks.append((block, before))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._blocks.pop().close()
-
-    def _unwatch(self, before: Recorder | None, kinds: Sequence[type[nn.Parameter]]) -> None:
-        _LOCAL.recorder = before
-        for parameter, kind in zip(self._parameters, kinds, strict=True):
-            parameter.__class__ = kind
+        block, before = self._blocks.pop()
+        if before is not None:
+            _LOCAL.recorder, kinds = before
+            for parameter, kind in zip(self._parameters, kinds, strict=True):
+                parameter.__class__ = kind
+        block.close()
 
     def called(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Call a torch function, and record it if a parameter is among its arguments."""
@@ -257,7 +257,6 @@ class Recorder:
                 f"model: {key} mixes parameters and records in place; take an operation that returns a new tensor, "
                 "such as torch.cat"
             )
-        self._look(key, tensors)
         if not others or key in self.kinds.fixed:
             args, options = spec.unflatten(leaves)
             return self._constants(key, roots, func(*args, **options))
@@ -367,9 +366,6 @@ class Recorder:
             self._look_at_constant(key, leaf)
         return tree_unflatten(leaves, spec)
 
-    def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Do nothing; a probe looks at the tensors of a use before its call."""
-
     def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
         """Do nothing; a probe looks at tensors that are computed from parameters only."""
 
@@ -417,14 +413,18 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
     Raises:
         ValueError: It draws random numbers and would have to be called again for each record.
     """
-    func, free = call.site.func, list(leaves)
+    func, spec, free = call.site.func, call.site.spec, list(leaves)
     for n in call.site.places:
         free[n] = call.leaves[n]
-    args, kwargs = call.site.spec.unflatten(free)
-    if func is functional.group_norm:
-        return group_norm(call, *args, **kwargs)
-    if func in CLOSED:
-        return func(*args, **kwargs)
+    if isinstance(spec, FlatSpec):  # of closed form, and so without random numbers
+        count = spec.positional
+        options = dict(zip(spec.names, free[count:], strict=True))
+        return (
+            group_norm(call, *free[:count], **options)
+            if func is functional.group_norm
+            else func(*free[:count], **options)
+        )
+    args, kwargs = spec.unflatten(free)
     place = call.wrt[0].device
     before = _random_state(place)
     result = func(*args, **kwargs)

@@ -116,7 +116,7 @@ def require_steady_gradients(
     """
     if runs_torch_only(tape.model):
         return
-    records = Rows.of((args, kwargs)).repeated(_BATCH)
+    (records,) = Rows.of((args, kwargs)).repeated(_BATCH)
     place = records.tensors[0].device
     targets = torch.arange(_BATCH, device=place)
     with (

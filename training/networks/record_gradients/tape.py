@@ -24,7 +24,7 @@ from opusim import checks
 from opusim.training.networks.clipping import bounded_factors
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import Use
-from opusim.training.networks.record_gradients.calls import Kinds
+from opusim.training.networks.record_gradients.calls import Kinds, require_inputs_kept
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from opusim.training.networks.record_gradients.recorder import Recorder
@@ -186,12 +186,12 @@ class RecordTape:
             raise ValueError(f"model: parameter {seen[0]!r} {UNSEEN}")
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
-        for call in recorder.calls if records else ():
-            if any(call.deltas):  # else no gradient reached it
-                call.require_inputs_kept()
-                call.group = self._group
-                made = call.site.made or FunctionUse
-                self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
+        calls = [call for call in recorder.calls if records and any(call.deltas)]  # which a gradient reached
+        require_inputs_kept(calls)
+        for call in calls:
+            call.group = self._group
+            made = call.site.made or FunctionUse
+            self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
         # longer records than the probe's may use a parameter again
         if any(len(uses) > 1 for uses in self._uses):
             self.several_uses = True

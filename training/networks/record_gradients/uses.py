@@ -36,11 +36,11 @@ class FunctionUse(CallUse):
         super().__init__(call, records)
         site = call.site
         self._used = [n for n, found in enumerate(call.deltas) if found]
-        self._deltas = [call.output(n, records) for n in self._used]
         self._varying = [
             n for n, layout in zip(site.others, site.layouts, strict=False) if layout is not None
         ]
-        self._values = [call.argument(n, records) for n in self._varying]
+        found = call.split_records(records, self._used, self._varying)
+        self._deltas, self._values = found[: len(self._used)], found[len(self._used) :]
         self._vectorised = True
 
     @override
@@ -89,7 +89,7 @@ class CopiesUse(CallUse):
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: the signal of one record, zero elsewhere, for some records at once."""
-        delta = self.call.output(0, self.records)
+        (delta,) = self.call.split_records(self.records, (0,))
         numbers = range(self.records)[part]
         single = delta.new_zeros(len(numbers), *delta.shape)
         for row, number in enumerate(numbers):
@@ -105,7 +105,7 @@ class CopiesUse(CallUse):
     @property
     @override
     def numbers(self) -> int:
-        return self.call.output(0, self.records).numel()
+        return sum(delta.numel() for delta in self.call.deltas[0][:1])
 
 
 def copies(values: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _linear(site: Site, leaves: Sequence[Any]) -> Made | None:
         return None
 
     def made(call: Call, records: int) -> Use:
-        delta, inputs = call.output(0, records), call.argument(h, records)
+        delta, inputs = call.split_records(records, (0,), (h,))
         return LinearUse(delta, inputs, call.wrt[weight], None if bias is None else call.wrt[bias])
 
     return made
@@ -153,9 +153,12 @@ def _linear(site: Site, leaves: Sequence[Any]) -> Made | None:
 def _embedding(site: Site, leaves: Sequence[Any]) -> Made | None:
     found = Bound.of(site, leaves, _EMBEDDING, {"padding_idx": None})
     ids, padding = found.places["input"], found.values["padding_idx"]
-    return lambda call, records: EmbeddingUse(
-        call.output(0, records), call.argument(ids, records), call.wrt[0], padding
-    )
+
+    def made(call: Call, records: int) -> Use:
+        delta, inputs = call.split_records(records, (0,), (ids,))
+        return EmbeddingUse(delta, inputs, call.wrt[0], padding)
+
+    return made
 
 
 def _convolution(site: Site, leaves: Sequence[Any]) -> Made | None:
@@ -170,7 +173,7 @@ def _convolution(site: Site, leaves: Sequence[Any]) -> Made | None:
     options = {name: found.values[name] for name in defaults}
 
     def made(call: Call, records: int) -> Use:
-        delta, inputs = call.output(0, records), call.argument(h, records)
+        delta, inputs = call.split_records(records, (0,), (h,))
         own = None if bias is None else call.wrt[bias]
         return ConvolutionUse(delta, inputs, call.wrt[weight], own, options)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
@@ -103,25 +102,6 @@ def active_tracker() -> Any:
     return active[-1] if active else None
 
 
-@contextmanager
-def guarded() -> Iterator[None]:
-    """Replace methods that hand numbers to code outside of torch by ones that check with the tracker first.
-
-    They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
-    """
-    before = [vars(owner).get(name) for owner, name, _ in _GUARDS]
-    for owner, name, method in _GUARDS:
-        setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        for (owner, name, _), method in zip(_GUARDS, before, strict=True):
-            if method is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, method)
-
-
 def _guard(owner: Any, name: str, *, first: bool) -> tuple[Any, str, Callable[..., Any]]:
     """Return a function that checks with the tracker before it calls another one.
 
@@ -142,8 +122,12 @@ def _guard(owner: Any, name: str, *, first: bool) -> tuple[Any, str, Callable[..
     return owner, name, checked
 
 
-_GUARDS = (
+GUARDS = (
     *(_guard(Tensor, name, first=True) for name in _METHODS),
     *(_guard(owner, _PLACES, first=False) for owner in (Tensor, torch)),
     (torch, _SHAPE, lambda tensor: torch.tensor(list(tensor.shape))),
 )
+"""Methods that hand numbers to code outside of torch, and what checks with the tracker first in their place.
+
+They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
+"""

@@ -238,11 +238,10 @@ def first_mixed(pairs: Sequence[tuple[Tensor, State]]) -> Mixed | None:
 
 def product(op: Operation, a: Tensor, b: Tensor) -> State:
     """Return the state of a matrix product, (..., n, k) by (..., k, m)."""
-    pairs = [(a, op.state(a)), (b, op.state(b))]
-    if mixed := first_mixed(pairs):
-        return mixed
-    (_, first), (_, second) = pairs
-    ndim = a.ndim
+    ndim, first, second = a.ndim, op.states[id(a)], op.states[id(b)]
+    for state in (first, second):
+        if isinstance(state, Mixed):
+            return state
     inner = isinstance(first, Held) and first.layout.dim == ndim - 1
     if inner or (isinstance(second, Held) and second.layout.dim == ndim - 2):
         return op.mixed("sums over the records")
@@ -250,7 +249,7 @@ def product(op: Operation, a: Tensor, b: Tensor) -> State:
         return first or second
     if ndim < 3 or not first.layout.dim == second.layout.dim < ndim - 2:
         raise Refused("multiplies rows of different records", ORDER_REMEDY)
-    return joined(pairs, ndim)[0]
+    return joined([(a, first), (b, second)], ndim)[0]
 
 
 def mm(op: Operation, outputs: Outputs) -> State:
@@ -277,8 +276,7 @@ def added(product: Callable[[Operation], State]) -> Rule:
         (result,) = outputs
         if result is None:
             return None
-        pairs = [(op["self"], op.state(op["self"])), (result, product(op))]
-        return joined(pairs, result.ndim)[0]
+        return joined([*op.pairs("self"), (result, product(op))], result.ndim)[0]
 
     return rule
 

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from opusim.training.networks.record_gradients.followed import rules
 from opusim.training.networks.record_gradients.followed.arguments import (
+    GUARDS,
     active,
-    guarded,
     has_own_generator,
     operator_of,
 )
@@ -242,6 +242,7 @@ class Survey:
     storages: list[Any] = field(default_factory=list)
 
 
+_PLAIN = Tensor.__torch_dispatch__
 _memory = torch._C.TensorBase.untyped_storage
 """Return the memory of a tensor."""
 
@@ -267,22 +268,27 @@ class RowTracker(TorchDispatchMode):
         self.refused: ValueError | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: dict[int, str] = {}
-        self._kept: dict[int, str] = {}
-        for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-            tensors = dict(named)
-            self.note(None, *tensors.values())
-            self._kept |= {_memory(tensor)._cdata: f"{kind} {name!r}" for name, tensor in tensors.items()}
+        named: list[tuple[str, Tensor]] = []
+        named += [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
+        named += [(f"buffer {name!r}", tensor) for name, tensor in model.named_buffers()]
+        self.note(None, *(tensor for _, tensor in named))
+        self._kept = {_memory(tensor)._cdata: name for name, tensor in named}
 
     def __enter__(self) -> Self:
-        self._guards = guarded()
-        self._guards.__enter__()
+        self._unguarded = [vars(owner).get(name) for owner, name, _ in GUARDS]
+        for owner, name, method in GUARDS:
+            setattr(owner, name, method)
         active.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         active.pop()
-        self._guards.__exit__(None, None, None)
+        for (owner, name, _), method in zip(GUARDS, self._unguarded, strict=True):
+            if method is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, method)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -388,8 +394,9 @@ class RowTracker(TorchDispatchMode):
                     torch._C._current_graph_task_id() != -1 or forward_ad._current_level >= 0
                 ):
                     self._refuse_gradients()
-                if types:
-                    self._require_plain_tensors(name, types)
+                for kind in types:
+                    if getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN:
+                        self._refuse_tensors(name, kind)
                 if name in _SAME_PLACE:
                     return func(*args, **kwargs)
                 # 2. Name the arguments, with those left out; a reshape in place takes another view of its tensor.
@@ -450,15 +457,12 @@ class RowTracker(TorchDispatchMode):
             "torch.func.jvp), in which uses of parameters are not seen; compute them outside of the model"
         )
 
-    def _require_plain_tensors(self, name: str, types: Collection[type]) -> None:
-        """Refuse tensors of classes whose operators are Python code, which runs where no tracker sees it."""
-        plain = Tensor.__torch_dispatch__
-        others = [kind.__name__ for kind in types if getattr(kind, "__torch_dispatch__", plain) is not plain]
-        if others:
-            raise ValueError(
-                f"model: {self._where(name)} takes a {others[0]}, a class of tensors with operators of its own "
-                "(__torch_dispatch__), which are not seen; compute with plain tensors"
-            )
+    def _refuse_tensors(self, name: str, kind: type) -> None:
+        """Refuse tensors of a class whose operators are Python code, which runs where no tracker sees it."""
+        raise ValueError(
+            f"model: {self._where(name)} takes a {kind.__name__}, a class of tensors with operators of its own "
+            "(__torch_dispatch__), which are not seen; compute with plain tensors"
+        )
 
     def _require_unread(self, op: Operation) -> None:
         """Refuse numbers of records that become numbers of Python."""

@@ -87,12 +87,6 @@ def test_ceilings_of_a_perfect_attack(n: int, ceiling: float) -> None:
     assert lower_bound(0, 0, n, n, PLAN) == pytest.approx(ceiling, abs=6e-3)
 
 
-def test_a_perfect_attack_reaches_the_ceiling_on_the_half_it_did_not_choose_on() -> None:
-    result = audit(np.ones(200), np.zeros(200), PLAN)
-    assert (result.n_in, result.n_out, result.epsilon_lower) == (100, 100, result.ceiling)
-    assert result.ceiling == pytest.approx(3.28, abs=6e-3)
-
-
 def test_clopper_pearson_inverts_the_binomial() -> None:
     for events, trials in ((0, 10), (3, 17), (16, 17)):
         assert binom.cdf(events, trials, clopper_pearson_upper(events, trials, 0.025)) == pytest.approx(0.025)

@@ -371,12 +371,6 @@ def test_module_of_finds_the_file_that_a_name_lies_in() -> None:
     assert module_of("torch.nn", product_files()) is None
 
 
-def test_only_the_public_name_may_name_upper_layers() -> None:
-    for layer in ALLOWED:
-        for path in (ROOT / layer).rglob("*.pyi"):
-            assert not names_upper_layers(path.relative_to(ROOT).as_posix(), path.read_text()), path
-
-
 @pytest.mark.parametrize(
     ("statement", "heavy"),
     [

@@ -83,7 +83,7 @@ def _claimed(relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE) ->
     )
 
 
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in (1, 2))])
 def test_the_strongest_attack_stays_within_the_account_and_reaches_it(case: int, seed: int) -> None:
     generator = np.random.default_rng([seed, case])
     layers = _layers(generator)

@@ -62,7 +62,9 @@ def live(path: Path, moments: random.Random) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize(
+    "number", [*range(6), *(pytest.param(number, marks=pytest.mark.slow) for number in range(6, 20))]
+)
 def test_payments_cover_what_was_computed_whatever_happens(tmp_path: Path, number: int, seed: int) -> None:
     assert live(tmp_path / "ledger.jsonl", random.Random(f"{seed} {number}")) == []
 

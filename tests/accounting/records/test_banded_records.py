@@ -44,7 +44,10 @@ def dense(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("correlation", "steps"),
-    [((0.8, 0.5, 0.3), 2), ((0.8, 0.5, 0.3), 43), ((2.0, 0.0, -1.5), 42), ((1.0, 0.9, 0.8, 0.7), 13)],
+    [
+        *(((0.8, 0.5, 0.3), 2), ((0.8, 0.5, 0.3), 43), ((1.0, 0.9, 0.8, 0.7), 13)),
+        pytest.param((2.0, 0.0, -1.5), 42, marks=pytest.mark.slow),
+    ],
 )
 def test_epsilon_is_that_of_another_accountant_at_the_dense_sensitivity(
     correlation: tuple[float, ...], steps: int

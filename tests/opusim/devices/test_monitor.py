@@ -185,8 +185,8 @@ def test_the_stated_smallest_change_is_found_in_time(change: str, seed: int) -> 
         ("gaussian", (10, 256), {"noise": {"sigma": 0.01}}),
         ("ideal", (10, 64), {}),
         ("camera", (10, 8), {}),
-        ("camera", (10, 256), {}),
-        ("camera_low_light", (10, 64), {}),
+        pytest.param("camera", (10, 256), {}, marks=pytest.mark.slow),
+        pytest.param("camera_low_light", (10, 64), {}, marks=pytest.mark.slow),
         ("camera_low_light", (10, 256), {"camera": {"light": {"power": POWER}}}),
         pytest.param(
             "camera_low_light",

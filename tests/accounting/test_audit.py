@@ -160,7 +160,7 @@ def test_the_detection_probability_is_that_of_the_best_attack(
 DRAWN = replace(GAUSSIAN, estimator=Estimator.DRAWN_NOISE)
 
 
-@pytest.mark.parametrize("mu", [0.2, 1.0])
+@pytest.mark.parametrize("mu", [pytest.param(0.2, marks=pytest.mark.slow), 1.0])
 def test_drawn_noise_bounds_epsilon_closely_and_exceeds_it_as_rarely_as_stated(mu: float, seed: int) -> None:
     generator = np.random.default_rng(seed)
     true, above = epsilon_of(mu, DELTA), 0

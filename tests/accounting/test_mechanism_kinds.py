@@ -264,15 +264,6 @@ def test_credited_device_noise_is_proven_under_a_device_model() -> None:
         assert both.status is Status.PROVEN_UNDER_DEVICE_MODEL
 
 
-def test_a_certificate_of_central_noise_takes_its_share_of_delta() -> None:
-    certified = replace(RECORD, beta=4e-6)
-    assert (
-        guarantees([certified], delta=DELTA)[0].epsilon
-        == guarantees([RECORD], delta=6e-6)[0].epsilon
-        > guarantees([RECORD], delta=DELTA)[0].epsilon
-    )
-
-
 @pytest.mark.slow
 def test_events_say_what_the_accountants_say() -> None:
     """dp_accounting's own accountant on the event, under the relation that the event's docstring names."""
@@ -354,23 +345,48 @@ def test_label_mus_compose_exactly() -> None:
     assert both.epsilon == pytest.approx(get_epsilon_gaussian(1.0, DELTA))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Unprotected(what=" "), "what = '': must say what ran"),
-        (lambda: PdfaWithoutFormula(missing=""), "missing = '': must say which"),
-        (lambda: replace(RECORD, beta=1.0), r"beta = 1.0: must lie in \[0, 1\)"),
-        (lambda: LabelBudget(budget_mu=1.0, order="other"), "order = 'other': must be"),
-        (lambda: LabelReadout(mu=0.0), "mu = 0.0: must be finite and above 0"),
-        (lambda: LabelAmplified(noise_multiplier=1, sampling_probability=0), "sampling_probability = 0"),
-        (lambda: replace(WITHOUT_NOISE[3], target_std=1e-200), "target_std_squared = 0.0: must be finite"),
-        (lambda: replace(WITHOUT_NOISE[3], target_std=1e200), "target_std_squared = inf: must be finite"),
-        (lambda: replace(PUBLISHED, tau_h_max=1e200), r"\(gamma_max tau_h_max\)\^2 = inf: must be finite"),
+OF_KIND = {mechanism.kind: mechanism for mechanism in ALL}
+BAD: dict[str, list[dict[str, object]]] = {
+    "convex": [
+        *({"objective": "hinge"}, {"schedule": "step"}, {"noise_multiplier": 0.0}, {"batches": 0}),
+        *({"regularisation": -1.0}, {"objective": "squared", "clip": None}),
     ],
-)
-def test_bad_descriptions_are_named(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    "label_amplified": [{"sampling_probability": 0.0}],
+    "label_argmax": [{"n_classes": 1}],
+    "label_budget": [{"order": "other"}],
+    "label_counts": [
+        *({"light": ((1.0, 2.0, 3.0),)}, {"light": ((1.0, 2.0, 3.0), (1.0,))}, {"brightest": 0.0}),
+        *({"light": ((1.0, -2.0, 3.0), (1.0, 1.0, 1.0))}, {"dark": (1.0,)}),
+    ],
+    "label_readout": [{"mu": 0.0}],
+    "pdfa_published": [{"sigma": 0.0}, {"order": 1.0}, {"tau_h_min": 2.0}, {"steps": 0}],
+    "pdfa_without_formula": [{"missing": ""}],
+    "record_central": [
+        *({"noise_multiplier": 0.0}, {"sampling_probability": 1.5}, {"steps": 0}, {"divisor": math.nan}),
+        *({"beta": 1.0}, {"correlation": ()}, {"correlation": (0.0, 1.0)}, {"correlation": (1.0, math.nan)}),
+    ],
+    "rejection_gaussian": [{"min_batch_size": 1001}],
+    "staged_response": [{"stages": 1}, {"step_epsilon": 0.0}, {"n_classes": 1}],
+    "ulr_published": [{"target_std": 1e-200}, {"target_std": 1e200}],
+    "unprotected": [{"what": " "}],
+    **{
+        kind: [{"clip_norm": 0.0}, {"directions": 0}, {"sampling_probability": 0.0}, {"divisor": math.inf}]
+        for kind in ("zo_gaussian", "zo_laplace")
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [(kind, changes) for kind in BAD for changes in BAD[kind]])
+def test_bad_descriptions_are_named(kind: str, changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"^{list(changes)[-1]}"):
+        replace(OF_KIND[kind], **changes)
+
+
+def test_products_of_a_description_that_overflow_are_named() -> None:
+    with pytest.raises(ValueError, match=r"\(gamma_max tau_h_max\)\^2 = inf"):
+        replace(PUBLISHED, tau_h_max=1e200)
+    with pytest.raises(ValueError, match="bands = 3"):
+        replace(RECORD, correlation=(0.8, 0.5, 0.3), sampling_probability=0.4)
 
 
 @pytest.mark.parametrize("noise", [1e-300, 1e-9, 1e-2, 1e8, 1e300])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import dp_accounting
 import mpmath
 import pytest
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Status
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Status, Unit
 from opusim.accounting.mechanisms.labels import RandomizedResponse
-from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace
+from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace, RecordCentral
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon
 from opusim.accounting.numerics import gaussian_bounds
 from opusim.accounting.theorems import require_poisson
@@ -32,6 +33,17 @@ def test_gaussian_rows_of_dp_zo(sigma: float, epsilon: float) -> None:
     assert guarantee.epsilon_lower is not None
     assert guarantee.epsilon_lower <= guarantee.epsilon <= guarantee.epsilon_lower + 0.01
     assert guarantee.status is Status.PROVEN
+
+
+def test_clipped_records_of_a_reference_run() -> None:
+    """z 1.13, q 0.034, 292 steps, delta 1e-5: 2.986 in the reference; a device's noise has the same number."""
+    run = RecordCentral(
+        noise_multiplier=1.13, sampling_probability=0.034, steps=292, clip_norm=0.7, divisor=2048
+    )
+    found, device = only(run, 1e-5), only(replace(run, device_noise=True), 1e-5)
+    assert found.epsilon == device.epsilon == pytest.approx(2.986, abs=1e-3)
+    assert (found.unit, found.adjacency) == (Unit.RECORD, Adjacency.ADD_OR_REMOVE_ONE)
+    assert (found.status, device.status) == (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL)
 
 
 @pytest.mark.parametrize(

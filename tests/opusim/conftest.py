@@ -6,9 +6,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 
 
-@pytest.fixture(
-    params=["ideal", "gaussian", "gaussian_temperature", "camera", "camera_low_light", "lightonml_simulated"]
-)
+@pytest.fixture(params=["ideal", "gaussian", "camera", "camera_low_light", "lightonml_simulated"])
 def open_any(request: pytest.FixtureRequest) -> Callable[..., NoisyDevice]:
     """Opens a small window of each packaged device: what the contract tests run on."""
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opusim.encodings import bit_planes, check_ternary, split_frames, ternarize
+from opusim.encodings import binarize, bit_planes, check_ternary, split_frames, ternarize
 
 REAL = st.floats(-1e6, 1e6, width=32)
 
@@ -32,6 +32,17 @@ def test_ternarize_refuses_by_name() -> None:
         ternarize(torch.zeros(1), math.nan)
     with pytest.raises(TypeError, match=r"e has dtype torch.complex64: must be real"):
         ternarize(torch.zeros(1, dtype=torch.complex64), 0.1)
+
+
+def test_binarize_follows_its_rule_and_refuses_by_name() -> None:
+    e = 2 * torch.rand(6, 30, generator=torch.Generator().manual_seed(5)) - 1
+    assert torch.equal(binarize(e, 0.1), (e > 0.1).float())
+    with pytest.raises(ValueError, match="no binary code"):
+        binarize(torch.tensor([math.nan]), 0.0)
+    with pytest.raises(TypeError, match="must be real"):
+        binarize(torch.tensor([1j]), 0.0)
+    with pytest.raises(ValueError, match="threshold"):
+        binarize(e, math.nan)
 
 
 UNIT = st.floats(-1, 1, width=32)

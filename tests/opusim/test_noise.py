@@ -3,16 +3,32 @@ import json
 import numpy as np
 import pytest
 
-from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+from opusim.noise import (
+    ConverterLatticeNoise,
+    FluctuatingCountNoise,
+    GaussianNoise,
+    NoiseModel,
+    PhotonCountNoise,
+    SignalGaussianNoise,
+)
 from tests.support.discrete_noise import DiscreteNoise
 
+ONES = np.ones((2, 3))
 HALF = np.log([0.25, 0.5, 0.25])
 MODELS = [
     GaussianNoise(std=0.1, n_outputs=5),
     GaussianNoise(std=np.array([0.1, 0.2, 1 / 3]), n_outputs=3),
     PhotonCountNoise(rate_low=np.array([[0.5, 1.0]]), rate_high=np.array([[2.7, 1.0]])),
     DiscreteNoise(values=np.array([-2.7, 0.0, 2.7]), log_masses=HALF),
+    PhotonCountNoise(rate_low=ONES, rate_high=2.7 * ONES, weight=0.5 * ONES, added_variance=0.1, beta=0.01),
+    FluctuatingCountNoise(
+        rate_low=ONES, rate_high=2 * ONES, power_law="gaussian", power_rms=0.1, weight=ONES
+    ),
+    SignalGaussianNoise(std_low=0.04, std_high=0.04, n_outputs=5, beta=1e-6),
+    ConverterLatticeNoise(step=0.1, std_low=0.04, std_high=0.09, conversions=3, clips=False, n_outputs=5),
+    ConverterLatticeNoise(step=0.1, std_low=0.04, std_high=0.09, conversions=3, clips=True, n_outputs=5),
 ]
+LATTICE, FLUCTUATING = MODELS[-1].to_json(), MODELS[5].to_json()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -24,7 +40,7 @@ def test_json_round_trip_keeps_every_bit(model: NoiseModel) -> None:
 
 
 def test_models_differ_by_law_and_number() -> None:
-    assert len(set(MODELS)) == len(MODELS)
+    assert len(set(MODELS)) == len({model.summary()["digest"] for model in MODELS}) == len(MODELS)
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1, n_outputs=6)
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1000001, n_outputs=5)
 
@@ -63,6 +79,9 @@ def test_variances_are_those_of_the_law() -> None:
     low, high = MODELS[2].variance_bounds()
     np.testing.assert_array_equal(low, [[0.5, 1.0]])
     np.testing.assert_array_equal(high, [[2.7, 1.0]])
+    low, high = MODELS[4].variance_bounds()
+    np.testing.assert_allclose(low, 2 * 0.25 + 0.1)
+    np.testing.assert_allclose(high, 2 * 0.25 * 2.7 + 0.1)
     assert float(MODELS[3].variance()) == pytest.approx(2.7**2 / 2, rel=1e-15)
     assert MODELS[3].mean() == 0.0
 
@@ -78,6 +97,25 @@ def test_variances_are_those_of_the_law() -> None:
         (lambda: DiscreteNoise(values=np.array([0.0, 0.0]), log_masses=np.log([0.5, 0.5])), "increasing"),
         (lambda: DiscreteNoise(values=np.array([0.0, 1.0]), log_masses=np.log([0.5, 0.4])), "sum to"),
         (lambda: DiscreteNoise(values=np.array([0.0, 1.0]), log_masses=np.array([0.0, -np.inf])), "mass 0"),
+        *(
+            (lambda wrong=wrong: NoiseModel.from_json({**LATTICE, **wrong}), f"^{min(wrong)} = ")
+            for wrong in (
+                *({"std_high": 0.01}, {"std_low": -1.0}, {"step": 0.0}, {"conversions": 0}, {"beta": 1.0}),
+            )
+        ),
+        *(
+            (lambda wrong=wrong: NoiseModel.from_json({**FLUCTUATING, **wrong}), min(wrong))
+            for wrong in (
+                *({"power_law": "uniform"}, {"power_rms": -0.1}, {"power_rms": 0.3}, {"beta": 1.0}),
+                {"rate_high": np.full((2, 3), 0.5)},
+            )
+        ),
+        (
+            lambda: NoiseModel.from_json(
+                {**FLUCTUATING, "rate_high": np.full(3, 2.0), "rate_low": np.ones(3), "weight": np.ones(3)}
+            ),
+            "frames from pixels",
+        ),
         (lambda: NoiseModel.from_json({"law": "laplace", "scale": 1.0}), "law = 'laplace': must be one of"),
     ],
 )

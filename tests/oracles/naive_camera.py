@@ -14,9 +14,3 @@ def digital_number(rate: float, w: float, z: float, sensor: dict[str, float]) ->
     """One pixel through well, offset, read noise, gain and converter."""
     electrons = min(count(rate, w), sensor["well"]) + sensor["offset"] + sensor["read"] * z
     return float(np.clip(np.rint(sensor["black"] + sensor["gain"] * electrons), 0, sensor["top"]))
-
-
-def recovered(intensity: dict[str, float], mirrors: int, share: float) -> float:
-    """(I_p - I_(a-p) - I_n + I_(a-n)) / (2 sqrt I_a) - s sqrt I_a."""
-    four = intensity["p"] - intensity["a-p"] - intensity["n"] + intensity["a-n"]
-    return four / (2 * intensity["a"] ** 0.5) - share * intensity["a"] ** 0.5

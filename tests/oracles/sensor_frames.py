@@ -6,7 +6,7 @@
 with lamp_f the lamp's power in frame f, and everything with index i drawn once for each pixel.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -169,7 +169,6 @@ def recording(
     frames: int = 6,
     levels: int = 10,
     shape: tuple[int, int] = (40, 50),
-    photons: bool = True,
     longest_s: float | None = None,
 ) -> dict[str, np.ndarray]:
     """Dark frames and flat frames of rising exposure under a steady lamp, beyond saturation, as named arrays.
@@ -184,16 +183,11 @@ def recording(
     shares = np.append(np.linspace(0.05, 0.92, levels - 1), 1.5)
     exposures = longest * shares / shares.max()
     light = shares * top / sensor.efficiency
-    found = {
+    return {
         "dark": np.stack([pixels.take(0.0, t, frames) for t in exposures]),
         "flat": np.stack([pixels.take(p, t, frames) for p, t in zip(light, exposures, strict=True)]),
         "dark_exposure_us": 1e6 * exposures,
         "flat_exposure_us": 1e6 * exposures,
         "bits": np.array(sensor.bits),
+        "flat_photons": light,
     }
-    return found | ({"flat_photons": light} if photons else {})
-
-
-def without(sensor: Sensor, **changes: float) -> Sensor:
-    """The same sensor with some numbers changed."""
-    return replace(sensor, **changes)

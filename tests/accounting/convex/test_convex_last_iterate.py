@@ -12,7 +12,7 @@ from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import minimize
 
 from benchmarks.attacks.claims import FOUR_GATES_RATE, four_gates
-from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from opusim.accounting.mechanisms.convex import (
     ConvexLastIterate,
@@ -70,18 +70,12 @@ def test_never_below_an_exact_linear_instance(
     assert proven_mu(run) >= exact * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("batches", "epochs", "contraction", "exact", "bound"), [(60, 400, 1e-4, 2.158, 2.366)]
-)
-def test_the_reference_instance_within_15_percent(
-    batches: int, epochs: int, contraction: float, exact: float, bound: float
-) -> None:
-    run = replace(RUN, batches=batches, epochs=epochs, regularisation=contraction / RUN.learning_rate)
-    rates = learning_rates(run)
-    found = exact_mu(rates, noises_of(run), 1 - rates * run.regularisation, batches)
-    mu0 = 2 / run.noise_multiplier
-    assert found / mu0 == pytest.approx(exact, abs=1e-3)
-    assert proven_mu(run) / mu0 == pytest.approx(bound, abs=1e-3)
+def test_the_reference_instance_within_15_percent() -> None:
+    run = replace(RUN, batches=60, epochs=400, regularisation=1e-4 / RUN.learning_rate)
+    rates, mu0 = learning_rates(run), 2 / run.noise_multiplier
+    found = exact_mu(rates, noises_of(run), 1 - rates * run.regularisation, 60)
+    assert found / mu0 == pytest.approx(2.158, abs=1e-3)
+    assert proven_mu(run) / mu0 == pytest.approx(2.366, abs=1e-3)
     assert found <= proven_mu(run) <= 1.15 * found
 
 
@@ -216,15 +210,6 @@ def test_runs_compose() -> None:
     assert proven_mu(RUN.repeated(9)) == pytest.approx(3 * proven_mu(RUN))
 
 
-@pytest.mark.parametrize("epsilon", [1.33, 4.76])
-def test_fewer_epochs_take_less_noise(epsilon: float) -> None:
-    noises = [
-        calibrate_noise(replace(RUN, epochs=epochs), target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
-        for epochs in (10, 40, 400)
-    ]
-    assert noises == sorted(noises)
-
-
 # Constants
 
 
@@ -263,22 +248,6 @@ def test_two_classes_clip_without_harm() -> None:
     rates = np.array([1.0])
     assert log_expansion("softmax", 0.5, 2, rates, 0.1) == pytest.approx([math.log(0.9)])
     assert log_expansion("softmax", 0.5, 3, rates, 0.1) > math.log(0.9)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"objective": "hinge"}, "objective = 'hinge': must be one of squared, margin"),
-        ({"clip": None}, "clip is missing"),
-        ({"schedule": "step"}, "schedule = 'step': must be one of 'constant'"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier = 0.0: must be finite and above 0"),
-        ({"batches": 0}, "batches = 0: must be at least 1"),
-        ({"regularisation": -1.0}, "regularisation = -1.0"),
-    ],
-)
-def test_bad_parameters_are_named(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(RUN, **change)
 
 
 # Plans

@@ -151,17 +151,3 @@ def test_no_nonlinear_maps_beat_the_theorem(final: float, c: float) -> None:
         assert largest_share(p, q, mu) <= 1 + 1e-3  # the grid's own error is smaller
         if trial == BATCHES - 1:
             assert largest_share(p, q, 0.75 * mu) > 1  # a bound that much lower is caught
-
-
-@pytest.mark.parametrize("epochs", [5, 10, 40])
-def test_how_far_one_linear_run_stays_below_the_bound_with_noise_at_the_end(epochs: int) -> None:
-    """Bound mu0 sqrt(E / k), exact mu0 E / sqrt(E k + k - 1): their ratio is sqrt(E / (E + 1 - 1 / k))."""
-    k, mu0 = 60, 2.0
-    stds = np.ones(k * epochs)
-    stds[-1] = math.sqrt(k)
-    moved = np.where(np.arange(k * epochs) % k == k - 1, mu0, 0.0)
-    found = mu_of_schedule(moved, stds, np.zeros(k * epochs))
-    assert found == pytest.approx(mu0 * math.sqrt(epochs / k))
-    exact = moved.sum() / math.sqrt(float(np.sum(stds**2)))
-    assert exact / found == pytest.approx(math.sqrt(epochs / (epochs + 1 - 1 / k)))
-    assert exact < found

@@ -9,8 +9,6 @@ import mpmath
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from opusim.accounting import numerics
 from opusim.accounting.guarantee import NoGuarantee, Status
@@ -166,18 +164,6 @@ def test_gaussian_readings_compose_and_use_the_smallest_deviation() -> None:
     assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 9e-6))
     silent = DeviceReadings(noise=GaussianNoise(std=0.0, n_outputs=2), readings=1, distance=1.0)
     assert math.isinf(device_readings_guarantee(silent, DELTA).epsilon)
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(st.floats(0.5, 50), st.floats(1.0, 3.0), st.integers(1, 50))
-def test_more_dark_light_never_raises_and_more_readings_never_lower(rate: float, more: float, n: int) -> None:
-    def epsilon(dark: float, readings: int) -> float:
-        noise = PhotonCountNoise(rate_low=dark, rate_high=dark + 1.0)
-        return device_readings_guarantee(DeviceReadings(noise=noise, readings=readings), DELTA).epsilon
-
-    assert epsilon(rate * more, n) <= epsilon(rate, n)
-    assert epsilon(rate, n + 1) >= epsilon(rate, n)
 
 
 @pytest.mark.filterwarnings("error")

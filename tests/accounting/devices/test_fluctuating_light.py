@@ -147,7 +147,7 @@ def test_a_guarantee_holds_for_the_exact_mixture_of_a_continuous_law() -> None:
     assert released(math.exp(epsilon)) <= delta < released(math.exp(0.6 * epsilon))
 
 
-def test_the_law_survives_json_and_bounds_its_variance(seed: int) -> None:
+def test_the_law_bounds_its_variance(seed: int) -> None:
     weight = np.ones((2, 3))
     noise = FluctuatingCountNoise(
         rate_low=np.full((2, 3), 2.0),
@@ -156,7 +156,6 @@ def test_the_law_survives_json_and_bounds_its_variance(seed: int) -> None:
         power_rms=0.1,
         weight=weight,
     )
-    assert NoiseModel.from_json(noise.to_json()) == noise
     random = np.random.default_rng(seed)
     low, high = noise.variance_bounds()
     power = noise.power.of_normal(random.standard_normal((100_000, 1, 1)))  # of both frames
@@ -164,19 +163,3 @@ def test_the_law_survives_json_and_bounds_its_variance(seed: int) -> None:
     variances = np.sum(weight * counts, axis=1).var(axis=0)
     assert np.all((low <= variances) & (variances <= high))
     assert np.all(variances > noise.at_most(1, 0.5).variance_bounds()[1])  # that of counts only
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"power_law": "uniform"}, "power_law"),
-        ({"rms": -0.1}, "power_rms"),
-        ({"rms": 0.3, "power_law": "gaussian"}, "power_rms"),
-        ({"rate_high": np.full((4, 8), 1.0)}, "rate_high"),
-        ({"beta": 1.0}, "beta"),
-        ({"rate_low": np.full(4, 3.0), "rate_high": np.full(4, 3.4)}, "does not tell frames from pixels"),
-    ],
-)
-def test_bad_numbers_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fluctuating(**changes)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,13 +99,17 @@ def test_the_worst_pair_is_that_of_the_finest_grid(regime: Regime) -> None:
     assert numerics.pattern_bounds(rates, DELTA).upper == upper.max()
 
 
-def test_planted_fault_bounds_that_are_too_low_hide_the_worst_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tilted_bounds", "RenyiBounds"])
+def test_planted_fault_bounds_that_are_too_low_hide_the_worst_pair(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates = patterns(*REGIMES[1])
     worst = numerics.pattern_upper(rates, DELTA)
+    too_low = 0.01 / (RenyiBounds.of(rates, DELTA).bounds + np.eye(len(rates)))
+    renyi = SimpleNamespace(of=lambda *_: RenyiBounds(bounds=too_low, above=1.0))
     poisson_loss._worst_of.cache_clear()
-    monkeypatch.setattr(poisson_loss, "tilted_bounds", lambda rates, delta, renyi: 0.01 / renyi.bounds)
-    with np.errstate(divide="ignore"):  # of the diagonal
-        assert numerics.pattern_upper(rates, DELTA) < worst
+    monkeypatch.setattr(poisson_loss, name, renyi if name == "RenyiBounds" else lambda *_: too_low)
+    assert numerics.pattern_upper(rates, DELTA) < worst
     poisson_loss._worst_of.cache_clear()
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution as pld
-from scipy.stats import norm
 
 from opusim.training.networks.clipping import bounded_factors
 from opusim.training.protections.amplified_labels import whitened_norms
@@ -84,7 +83,7 @@ def _claimed(relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE) ->
     )
 
 
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in (1, 2))])
 def test_the_strongest_attack_stays_within_the_account_and_reaches_it(case: int, seed: int) -> None:
     generator = np.random.default_rng([seed, case])
     layers = _layers(generator)
@@ -98,11 +97,3 @@ def test_the_strongest_attack_stays_within_the_account_and_reaches_it(case: int,
     )  # planted: the wrong relation
     unclipped = sum(_step_ratio(layers, metrics, np.ones(8), generator) for _ in range(STEPS))
     assert _excess(unclipped, _claimed()) > 10  # planted: weights left out
-
-
-def test_planted_noise_of_the_batchs_own_readings_is_caught() -> None:
-    """Noise that shows who is in the batch leaves q delta_mu, mu = 2 C, which exceeds what sampling would allow."""
-    revealed = Q * (
-        norm.cdf(CLIP - EPSILONS / 2 / CLIP) - np.exp(EPSILONS) * norm.cdf(-CLIP - EPSILONS / 2 / CLIP)
-    )
-    assert np.all(revealed > 1.1 * np.asarray(_claimed().get_delta_for_epsilon(EPSILONS)))

@@ -7,32 +7,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from dp_accounting import get_epsilon_gaussian
 
-from opusim.accounting.composition import guarantees
-from opusim.accounting.guarantee import Guarantee, Status, Unit
-from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
+from opusim.accounting.mechanisms.labels import noise_of
 from opusim.randomness.streams import SeededStream
 from opusim.training.protections.released_model import Design, LabelSums, lowered
 
 K = 4
 MU = 1.5
-
-
-def _only(mechanism: LabelRelease, delta: float = 1e-5) -> Guarantee:
-    (guarantee,) = guarantees([mechanism], delta=delta)
-    return guarantee
-
-
-def test_guarantee_and_the_certificates_share_of_delta() -> None:
-    guarantee = _only(LabelRelease(mu=0.719))
-    assert guarantee.epsilon == pytest.approx(3.0, abs=5e-3)
-    assert (guarantee.unit, guarantee.status) == (Unit.LABEL, Status.PROVEN)
-    device = _only(LabelRelease(mu=0.5, device_noise=True, beta=5e-6))
-    assert device.status is Status.PROVEN_UNDER_DEVICE_MODEL
-    assert device.epsilon == pytest.approx(get_epsilon_gaussian(2.0, 5e-6))
-    (both,) = guarantees([LabelRelease(mu=0.6), LabelRelease(mu=0.4, steps=4)], delta=1e-5)
-    assert both.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 1e-5))
 
 
 def _records(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

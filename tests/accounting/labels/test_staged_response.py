@@ -219,23 +219,3 @@ def test_the_pure_epsilon_and_the_exact_one_at_a_delta() -> None:
     assert both.epsilon == pytest.approx(guarantees([two], delta=DELTA)[0].epsilon)
     (mixed,) = guarantees([one, StagedResponse(step_epsilon=0.5, n_classes=10, stages=4)], delta=DELTA)
     assert mixed.epsilon == pytest.approx(2.2)
-
-
-def test_a_statement_says_stages_and_what_must_hold() -> None:
-    (found,) = guarantees([StagedResponse(step_epsilon=1.0, n_classes=10, stages=4)], delta=DELTA)
-    assert "over 10 labels in 4 stages" in found.mechanism
-    assert found.source.startswith("staged-response") or "stages" in found.source
-    assert any("once" in assumption.text for assumption in found.assumptions)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"stages": 1}, "stages = 1: "),
-        ({"step_epsilon": 0.0}, "step_epsilon = 0.0: must be finite and above 0"),
-        ({"n_classes": 1}, "n_classes = 1: "),
-    ],
-)
-def test_bad_descriptions_are_named(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StagedResponse(**{"step_epsilon": 1.0, "n_classes": 10, "stages": 2, **changes})  # type: ignore[arg-type]

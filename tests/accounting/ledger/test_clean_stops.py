@@ -62,7 +62,9 @@ def live(path: Path, moments: random.Random) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize(
+    "number", [*range(6), *(pytest.param(number, marks=pytest.mark.slow) for number in range(6, 20))]
+)
 def test_payments_cover_what_was_computed_whatever_happens(tmp_path: Path, number: int, seed: int) -> None:
     assert live(tmp_path / "ledger.jsonl", random.Random(f"{seed} {number}")) == []
 
@@ -145,43 +147,6 @@ def test_experiment_mode_returns_nothing(tmp_path: Path) -> None:
         ledger.pay(0, STEP, until=20)
         ledger.return_unused()
     assert paid(path) == Counter(range(7))
-
-
-FORGED = {
-    "the whole block": {"first_step": 0, "steps": 7},
-    "a step before it": {"first_step": -1, "steps": 8},
-    "its middle": {"first_step": 3, "steps": 2},
-    "more than it has": {"first_step": 3, "steps": 9},
-    "no step": {"first_step": 7, "steps": 0},
-    "a word": {"first_step": "3", "steps": 4},
-}
-
-
-@pytest.mark.parametrize("name", list(FORGED))
-def test_a_return_of_anything_but_the_end_of_the_block_before_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with opened(path) as ledger:
-        ledger.pay(0, STEP, until=20)
-    journal = Journal(path)
-    journal.append({"returned": FORGED[name]})
-    journal.close()
-    with pytest.raises(LedgerCorrupt, match="line 3: "):
-        read_ledger(path)
-
-
-@pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_second_return_or_one_in_experiment_mode_is_refused(tmp_path: Path, mode: str) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path, mode=mode, delta=1e-5, block=7) as ledger:  # type: ignore[arg-type]
-        ledger.pay(0, STEP, until=20)
-    journal = Journal(path)
-    journal.append({"returned": {"first_step": 5, "steps": 2}})
-    if mode == "release":
-        assert paid(path) == Counter(range(5))
-        journal.append({"returned": {"first_step": 3, "steps": 2}})
-    journal.close()
-    with pytest.raises(LedgerCorrupt, match="the line before reserves none"):
-        read_ledger(path)
 
 
 # What was paid once

@@ -148,6 +148,22 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: read(BLOCK, {"resumed": {"checkpoint": None}}, {"returned": {"first_step": 1, "steps": 3}}),
         "line 4: returns steps, but the line before reserves none",
     ),
+    "a second return": (
+        lambda: read(
+            BLOCK, {"returned": {"first_step": 3, "steps": 1}}, {"returned": {"first_step": 1, "steps": 2}}
+        ),
+        "line 4: returns steps, but the line before reserves none",
+    ),
+    "a return in experiment mode": (
+        lambda: content_of(
+            Path("l"), [{**OPENING, "mode": "experiment"}, BLOCK, {"returned": {"first_step": 1, "steps": 3}}]
+        ),
+        "line 3: returns steps, but the line before reserves none",
+    ),
+    "a delta of another type": (
+        lambda: content_of(Path("l"), [{**OPENING, "delta": True}]),
+        "line 1: delta = ",
+    ),
     "a return without its steps": (lambda: read(BLOCK, {"returned": {"first_step": 1}}), "line 3: 'steps'"),
 }
 

@@ -16,7 +16,7 @@ from opusim.accounting.guarantee import Guarantee, LedgerCorrupt, Release, Statu
 from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger, read_ledger
 from opusim.accounting.mechanism import CertifiedMechanism, mechanism_from_json
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
-from opusim.accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout
+from opusim.accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout, LabelRelease
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
 from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian
@@ -42,6 +42,7 @@ EVERY: tuple[CertifiedMechanism, ...] = (
     LabelAmplified(noise_multiplier=2.0, sampling_probability=0.2, **NAMED),
     LabelBudget(budget_mu=0.7, **NAMED),
     LabelReadout(mu=0.7, device_law=True, beta=BETA, certificate=CERTIFICATE.digest),
+    LabelRelease(mu=0.7, **NAMED),
     ZoGaussian(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.1, divisor=64, **NAMED),
     ConvexLastIterate(
         objective="margin",

@@ -76,17 +76,6 @@ def test_steps_that_an_earlier_version_paid_for_are_taken_unrounded(tmp_path: Pa
     assert any("not attacked" in each.text for each in stated.assumptions)
 
 
-def test_steps_that_are_known_to_fit_are_not_accounted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(Budget, "spent", lambda self, mechanisms: asked.append(list(mechanisms)) or 0.5)
-    budget = Budget(epsilon=1.0, delta=1e-5)
-    for steps in (20, 3, 20, 1):
-        assert not budget.would_exceed([STEP], [STEP.repeated(steps)])
-    assert asked == [[STEP.repeated(21)]]
-    assert not budget.would_exceed([STEP], [STEP.repeated(21)])
-    assert len(asked) == 2
-
-
 def test_a_step_is_synced_before_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
     for name in ("write", "fsync", "replace"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 
 from opusim.accounting.explanation import WARNINGS, LedgerFacts, RunFacts, Statement, number
 from opusim.accounting.guarantee import Release
@@ -22,112 +22,60 @@ from tests.support.run_folders import made
 STEP = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=100)
 
 
-class Part(BaseModel):
-    """A part of the document: every key is there, and no other."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Warned(Part):
-    code: Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta", "large-epsilon"]
-    text: str
+def part(extra: Literal["allow", "forbid"] = "forbid", **types: Any) -> type[BaseModel]:
+    """A part of the document as docs/privacy.md describes it: every key is there, and no other."""
+    keys: Any = {key: (each, ...) for key, each in types.items()}
+    return create_model("Part", __config__=ConfigDict(extra=extra, strict=True), **keys)
 
 
-class Hypothesis(Part):
-    text: str
-    holds: bool | None
+Infinite = float | Literal["inf"]
+Mode = Literal["experiment", "release"]
+Warned = part(
+    code=Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta", "large-epsilon"],
+    text=str,
+)
+Hypothesis = part(text=str, holds=bool | None)
+Cited = part(**dict.fromkeys(("name", "title", "statement", "reference", "code", "page"), str))
+Stated = part(
+    epsilon=Infinite,
+    delta=float,
+    unit=Literal["record", "label"],
+    adjacency=Literal["add_or_remove_one", "zero_out", "replace_one"],
+    release=Literal["every update", "every reading", "last iterate"],
+    status=Literal["proven", "proven under a device model", "claimed", "none"],
+    **dict.fromkeys(("mechanism", "source"), str),
+    **{"assumptions": list[Hypothesis], "epsilon_lower": float | None, "formula_value": Infinite | None},
+    **{"reason": str | None, "theorem": Cited | None},
+)
+Paid = part("allow", kind=str, schema_version=Literal[1], steps=int, description=str)  # and its parameters
+Paying = part(
+    **dict.fromkeys(("lines", "payments", "steps_paid"), int),
+    **{"digest": str, "delta": float, "enforced": bool},
+    **dict.fromkeys(("releases_paid", "checked_against"), list[str]),
+)
+Certified = part(
+    **dict.fromkeys(("digest", "device", "date", "law"), str),
+    **{"age_days": int, "every_steps": int, "beta": float, "finds": float, "remarks": list[str]},
+)
+Alarmed = part(step=int, since=int, found=str, covered=bool)
+Ran = part(finished=bool, step=int | None, versions=dict[str, str], records=int | None)
+Document: Any = part(
+    schema_name=Literal["opusim-guarantee"],
+    version=Literal[1],
+    mode=Mode,
+    seed_stored=bool,
+    warnings=list[Warned],
+    guarantees=list[Stated],
+    mechanisms=list[Paid],
+    certificates=list[Certified],
+    alarms=list[Alarmed],
+    ledger=Paying,
+    run=Ran | None,
+    versions=dict[str, str],
+)
 
 
-class Cited(Part):
-    name: str
-    title: str
-    statement: str
-    reference: str
-    code: str
-    page: str
-
-
-class Stated(Part):
-    epsilon: float | Literal["inf"]
-    delta: float
-    unit: Literal["record", "label"]
-    adjacency: Literal["add_or_remove_one", "zero_out", "replace_one"]
-    release: Literal["every update", "every reading", "last iterate"]
-    status: Literal["proven", "proven under a device model", "claimed", "none"]
-    mechanism: str
-    source: str
-    assumptions: list[Hypothesis]
-    epsilon_lower: float | None
-    formula_value: float | Literal["inf"] | None
-    reason: str | None
-    theorem: Cited | None
-
-
-class Paid(BaseModel):
-    """A mechanism; its parameters are those of its kind."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    kind: str
-    schema_version: Literal[1]
-    steps: int
-    description: str
-
-
-class LedgerPart(Part):
-    lines: int
-    digest: str
-    delta: float
-    enforced: bool
-    payments: int
-    steps_paid: int
-    releases_paid: list[str]
-    checked_against: list[str]
-
-
-class CertificatePart(Part):
-    digest: str
-    device: str
-    date: str
-    age_days: int
-    beta: float
-    law: str
-    remarks: list[str]
-    every_steps: int
-    finds: float
-
-
-class AlarmPart(Part):
-    step: int
-    since: int
-    found: str
-    covered: bool
-
-
-class RunPart(Part):
-    finished: bool
-    step: int | None
-    versions: dict[str, str]
-    records: int | None
-
-
-class Document(Part):
-    """The document as docs/privacy.md describes it."""
-
-    schema_name: Literal["opusim-guarantee"]
-    version: Literal[1]
-    mode: Literal["experiment", "release"]
-    seed_stored: bool
-    warnings: list[Warned]
-    guarantees: list[Stated]
-    mechanisms: list[Paid]
-    certificates: list[CertificatePart]
-    alarms: list[AlarmPart]
-    ledger: LedgerPart
-    run: RunPart | None
-    versions: dict[str, str]
-
-
-def validated(content: dict[str, Any]) -> Document:
+def validated(content: dict[str, Any]) -> Any:
     """The document, validated; `schema` is renamed because pydantic has a method of that name."""
     assert list(content) == ["schema", *list(Document.model_fields)[1:]]
     return Document.model_validate(

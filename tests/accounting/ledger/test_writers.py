@@ -197,14 +197,6 @@ def test_a_forked_process_cannot_pay(tmp_path: Path) -> None:
     assert blocks(path) == [(0, 4), (4, 4)]
 
 
-@pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_forked_process_does_not_take_the_step_of_its_parent(tmp_path: Path, mode: str) -> None:
-    ledger = opened(tmp_path / "ledger.jsonl", mode=mode)
-    ledger.pay(0, STEP, until=100)
-    assert "RuntimeError" in in_forked_process(lambda: ledger.pay(1, STEP, until=100))
-    ledger.close()
-
-
 def test_a_forked_process_may_read_and_may_keep_a_ledger_of_its_own(tmp_path: Path) -> None:
     path, other = tmp_path / "ledger.jsonl", tmp_path / "other.jsonl"
 

@@ -71,7 +71,7 @@ def exact_delta(mu: float, mean: float, epsilon: float) -> float:
     )
 
 
-@pytest.mark.parametrize("mean", [0.5, 5.0, 20.0])
+@pytest.mark.parametrize("mean", [0.5, pytest.param(5.0, marks=pytest.mark.slow), 20.0])
 @pytest.mark.parametrize("mu", [0.3473, 1.0749])
 def test_no_bound_is_below_an_exact_instance(mu: float, mean: float) -> None:
     for epsilon in (0.5, 2.0, 5.0):
@@ -119,7 +119,10 @@ def test_planted_fault_the_base_epsilon_alone_is_refuted() -> None:
         assert exact_delta(mu, 20, base) > 2 * DELTA
 
 
-@pytest.mark.parametrize("mu", [0.05, 0.3473, 1.0749, 3.0])
+@pytest.mark.parametrize(
+    "mu",
+    [0.05, pytest.param(0.3473, marks=pytest.mark.slow), 1.0749, pytest.param(3.0, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("mean", [1.0, 8.0])
 def test_the_refined_bound_against_direct_integration(mu: float, mean: float) -> None:
     """The integrand at a fine grid of a, without cells or envelopes, is at most the bound and close to it."""
@@ -293,7 +296,7 @@ def test_bounds_end_where_the_numbers_do() -> None:
 
 
 @pytest.mark.parametrize("mu", [0.2, 1.0, 4.0])
-@pytest.mark.parametrize("mean", [0.3, 1.0, 6.0])
+@pytest.mark.parametrize("mean", [0.3, pytest.param(1.0, marks=pytest.mark.slow), 6.0])
 def test_the_least_of_three_bounds_counts(mu: float, mean: float) -> None:
     three = [bound(mu, mean, DELTA) for bound in (theorem_epsilon, refined_epsilon, renyi_epsilon)]
     assert selection_bounds(mu, mean, DELTA).upper == min(three)

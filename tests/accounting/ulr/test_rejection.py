@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -191,8 +190,3 @@ def test_batches_too_rare_for_doubles_count_as_the_worst_pair() -> None:
 def test_orders_that_fail_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     guarantees([run_of(1000, 0.5, 10, 1e5)], delta=1e-5)
     assert not caplog.records
-
-
-def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match="min_batch_size = 31: must be at most n_records = 30"):
-        replace(run_of(30, 0.1, 3, 1.0), min_batch_size=31)

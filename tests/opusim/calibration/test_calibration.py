@@ -17,7 +17,7 @@ from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw, load_certificate
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
-from opusim.noise import GaussianNoise, PhotonCountNoise
+from opusim.noise import GaussianNoise
 from opusim.testing.faults import Fault, faulty_device
 
 pytestmark = pytest.mark.compiled
@@ -239,20 +239,6 @@ def test_a_certificate_of_another_device_or_state_is_refused(tmp_path: Path, see
     path.write_text(path.read_text().replace("schema = 1", "schema = 2"))
     with pytest.raises(ConfigError, match="schema: 2 states the mean dark charge of counts"):
         load_certificate(path)
-
-
-def test_photon_count_weights_carry_through_json() -> None:
-    noise = PhotonCountNoise(
-        rate_low=np.ones((2, 3)),
-        rate_high=np.full((2, 3), 2.7),
-        weight=np.ones((2, 3)) * 0.5,
-        added_variance=0.1,
-        beta=0.01,
-    )
-    assert PhotonCountNoise.from_json(noise.to_json()) == noise
-    low, high = noise.variance_bounds()
-    np.testing.assert_allclose(low, 2 * 0.25 + 0.1)
-    np.testing.assert_allclose(high, 2 * 0.25 * 2.7 + 0.1)
 
 
 def test_the_scale_of_a_devices_readings_is_measured_and_compared(seed: int) -> None:

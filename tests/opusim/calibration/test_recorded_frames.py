@@ -14,6 +14,7 @@ from opusim.errors import ConfigError
 from tests.oracles.sensor_frames import Sensor, recording
 
 Arrays = dict[str, np.ndarray]
+BOTH = ("dark", "flat")
 
 
 @pytest.fixture(scope="module")
@@ -181,30 +182,24 @@ def test_nothing_is_unpickled(arrays: Arrays, tmp_path: Path) -> None:
         read_frames(tmp_path)
 
 
-def coloured(folder: Path, arrays: Arrays) -> Path:
-    Image.fromarray(np.zeros((24, 32, 3), np.uint8)).save(folder / "dark_1us.png")
-    return folder
+Writer = Callable[[Path, Arrays], Path]
 
 
-def jpeg(folder: Path, arrays: Arrays) -> Path:
-    Image.fromarray(np.zeros((24, 32), np.uint8)).save(folder / "dark_1us.jpg")
-    return folder
+def image(name: str, *channels: int) -> Writer:
+    """Write one image."""
+    return lambda folder, _: (
+        Image.fromarray(np.zeros((24, 32, *channels), np.uint8)).save(folder / name) or folder
+    )
 
 
-def unnamed(folder: Path, arrays: Arrays) -> Path:
-    np.save(folder / "series_1us.npy", arrays["dark"][0])
-    return folder
+def stack(name: str, kind: str = "dark", rows: slice = slice(None)) -> Writer:
+    """Write one level's stack."""
+    return lambda folder, arrays: np.save(folder / name, arrays[kind][0][:, rows]) or folder
 
 
-def without_exposure(folder: Path, arrays: Arrays) -> Path:
-    np.save(folder / "dark.npy", arrays["dark"][0])
-    return folder
-
-
-def of_two_sizes(folder: Path, arrays: Arrays) -> Path:
-    np.save(folder / "dark_1us.npy", arrays["dark"][0])
-    np.save(folder / "flat_1us.npy", arrays["flat"][0][:, 1:])
-    return folder
+def descriptor(lines: str) -> Writer:
+    """Write the standard's file alone."""
+    return lambda folder, _: (folder / "d.txt").write_text(f"v 4.0\nn 12 32 24\n{lines}\n") and folder
 
 
 def damaged(folder: Path, arrays: Arrays) -> Path:
@@ -213,59 +208,38 @@ def damaged(folder: Path, arrays: Arrays) -> Path:
     return path
 
 
-def of_one_array(folder: Path, arrays: Arrays) -> Path:
-    np.savez(folder / "frames.npz", flat=arrays["flat"])
-    return folder / "frames.npz"
-
-
-def single(folder: Path, arrays: Arrays) -> Path:
-    np.save(folder / "dark_1us.npy", arrays["dark"][0])
-    return folder / "dark_1us.npy"
-
-
-def out_of_the_folder(folder: Path, arrays: Arrays) -> Path:
-    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nd 1000.0\ni ..\\image.png\n")
-    return folder
-
-
-def of_no_exposure(folder: Path, arrays: Arrays) -> Path:
-    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nb nan 12\ni image.png\n")
-    return folder
-
-
-def without_images(folder: Path, arrays: Arrays) -> Path:
-    (folder / "d.txt").write_text("v 4.0\nn 12 32 24\nd 1000.0\ni image.png\n")
-    return folder
-
-
-def of_zeros(folder: Path, arrays: Arrays) -> Path:
-    return as_npz(folder, arrays | {kind: arrays[kind] * 0 for kind in ("dark", "flat")})
-
-
 @pytest.mark.parametrize(
-    ("write", "words"),
+    ("writers", "file", "words"),
     [
-        (coloured, "is of mode RGB: colours are computed, and share noise; record raw grey frames"),
-        (jpeg, "is compressed with loss, which changes noise; record raw frames"),
-        (unnamed, "says no kind, dark or flat; name it such as flat_400us_5200ph.npy"),
-        (without_exposure, "says no exposure with its unit"),
-        (of_two_sizes, "have several sizes, 32 x 23 and 32 x 24 pixels; keep one region"),
-        (damaged, "format: cannot be read"),
-        (of_one_array, "dark: is missing; arrays there: flat"),
-        (single, "is a single file, which holds one level"),
-        (out_of_the_folder, "leads out of the folder"),
-        (of_no_exposure, "entry 3: b nan 12 cannot be read: exposure_ns = nan: must be finite and at least"),
-        (without_images, r"cannot be read \(No such file"),
-        (of_zeros, "hold zeros only"),
-        (lambda folder, arrays: folder / "none", "is not there"),
-        (lambda folder, arrays: folder, "holds 0 files of frames"),
+        ([image("dark_1us.png", 3)], "", "is of mode RGB: colours are computed, and share noise"),
+        ([image("dark_1us.jpg")], "", "is compressed with loss, which changes noise; record raw frames"),
+        ([stack("series_1us.npy")], "", "says no kind, dark or flat; name it such as flat_400us_5200ph.npy"),
+        ([stack("dark.npy")], "", "says no exposure with its unit"),
+        (
+            [stack("dark_1us.npy"), stack("flat_1us.npy", "flat", slice(1, None))],
+            *("", "have several sizes, 32 x 23 and 32 x 24 pixels; keep one region"),
+        ),
+        ([damaged], "frames.npz", "format: cannot be read"),
+        ([lambda folder, arrays: as_npz(folder, {"flat": arrays["flat"]})], "frames.npz", "dark: is missing"),
+        ([stack("dark_1us.npy")], "dark_1us.npy", "is a single file, which holds one level"),
+        ([descriptor("d 1000.0\ni ..\\image.png")], "", "leads out of the folder"),
+        ([descriptor("b nan 12\ni image.png")], "", "entry 3: b nan 12 cannot be read: exposure_ns = nan"),
+        ([descriptor("d 1000.0\ni image.png")], "", r"cannot be read \(No such file"),
+        (
+            [lambda folder, arrays: as_npz(folder, arrays | {kind: arrays[kind] * 0 for kind in BOTH})],
+            *("frames.npz", "hold zeros only"),
+        ),
+        ([], "none", "is not there"),
+        ([], "", "holds 0 files of frames"),
     ],
 )
 def test_what_cannot_be_read_is_named(
-    write: Callable[[Path, Arrays], Path], words: str, arrays: Arrays, tmp_path: Path
+    writers: list[Writer], file: str, words: str, arrays: Arrays, tmp_path: Path
 ) -> None:
+    for write in writers:
+        write(tmp_path, arrays)
     with pytest.raises(ConfigError, match=words):
-        read_frames(write(tmp_path, arrays))
+        read_frames(tmp_path / file)
 
 
 def test_bits_that_do_not_hold_the_numbers_are_refused(arrays: Arrays, tmp_path: Path) -> None:

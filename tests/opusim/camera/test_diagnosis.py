@@ -126,15 +126,6 @@ def test_names_are_lost_without_what_they_rest_on(seed: int) -> None:
     assert "contrast" not in found[0]
 
 
-def test_ambient_light_and_a_warmer_sensor_give_one_law(seed: int) -> None:
-    """Poisson rates add up, so both are named together, and neither on its own."""
-    ambient = name_of(seed, ambient_e=30.0)
-    assert "ambient light or the sensor's temperature" in ambient
-    assert (
-        diagnose(Instrument(seed, ambient_e=30.0).look(), Instrument(seed).look(), tolerated=0.01) is not None
-    )
-
-
 def test_a_look_is_kept_whole(seed: int) -> None:
     look = Instrument(seed, dropped=0.02).look()
     again = FrameLook.of_numbers(np.append(look.to_numbers(), np.zeros(7)), OUTPUTS)

@@ -1,16 +1,274 @@
-"""Which layers of a network `convert` puts on devices, and that each of them is then read from its device."""
+"""Every weight matrix goes to a device, which is then read, or is named as digital; compiled networks are taken."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.nn.utils import parametrize, prune
 
+from opusim import convert, noise_aware, open_device
 from opusim.crossbar import conversion
-from opusim.crossbar.conversion import convert
-from opusim.crossbar.layers import DeviceLinear
-from opusim.crossbar.noise_aware import noise_aware
+from opusim.crossbar.conversion import digital_names
+from opusim.crossbar.layers import DeviceLinear, DeviceTransposedLinear
+from opusim.features.optical import OpticalLayer
+
+EXACT = {
+    "product": {"output_std": 0.0, "current_std": 0.0, "ir_drop": 0.0},
+    "converter": {"dac_bits": None, "adc_bits": None, "adc_bound": None},
+    "programming_us": None,
+    "drift": None,
+    "low_frequency": None,
+}
+"""A crossbar without any imperfection."""
+x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Own(nn.Module):
+    """A linear layer and another part, which need not be used."""
+
+    def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Plain(nn.Linear):
+    pass
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+LEFT: dict[str, Callable[[], nn.Module | nn.Parameter]] = {
+    "MultiheadAttention": lambda: nn.MultiheadAttention(6, 2),
+    "LSTM": lambda: nn.LSTM(6, 6),
+    "GRUCell": lambda: nn.GRUCell(6, 6),
+    "Conv1d": lambda: nn.Conv1d(2, 3, 2),
+    "Conv3d": lambda: nn.Conv3d(2, 3, 2),
+    "ConvTranspose2d": lambda: nn.ConvTranspose2d(2, 3, 2),
+    "Bilinear": lambda: nn.Bilinear(2, 2, 2),
+    "Scaled": lambda: Scaled(6, 6),
+    "parameter of Own": lambda: nn.Parameter(torch.ones(6, 6)),
+    "Conv1d of a parametrized weight": lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_weight_matrix_that_no_device_takes_is_refused_until_it_is_named(kind: str) -> None:
+    model = Own(part=LEFT[kind]())
+    shown = kind.partition(" of a ")[0]
+    with pytest.raises(
+        ValueError, match=rf"1 of 2 layers .* no device: 'part' \({shown}\).*digital=\['part'\]"
+    ):
+        convert(model, "pcm")
+    with pytest.raises(ValueError, match="1 of 2 layers"):
+        noise_aware(model, 0.1)
+    assert digital_names(model) == ("part",)
+    with convert(model, "pcm", digital=["part"]) as analog:
+        placed = {each.name: each.device for each in analog.placement}
+        assert placed.pop("layer") == "pcm"
+        assert set(placed.values()) == {None}
+
+
+def test_what_multiplies_nothing_needs_no_name_and_is_listed() -> None:
+    model = Own(words=nn.Embedding(5, 6), norm=nn.LayerNorm((2, 6)), batch=nn.BatchNorm1d(6))
+    with convert(model, "pcm") as analog:
+        assert [tuple(each) for each in analog.placement] == [
+            ("layer", "Linear", 42, "pcm"),
+            ("words", "Embedding", 30, None),
+            ("norm", "LayerNorm", 24, None),
+            ("batch", "BatchNorm1d", 12, None),
+        ]
+
+
+def test_the_name_of_a_module_or_a_pattern_stands_for_all_inside() -> None:
+    model = nn.Sequential(*(Own(memory=nn.LSTM(6, 6)) for _ in range(8)))
+    with pytest.raises(ValueError, match=r"8 of 16 layers.*'5\.memory' \(LSTM\), \.\.\.; accept"):
+        convert(model, "pcm")
+    for digital, devices in ((["*.memory"], 8), (["*.memory", "0", "1.*"], 6)):
+        with convert(model, "pcm", digital=digital) as analog:
+            assert len(analog.layers) == devices
+    with pytest.raises(ValueError, match=r"digital = 'memory': must be a list of names.*'0\.layer'"):
+        convert(model, "pcm", digital=["memory"])
+
+
+def test_a_subclass_that_keeps_its_forward_pass_is_converted() -> None:
+    with convert(nn.Sequential(Plain(6, 4), nn.Tanh()), "pcm", crossbar=EXACT) as analog:
+        assert isinstance(analog.model[0], DeviceLinear)
+
+
+def test_a_layer_without_a_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer 'part' \(LazyLinear\) has no size yet; run the network"):
+        convert(Own(part=nn.LazyLinear(3)), "pcm")
+
+
+def functional(weight: Callable[[Own], Tensor]) -> Own:
+    class Functional(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            return linear(self.layer(x), weight(self))
+
+    return Functional(words=nn.Embedding(5, 6))
+
+
+@pytest.mark.parametrize(
+    ("weight", "name"),
+    [
+        (lambda own: own.layer.weight, "layer.weight"),
+        (lambda own: own.words.weight, "words.weight"),
+        (lambda own: own.words.weight.double().float(), "words.weight"),
+    ],
+)
+def test_a_functional_product_with_a_weight_is_refused(weight: Callable[[Own], Tensor], name: str) -> None:
+    model = functional(weight)
+    with convert(model, "pcm") as analog:
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=rf"weight '{name}' multiplies digitally.*digital=\['{name}'\]"
+            ):
+                analog(x)
+    with convert(model, "pcm", digital=[name]) as analog:
+        assert len(analog.layers) == 1
+        assert analog(x).isfinite().all()
+
+
+def test_ordinary_passes_are_not_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    with convert(model, "pcm") as analog:
+        for train in (True, False):
+            analog.train(train)(torch.randn(2, 1, 3, 3)).sum().backward()
+
+
+def test_every_matrix_of_gpt2_is_on_a_device() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=6, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.arange(10).view(2, 5)
+    with convert(model, "pcm", crossbar=EXACT) as analog, torch.no_grad():
+        assert sum(isinstance(m, DeviceTransposedLinear) for m in analog.modules()) == 4
+        assert [each.name for each in analog.placement if each.device is None] == [
+            *("transformer.wte", "transformer.wpe", "transformer.h.0.ln_1", "transformer.h.0.ln_2"),
+            "transformer.ln_f",
+        ]
+        before = [layer.device.usage.frames for layer in analog.layers]
+        found, wanted = analog(tokens).logits, model(tokens).logits
+        assert all(
+            layer.device.usage.frames - n >= 2 * 5 for layer, n in zip(analog.layers, before, strict=True)
+        )
+        assert torch.allclose(found, wanted, atol=1e-5)
+        model.load_state_dict(analog.model.state_dict(), strict=False)
+        assert torch.equal(model(tokens).logits, wanted)
+    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D, whose columns"):
+        noise_aware(model, 0.1)
+
+
+# Compiled
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def part_compiled(model: nn.Sequential) -> nn.Sequential:
+    model[2] = torch.compile(model[2], backend="aot_eager")
+    model[0].compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda model: torch.compile(model, backend="aot_eager"), part_compiled],
+    ids=["whole", "parts"],
+)
+def test_a_compiled_network_is_converted(prepare: Callable[[nn.Module], nn.Module]) -> None:
+    torch.compiler.reset()
+    with convert(network(), "pcm", seed=1) as plain, convert(prepare(network()), "pcm", seed=1) as analog:
+        assert torch.equal(analog(x), plain(x))
+        assert [layer.device.usage for layer in analog.layers] == [
+            layer.device.usage for layer in plain.layers
+        ]
+
+
+def test_converted_networks_and_optical_layers_are_compiled() -> None:
+    torch.compiler.reset()
+    with convert(network(), "pcm", seed=1) as plain, convert(network(), "pcm", seed=1) as analog:
+        run = torch.compile(analog, backend="aot_eager")
+        for _ in range(2):
+            found, wanted = run(x), plain(x)
+            assert torch.equal(found, wanted)
+            found.sum().backward()
+            wanted.sum().backward()
+        pairs = zip(analog.parameters(), plain.parameters(), strict=True)
+        assert all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs)
+    layers = [
+        OpticalLayer(open_device("gaussian", n_inputs=6, n_outputs=4, seed=2), threshold=0.0) for _ in "ab"
+    ]
+    assert torch.equal(torch.compile(layers[0], backend="aot_eager")(x), layers[1](x))
+
+
+# States
+
+
+def convolutional(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 2))
+
+
+def without_devices(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value for key, value in model.state_dict().items() if not key.endswith("_extra_state")}
+
+
+def test_states_of_digital_and_of_converted_networks_load_into_each_other() -> None:
+    source, images = convolutional(1), torch.randn(3, 1, 3, 3)
+    with (
+        convert(source, "pcm", crossbar=EXACT) as analog,
+        convert(convolutional(2), "pcm", crossbar=EXACT, seed=1) as other,
+    ):
+        for target, state in (
+            (other, source.state_dict()),
+            (other.model, source.state_dict()),
+            (other.model, without_devices(analog.model)),
+        ):
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            target.load_state_dict(state)
+            loaded = without_devices(other.model)
+            assert loaded.keys() == source.state_dict().keys()
+            assert all(torch.equal(loaded[key], value) for key, value in source.state_dict().items())
+        digital = convolutional(3)
+        digital.load_state_dict(without_devices(analog.model))
+        assert torch.equal(digital(images), source(images))
+
+
+def test_keys_of_earlier_saves_are_read() -> None:
+    with convert(convolutional(1), "pcm", seed=1) as analog:
+        state = analog.state_dict()
+        weight = state.pop("model.0.weight")
+        earlier = {**state, "model.0.product.weight": weight.flatten(1)}
+        earlier["model.0.product.bias"] = earlier.pop("model.0.bias")
+        with convert(convolutional(2), "pcm", seed=1) as loaded:
+            loaded.load_state_dict(earlier)
+            images = torch.randn(3, 1, 3, 3)
+            for each in (analog, loaded):
+                each.seek(9)
+            assert torch.equal(loaded(images), analog(images))
+
+
+# Read from their devices
 
 
 def frames_of_encoder() -> list[int]:
@@ -65,7 +323,7 @@ def test_named_layers_stay_digital() -> None:
         convert(model, "pcm", digital=["0", "2", "3"])
 
 
-def network() -> nn.Sequential:
+def convolutional_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3))
 
@@ -73,15 +331,15 @@ def network() -> nn.Sequential:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_network_of_another_precision_runs_and_learns_on_devices(dtype: torch.dtype) -> None:
     x = torch.randn(5, 1, 4, 4)
-    with convert(network(), "pcm", seed=1) as analog:
+    with convert(convolutional_network(), "pcm", seed=1) as analog:
         expected = analog(x).detach()
-    with convert(network().to(dtype), "pcm", seed=1, programming_step=0.1) as analog:
+    with convert(convolutional_network().to(dtype), "pcm", seed=1, programming_step=0.1) as analog:
         found = analog(x.to(dtype))
         found.float().square().sum().backward()
         state = analog.state_dict()
         assert all(p.grad is not None and p.grad.dtype == dtype for p in analog.parameters())
         assert found.dtype == dtype
-        again = convert(network().to(dtype), "pcm", seed=1)
+        again = convert(convolutional_network().to(dtype), "pcm", seed=1)
         again.load_state_dict(state)
         assert torch.equal(again.layers[1]._wanted, analog.layers[1]._wanted)
         again.close()
@@ -91,7 +349,7 @@ def test_a_network_of_another_precision_runs_and_learns_on_devices(dtype: torch.
 @pytest.mark.parametrize("kind", ["pruned", "weight_norm", "spectral_norm"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_weights_that_hooks_compute_are_programmed_as_they_are(kind: str) -> None:
-    model = network().eval()
+    model = convolutional_network().eval()
     for number in (0, 2):
         if kind == "pruned":
             prune.l1_unstructured(model[number], "weight", 0.5)
@@ -110,12 +368,12 @@ def test_weights_that_hooks_compute_are_programmed_as_they_are(kind: str) -> Non
 
 
 def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
-    with convert(network(), "pcm") as analog:
+    with convert(convolutional_network(), "pcm") as analog:
         x = torch.randn(5, 1, 4, 4)
         x[1, 0, 2, 2] = torch.nan
         with pytest.raises(ValueError, match="x holds NaN or infinite numbers, which no device can show"):
             analog(x)
-    model = network()
+    model = convolutional_network()
     model[2].weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"weight of DeviceLinear\(in_features=8.* holds NaN or infinite"):
         convert(model, "pcm")

@@ -1,33 +1,39 @@
-"""Crossbars keep to the published contract, and the contract finds those that do not."""
+"""Crossbars, ours and that of docs/extending.md, keep to the contract, which finds those that do not."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from opusim.accounting import NoGuarantee
+from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
+from opusim.crossbar.conversion import convert
 from opusim.crossbar.device import CrossbarDevice
 from opusim.description.schema import load_description
+from opusim.devices import kinds
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
+from opusim.errors import ConfigError
+from opusim.noise import SignalGaussianNoise
 from opusim.testing.contract import DeviceContract
+from opusim.training.protections.base import creditable_law
+
+PACKAGE = Path(__file__).parents[2] / "support" / "third_party_crossbar"
+FILE = PACKAGE / "lab_crossbar.toml"
+sys.path.insert(0, str(PACKAGE))
+from lab_crossbar import LabCrossbar  # noqa: E402
+
+sys.path.remove(str(PACKAGE))
 
 
 class TestPcm(DeviceContract):
     def open_window(self, **options: Any) -> NoisyDevice:
         return open_device("pcm", n_inputs=12, n_outputs=40, **options)
-
-
-class TestHermes(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device("hermes", n_inputs=12, n_outputs=40, **options)
-
-
-class TestReram(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device("reram", n_inputs=12, n_outputs=40, **options)
 
 
 class TestExactCrossbar(DeviceContract):
@@ -37,6 +43,11 @@ class TestExactCrossbar(DeviceContract):
         converter = {"dac_bits": None, "adc_bits": None, "adc_bound": None}
         exact = {"converter": converter, "relaxation": None}
         return open_device("reram", n_inputs=12, n_outputs=40, crossbar=exact, **options)
+
+
+class TestLabCrossbar(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return LabCrossbar(load_description(FILE), n_inputs=12, n_outputs=40, **options).open()
 
 
 class Wishful(CrossbarDevice):
@@ -78,6 +89,23 @@ class Skewed(CrossbarDevice):
         return super()._multiply_transposed(x.flip(1))
 
 
+class Forgetful(LabCrossbar):
+    """Goes on with the matrix that it had before the wait."""
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        self._now = self._programmed
+        return super()._multiply(x)
+
+
+class Quiet(LabCrossbar):
+    """States the noise of a blank input for all inputs."""
+
+    @property
+    def described_noise(self) -> SignalGaussianNoise:
+        low = super().described_noise.std_low
+        return SignalGaussianNoise(std_low=low, std_high=low, n_outputs=self.n_outputs)
+
+
 @pytest.mark.parametrize(
     ("broken", "changed", "test"),
     [
@@ -86,14 +114,18 @@ class Skewed(CrossbarDevice):
         (Coarse, {"dac_bits": 3}, "test_products_are_those_of_the_told_matrix"),
         (Timeless, {}, "test_time_changes_the_told_matrix_and_nothing_else"),
         (Skewed, {}, "test_transposed_products_are_those_of_the_told_matrix"),
+        (Forgetful, {}, "test_time_changes_the_told_matrix_and_nothing_else"),
+        (Quiet, {}, "test_products_are_those_of_the_told_matrix"),
+        (Quiet, {}, "test_the_noise_of_readings_is_the_reported_one"),
     ],
 )
 def test_a_crossbar_that_breaks_the_contract_is_found(
-    broken: type[CrossbarDevice], changed: dict[str, Any], test: str
+    broken: type[NoisyDevice], changed: dict[str, Any], test: str
 ) -> None:
     class Contract(DeviceContract):
         def open_window(self, **options: Any) -> NoisyDevice:
-            description = load_description("pcm", {"crossbar": {"converter": changed}} if changed else None)
+            source = FILE if issubclass(broken, LabCrossbar) else "pcm"
+            description = load_description(source, {"crossbar": {"converter": changed}} if changed else None)
             return broken(description, n_inputs=12, n_outputs=40, **options).open()
 
     with pytest.raises(AssertionError):
@@ -160,3 +192,21 @@ def test_ternary_products_do_not_depend_on_the_batch() -> None:
 def test_a_description_that_contradicts_itself_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_description("pcm", {"crossbar": section})
+
+
+def test_another_packages_crossbar_runs_a_network_and_may_not_claim_privacy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kinds, "_registered", {"lab_crossbar": LabCrossbar})
+    with open_device(FILE, n_inputs=12, n_outputs=40) as device:
+        with pytest.raises(ConfigError, match=r"noise of device 'lab_crossbar' \(Gaussian"):
+            creditable_law(device)
+        with pytest.raises(NoGuarantee, match="noise law 'signal_gaussian': no theorem"):
+            device_readings_guarantee(DeviceReadings(noise=device.noise, readings=1, distance=1.0), 1e-5)
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(20, 30)
+    with convert(layer, FILE) as analog:
+        analog.wait(3600.0)
+        x = torch.randn(400, 20)
+        found, expected = analog(x).detach(), layer(x).detach()
+        assert float((found - expected).abs().mean()) < 0.5 * float(expected.abs().mean())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from opusim.accounting import NoGuarantee
@@ -22,24 +20,12 @@ LAWS = [
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_a_law_is_read_back_from_json(law: NoiseModel) -> None:
-    again = NoiseModel.from_json(json.loads(json.dumps(law.to_json())))
-    assert again == law
-    assert hash(again) == hash(law)
-    assert law.describe() == again.describe()
-    assert len({other.summary()["digest"] for other in LAWS}) == len(LAWS)
-
-
-@pytest.mark.parametrize("law", LAWS)
 def test_an_accountant_refuses_the_law_by_name(law: NoiseModel) -> None:
     with pytest.raises(NoGuarantee, match=f"noise law {law.law!r}: no theorem"):
         device_readings_guarantee(DeviceReadings(noise=law, readings=1, distance=1.0), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["pcm", "hermes", "reram", pytest.param("mzi_mesh", marks=pytest.mark.slow), "microring_bank"],
-)
+@pytest.mark.parametrize("name", ["pcm", "microring_bank"])
 def test_a_protection_does_not_credit_a_crossbar(name: str) -> None:
     with (
         open_device(name, n_inputs=4, n_outputs=6) as device,
@@ -61,18 +47,3 @@ def test_bounds_are_those_of_the_spread_and_of_the_lattice() -> None:
         step=0.1, std_low=0.0, std_high=0.001, conversions=1, clips=False, n_outputs=5
     )
     assert [float(bound) for bound in quiet.variance_bounds()] == [0.0, pytest.approx(0.1**2 / 4)]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"std_high": 0.01}, "std_high = 0.01: must be at least std_low = 0.04"),
-        ({"std_low": -1.0}, "std_low = -1.0"),
-        ({"step": 0.0}, "step = 0.0: must be finite and above 0"),
-        ({"conversions": 0}, "conversions = 0: must be at least 1"),
-        ({"beta": 1.0}, "beta = 1.0: must be a probability"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(changed: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NoiseModel.from_json({**LAWS[2].to_json(), **changed})

@@ -273,13 +273,6 @@ def test_a_ring_drops_what_an_add_drop_filter_does() -> None:
     assert np.allclose(dropped(detuned(shares, finesse), finesse), shares, rtol=1e-12)
 
 
-def test_channels_of_the_published_limit_lie_3_4_linewidths_apart() -> None:
-    """108 at a finesse of 368 (Tait et al., 2016): a neighbour's ring drops 1 / (1 + 4 * 3.41^2) of a channel."""
-    spacing = 2 * math.pi / 108
-    assert spacing / (2 * math.pi / 368) == pytest.approx(3.41, abs=0.005)
-    assert float(dropped(np.array(spacing), 368.0)) == pytest.approx(1 / (1 + 4 * 3.41**2), rel=0.01)
-
-
 def banks(wanted: np.ndarray, channels: int, finesse: float, crosstalk: float, moved: float) -> np.ndarray:
     """Weights of banks, one ring after the other, over their reach."""
     spacing, (rows, columns) = 2 * math.pi / channels, wanted.shape

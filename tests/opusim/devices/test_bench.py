@@ -127,9 +127,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "told"), FAULTS.items())
 def test_frames_that_do_not_match_are_taken_again_and_never_used(
-    fault: str, optics: Any, opener: Opener
+    fault: str, told: str, optics: Any, opener: Opener
 ) -> None:
     x = reference_vectors(12, N_INPUTS)
     with opener() as device:
@@ -140,18 +140,11 @@ def test_frames_that_do_not_match_are_taken_again_and_never_used(
         assert projected(device, x, b) < 1.5
         assert device.repeated_sequences == 1
         assert projected(device, x, b) < 1.5
-
-
-@pytest.mark.parametrize(("fault", "told"), FAULTS.items())
-def test_frames_that_never_match_end_the_work_with_the_reason(
-    fault: str, told: str, optics: Any, opener: Opener
-) -> None:
-    with opener() as device:
-        getattr(optics, fault).update(range(optics.pulses + 5, optics.pulses + 5000, 41))
+        getattr(optics, fault).update(range(optics.pulses + 5, optics.pulses + 5000, 41))  # in every try
         with pytest.raises(
             DeviceFault, match=rf"in 3 of 3 tries: .*{told}.*; the camera works without pulses"
         ):
-            device.project(reference_vectors(12, N_INPUTS))
+            device.project(x)
 
 
 def test_a_missed_and_an_extra_pulse_are_seen_by_the_marks(
@@ -179,20 +172,6 @@ def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, open
         device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame without a pulse
         device.project(reference_vectors(1, N_INPUTS))
         assert device.repeated_sequences == 1
-
-
-def test_a_period_too_short_for_the_exposure_says_so(optics: Any, opener: Opener) -> None:
-    optics.readout_us = 2000.0
-    with pytest.raises(DeviceFault, match=r"frames are missing; .*lengthen frames.frame_period_us = 1000"):
-        opener()
-
-
-def test_a_cable_that_is_out_is_named(optics: Any, opener: Opener) -> None:
-    optics.cable = False
-    with pytest.raises(
-        DeviceFault, match="frames are missing; the camera works without pulses; check the trigger cable"
-    ):
-        opener()
 
 
 # What an opening refuses, by name
@@ -236,8 +215,10 @@ def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
             {"full_well_e": 2500.0},
             "readings do not add up: .* lower bench.range_share if its pixels are full below",
         ),
+        ({"readout_us": 2000.0}, "frames are missing; .*lengthen frames.frame_period_us = 1000"),
+        ({"cable": False}, "frames are missing; the camera works without pulses; check the trigger cable"),
     ],
-    ids=["light", "medium", "full well"],
+    ids=["light", "medium", "full well", "period", "cable"],
 )
 def test_a_bench_that_is_not_that_of_its_setup_is_refused(
     faults: dict[str, Any], told: str, optics: Any, opener: Opener
@@ -525,13 +506,10 @@ def test_mirrors_are_assigned_evenly() -> None:
         mirror_layout((100, 90), 200, macro_pixel=8, reference_share=0.5, name="x")
 
 
-@pytest.mark.parametrize("bits", [8, 10])
-def test_cameras_of_fewer_bits_are_read(
-    bits: int, optics: Any, opener: Opener, modules: dict[str, ModuleType]
-) -> None:
-    optics.bits, optics.black_dn = bits, 4.0
-    with opener(setup=None, grabber=changed(modules["my_bench"].Camera, bits=fixed(bits))) as device:
-        assert device.setup.levels_dn[1] == pytest.approx(0.15 * 2**bits, rel=0.25)
+def test_cameras_of_fewer_bits_are_read(optics: Any, opener: Opener, modules: dict[str, ModuleType]) -> None:
+    optics.bits, optics.black_dn = 8, 4.0
+    with opener(setup=None, grabber=changed(modules["my_bench"].Camera, bits=fixed(8))) as device:
+        assert device.setup.levels_dn[1] == pytest.approx(0.15 * 2**8, rel=0.25)
         b = device.measure_matrix(2).clone()
         assert projected(device, reference_vectors(40, N_INPUTS), b) < 1.5
 

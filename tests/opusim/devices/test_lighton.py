@@ -56,13 +56,6 @@ def test_its_matrix_is_lightonml_s_own_of_our_seed_with_unit_entries() -> None:
         assert not np.array_equal(other.matrix().numpy(), matrix)
 
 
-def test_minus_one_is_not_255() -> None:
-    with simulated(noise={"sigma": 0.0}) as device:
-        x = torch.zeros(1, 12)
-        x[0, 3] = -1
-        torch.testing.assert_close(device.project(x)[0], -device.matrix()[:, 3], rtol=1e-5, atol=1e-6)
-
-
 def test_one_fitted_object_serves_all_readings() -> None:
     with simulated() as device:
         first = device._opu, device._opu._runner

@@ -47,41 +47,21 @@ def other_file(path: Path, victim: Path) -> None:
 TRAPS: list[Callable[[Path, Path], None]] = [symlink, hard_link, named_pipe, other_file]
 
 
-@pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    path = tmp_path / "victim"
-    path.write_text(VICTIM)
-    return path
-
-
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_lock_writes_into_no_other_file(tmp_path: Path, victim: Path, trap: Callable[..., None]) -> None:
-    path = tmp_path / "device.lock"
-    trap(path, victim)
-    with pytest.raises(OSError, match=r"no lock file|symbolic links"), held(path):
-        pass
-    assert victim.read_text() == VICTIM
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_a_device_lock_with_a_trap_is_one_clear_line(
-    tmp_path: Path, victim: Path, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+def test_the_lock_of_a_device_or_run_writes_into_no_other_file(
+    tmp_path: Path, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    trap(lock_file("gaussian"), victim)
+    run, victims = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
+    run.mkdir()
+    for lock, victim in zip([lock_file("gaussian"), run / LOCK_FILE], victims, strict=True):
+        victim.write_text(VICTIM)
+        trap(lock, victim)
     with pytest.raises(DeviceUnavailable, match=rf"gaussian.lock cannot be written .*{FOLDER_VARIABLE}"):
         ExclusiveUse("gaussian").acquire()
-    assert victim.read_text() == VICTIM
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_a_run_folder_with_a_trap_is_refused(tmp_path: Path, victim: Path, trap: Callable[..., None]) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    trap(folder / LOCK_FILE, victim)
-    with pytest.raises(RunFolderError, match="cannot be used"), only_writer(folder, "run folder"):
+    with pytest.raises(RunFolderError, match="cannot be used"), only_writer(run, "run folder"):
         pass
-    assert victim.read_text() == VICTIM
+    assert [victim.read_text() for victim in victims] == [VICTIM, VICTIM]
 
 
 def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.camera import CameraDevice
-from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
@@ -48,33 +47,14 @@ def test_a_fault_is_found_and_named_within_the_rate(fault: Fault, n_outputs: int
             device.seek(10)
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gaussian", {"noise": {"sigma": 3.0}}),
-        ("gaussian", {"noise": {"sigma": 0.01}}),
-        ("ideal", {}),
-        ("camera", {}),
-        ("camera_low_light", {}),
-        ("camera_low_light", {"camera": {"light": {"power": {"law": "log_normal", "rms": 0.02}}}}),
-    ],
-)
-def test_a_healthy_device_passes(name: str, options: dict[str, Any], seed: int) -> None:
-    with open_device(
-        name, n_inputs=10, n_outputs=256, seed=seed, monitor={"every_steps": 1}, **options
-    ) as device:
-        for step in range(60):
-            device.seek(step)
-
-
 def test_the_monitor_reads_blank_and_reference_vectors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={"every_steps": 2}) as device:
         seen: list[torch.Tensor] = []
-        real = type(device)._project
+        real, before = type(device)._project, device.usage.frames
         monkeypatch.setattr(type(device), "_project", lambda self, x: seen.append(x) or real(self, x))
         device.seek(1)
         assert not seen
+        assert device.usage.frames == before
         device.seek(2)
         vectors = {tuple(row.tolist()) for x in seen for row in x}
         seen.clear()
@@ -83,15 +63,6 @@ def test_the_monitor_reads_blank_and_reference_vectors_alone(monkeypatch: pytest
         data = torch.ones(3, 10)
         data[:, 0] = -1
         assert all(tuple(row.tolist()) not in vectors for row in data)
-        assert device.usage.frames > 0
-
-
-def test_its_frames_are_counted() -> None:
-    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={"every_steps": 2}) as device:
-        before = device.usage.frames
-        device.seek(1)
-        assert device.usage.frames == before
-        device.seek(2)
         assert device.usage.frames > before
 
 
@@ -107,25 +78,6 @@ def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
         pytest.raises(DeviceFault, match="was swapped"),
     ):
         other.compare_with(Baseline.from_array(kept))
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("fault", ["dropped", "repeated"])
-def test_lost_frames_are_named(fault: str, seed: int) -> None:
-    window: dict[str, Any] = {"n_inputs": 12, "n_outputs": 200, "seed": seed, "monitor": {"every_steps": 1}}
-    with open_device("camera_low_light", **window) as sound:
-        baseline = sound.monitor.baseline
-    assert baseline is not None
-    transfer = {"transfer": {fault: 0.02}}
-    with open_device("camera_low_light", camera=transfer, **window) as device:
-
-        def compare() -> None:
-            device.compare_with(baseline)
-            for step in range(40):
-                device.seek(step)
-
-        with pytest.raises(DeviceFault, match="loses or repeats frames"):
-            compare()
 
 
 def test_a_baseline_is_kept_whole() -> None:
@@ -230,9 +182,11 @@ def test_the_stated_smallest_change_is_found_in_time(change: str, seed: int) -> 
         ("gaussian", (10, 64), {"noise": {"sigma": 30.0}}),
         ("gaussian", (2, 3), {"noise": {"sigma": 0.5}}),
         ("gaussian", (10, 256), {"noise": {"sigma": 3.0}}),
+        ("gaussian", (10, 256), {"noise": {"sigma": 0.01}}),
+        ("ideal", (10, 64), {}),
         ("camera", (10, 8), {}),
-        ("camera", (10, 256), {}),
-        ("camera_low_light", (10, 64), {}),
+        pytest.param("camera", (10, 256), {}, marks=pytest.mark.slow),
+        pytest.param("camera_low_light", (10, 64), {}, marks=pytest.mark.slow),
         ("camera_low_light", (10, 256), {"camera": {"light": {"power": POWER}}}),
         pytest.param(
             "camera_low_light",
@@ -307,8 +261,8 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
         ("camera_low_light", {"mirrors": {"contrast": 5.0}}, "the contrast of its mirrors"),
         ("camera_low_light", {"pixels": {"crosstalk": 0.05}}, "at each of its neighbours: cross-talk"),
         ("camera_low_light", {"pixels": {"dead_share": 0.05}}, "outputs silent or stuck"),
-        ("camera_low_light", {"transfer": {"dropped": 0.5}}, "loses or repeats frames"),
-        ("camera_low_light", {"transfer": {"repeated": 0.3}}, "loses or repeats frames"),
+        ("camera_low_light", {"transfer": {"dropped": 0.02}}, "loses or repeats frames"),
+        ("camera_low_light", {"transfer": {"repeated": 0.02}}, "loses or repeats frames"),
         ("camera_low_light", {"pixels": {"hot_share": 0.15, "hot_factor": 30}}, "outputs noisier"),
         ("camera_holography", {"reference_beam": {"step_error": 0.1}}, "its medium decorrelated"),
     ],
@@ -360,20 +314,15 @@ def test_frames_are_taken_at_the_opening_and_after_an_alarm_only(monkeypatch: py
 
 
 def changed_since(name: str, camera: dict[str, Any], seed: int) -> None:
-    """Compare a camera that is opened with a fault with the sound one, in 20 checks."""
+    """Compare a camera that is opened with a fault with the sound one, in 40 checks."""
     window: dict[str, Any] = {"n_inputs": 12, "n_outputs": 200, "seed": seed, "monitor": {"every_steps": 1}}
     with open_device(name, **window) as sound:
         baseline = sound.monitor.baseline
     assert baseline is not None
     with open_device(name, camera=camera, **window) as device:
-        compared(device, baseline, 20)
-
-
-def compared(device: NoisyDevice, baseline: Baseline, checks: int) -> None:
-    """Compare a device with a baseline, for some checks."""
-    device.compare_with(baseline)
-    for step in range(checks):
-        device.seek(step)
+        device.compare_with(baseline)
+        for step in range(40):
+            device.seek(step)
 
 
 @pytest.mark.parametrize("looks", [32, 128])
@@ -432,11 +381,6 @@ def test_a_baseline_of_another_shape_is_refused() -> None:
             Baseline.from_array(device.monitor.baseline.to_array()[:5])
         with pytest.raises(ValueError, match="reference vectors where monitor.reference_vectors = 8"):
             device.compare_with(Baseline.from_array(device.monitor.baseline.to_array()[1:]))
-
-
-def test_the_wrapper_is_a_kind_that_can_be_registered() -> None:
-    register_device(KIND, faulty_device)
-    register_device(KIND, faulty_device)
 
 
 @pytest.mark.parametrize(

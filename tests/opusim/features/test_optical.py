@@ -25,14 +25,12 @@ REPEATS = "the device adds fresh noise to every reading"
 DIGITS, LABELS = load_digits(return_X_y=True)
 
 
-@pytest.mark.parametrize("linear", [False, True])
-def test_it_is_a_scikit_learn_transformer(linear: bool) -> None:
-    check_estimator(OpticalFeatures(20, linear=linear), on_skip=None)
+def test_it_is_a_scikit_learn_transformer() -> None:
+    check_estimator(OpticalFeatures(20), on_skip=None)
 
 
-@pytest.mark.parametrize("device", ["gaussian", "camera"])
-def test_a_noisy_device_says_that_it_does_not_repeat(device: str) -> None:
-    features = OpticalFeatures(20, device=device)
+def test_a_noisy_device_says_that_it_does_not_repeat() -> None:
+    features = OpticalFeatures(20, device="gaussian", linear=True)
     assert features.__sklearn_tags__().non_deterministic
     expected = {
         "check_methods_sample_order_invariance": REPEATS,

@@ -141,76 +141,26 @@ def test_a_decoder_class_is_made_with_what_the_encoder_knows() -> None:
     assert joined.context.frames == 27
 
 
-REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
-    (
-        "threshold",
-        base.BinaryThresholdEncoder(300),
-        BYTES,
-        ValueError,
-        r"threshold_enc = 300: must lie in \[\d+, 2",
-    ),
-    (
-        "word",
-        base.BinaryThresholdEncoder("median"),
-        BYTES,
-        ValueError,
-        "must be one of 'auto'; or give a number",
-    ),
-    ("NaN", base.BinaryThresholdEncoder(), REALS * np.nan, ValueError, "contains NaN"),
-    ("order", base.MultiThresholdEncoder([2.0, 1.0]), REALS, ValueError, "increasing numbers; sort them"),
-    (
-        "columns",
-        base.MultiThresholdEncoder([1.0, 2.0], columnwise=True),
-        REALS,
-        ValueError,
-        r"must be \(d, t\) with columnwise=True",
-    ),
-    (
-        "quantile",
-        base.MultiThresholdEncoder("quantile"),
-        REALS,
-        ValueError,
-        "'linspace', 'quantiles'; or give num",
-    ),
-    (
-        "floats",
-        base.ConcatenatedBitPlanEncoder(),
-        REALS,
-        TypeError,
-        "must be uint8 or uint16, whose bits are digits",
-    ),
-    (
-        "signed",
-        base.ConcatenatedBitPlanEncoder(),
-        BYTES.astype(np.int8),
-        TypeError,
-        "astype.*SeparatedBitPlanEnc",
-    ),
-    ("width", base.ConcatenatedBitPlanEncoder(6, 3), BYTES, ValueError, "uint8 has 8; lower n_bits"),
-    ("levels", base.SequentialBaseTwoEncoder(12), REALS, ValueError, "must be a power of 2, such as 16"),
-    ("precision", base.SeparatedBitPlanEncoder(0), REALS, ValueError, r"precision = 0: must be .* \[1, 16\]"),
-    (
-        "one axis",
-        base.SeparatedBitPlanEncoder(),
-        REALS[0],
-        ValueError,
-        r"must be \(n, d\), not empty; use reshape",
-    ),
-    ("gaps", base.SeparatedBitPlanEncoder(), REALS * np.nan, ValueError, "must be finite; fill gaps first"),
-    ("rows", base.MixingBitPlanDecoder(4), REALS, ValueError, "must be a multiple of the 4 bits"),
-    (
-        "sides",
-        base.SeparatedBitPlanDecoder(3, 1, 1),
-        REALS,
-        ValueError,
-        "must be even, the positive and then",
-    ),
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (base.BinaryThresholdEncoder(300), BYTES, ValueError, "threshold_enc = 300: must lie in"),
+    (base.BinaryThresholdEncoder("median"), BYTES, ValueError, "must be one of 'auto'"),
+    (base.BinaryThresholdEncoder(), REALS * np.nan, ValueError, "contains NaN"),
+    (base.MultiThresholdEncoder([2.0, 1.0]), REALS, ValueError, "increasing numbers"),
+    (base.MultiThresholdEncoder([1.0, 2.0], columnwise=True), REALS, ValueError, r"must be \(d, t\)"),
+    (base.MultiThresholdEncoder("quantile"), REALS, ValueError, "'linspace', 'quantiles'"),
+    (base.ConcatenatedBitPlanEncoder(), REALS, TypeError, "must be uint8 or uint16"),
+    (base.ConcatenatedBitPlanEncoder(), BYTES.astype(np.int8), TypeError, "SeparatedBitPlanEnc"),
+    (base.ConcatenatedBitPlanEncoder(6, 3), BYTES, ValueError, "uint8 has 8; lower n_bits"),
+    (base.SequentialBaseTwoEncoder(12), REALS, ValueError, "must be a power of 2"),
+    (base.SeparatedBitPlanEncoder(0), REALS, ValueError, r"precision = 0: must be .* \[1, 16\]"),
+    (base.SeparatedBitPlanEncoder(), REALS[0], ValueError, r"must be \(n, d\), not empty"),
+    (base.SeparatedBitPlanEncoder(), REALS * np.nan, ValueError, "must be finite"),
+    (base.MixingBitPlanDecoder(4), REALS, ValueError, "must be a multiple of the 4 bits"),
+    (base.SeparatedBitPlanDecoder(3, 1, 1), REALS, ValueError, "must be even"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("encoder", "x", "kind", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
-)
+@pytest.mark.parametrize(("encoder", "x", "kind", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_what_lightonml_encodes_in_silence_is_refused(
     encoder: Any, x: Any, kind: type[Exception], words: str
 ) -> None:

@@ -31,10 +31,9 @@ def random_bits(*shape: int) -> np.ndarray:
     return np.random.default_rng(11).integers(0, 2, size=shape).astype(bool)
 
 
-@pytest.mark.parametrize("device", ["ideal", "camera"])
-def test_a_tour_of_inputs_and_outputs(device: str) -> None:
+def test_a_tour_of_inputs_and_outputs() -> None:
     """lightonml's input_output.py: every shape that goes in and what comes out."""
-    opu = OPU(n_components=16, device=device, mirror_shape=(16, 20))
+    opu = OPU(n_components=16, device="camera", mirror_shape=(16, 20))
     batch = random_bits(20, 30)
     assert opu.fit_transform1d(batch).shape == (20, 16)
     opu.fit1d(batch)

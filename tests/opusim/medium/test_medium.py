@@ -58,15 +58,6 @@ def test_numba_and_torch_tiles_agree_with_the_dense_matrix(first: int, last: int
     assert torch.equal(medium._torch_tile(range(first, last), range(2, 9), torch.device("cpu")), tile)
 
 
-def test_a_window_has_the_entries_of_the_whole() -> None:
-    assert torch.equal(Medium(6, 19, 3).dense(), Medium(40, 100, 3).dense()[:6, :19])
-
-
-def test_seed_plane_and_epoch_each_change_the_medium() -> None:
-    media = [Medium(6, 20, 3), Medium(6, 20, 4), Medium(6, 20, 3, plane=1), Medium(6, 20, 3, epoch=1)]
-    assert len({medium.dense().numpy().tobytes() for medium in media}) == 4
-
-
 def test_a_ternary_projection_is_exact_for_every_tiling(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     x = ternary(4, 300, seed)
     dense = Medium(300, 90, seed)

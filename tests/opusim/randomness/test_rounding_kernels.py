@@ -28,7 +28,6 @@ from opusim.randomness.rounded import ExactNoise, _standard, grid_of, kept_digit
 from opusim.randomness.seeds import derive_seed
 from opusim.randomness.streams import CorrelatedStream, NoiseStream, SeededStream, SystemStream, noise_stream
 from tests.oracles import naive_philox
-from tests.support.forked import in_forked_process
 from tests.support.subtraction import explained
 
 MODES = ("experiment", "release")
@@ -364,14 +363,6 @@ def test_threads_do_not_change_numbers(seed: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
-
-
-def test_a_forked_process_rounds_with_other_noise() -> None:
-    stream = SystemStream()
-    stream.add_rounded(torch.zeros(2), STD)
-    there = in_forked_process(lambda: stream.add_rounded(torch.zeros(8), STD).tolist())
-    assert there.startswith("[")
-    assert there != str(stream.add_rounded(torch.zeros(8), STD).tolist())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinity less itself, where not compiled

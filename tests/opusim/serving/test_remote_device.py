@@ -45,14 +45,6 @@ class TestServedGaussian(OverLoopback):
     name = "gaussian"
 
 
-class TestServedIdeal(OverLoopback):
-    name = "ideal"
-
-
-class TestServedCamera(OverLoopback):
-    name = "camera"
-
-
 class TestServedPcm(OverLoopback):
     name = "pcm"
 
@@ -90,7 +82,7 @@ class TestSharedGaussian(OverLoopback):
     replayable = False
 
 
-@pytest.mark.parametrize("name", ["gaussian", "camera", "ideal", "gaussian_temperature"])
+@pytest.mark.parametrize("name", ["gaussian", "camera", "ideal"])
 def test_readings_are_those_of_the_local_device(lab: Laboratory, name: str) -> None:
     options: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 7}
     with (

@@ -29,11 +29,6 @@ class TestGaussian(DeviceContract):
         return open_device("gaussian", n_inputs=12, n_outputs=40, **options)
 
 
-class TestGaussianTemperature(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device("gaussian_temperature", n_inputs=12, n_outputs=40, **options)
-
-
 class TestCamera(DeviceContract):
     def open_window(self, **options: Any) -> NoisyDevice:
         return open_device("camera", n_inputs=12, n_outputs=40, **options)
@@ -47,15 +42,6 @@ class TestCameraLowLight(DeviceContract):
 class TestCameraHolography(DeviceContract):
     def open_window(self, **options: Any) -> NoisyDevice:
         return open_device("camera_holography", n_inputs=12, n_outputs=40, **options)
-
-
-class TestThreeStepHolography(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        steps: dict[str, Any] = {
-            "frames": {"frames_per_projection": 6},
-            "camera": {"reference_beam": {"steps": 3}},
-        }
-        return open_device("camera_holography", n_inputs=12, n_outputs=40, **steps, **options)
 
 
 class TestLightonmlSimulated(DeviceContract):

@@ -77,7 +77,7 @@ class RunConfig(Section):
     schema_version: Literal[2] = SCHEMA_VERSION
     """Version of this format."""
     mode: Literal["experiment", "release"] = "experiment"
-    """experiment: seeded and reproducible, not for release (the noise can be rebuilt from the seed).
+    """experiment: seeded, not for release (batches and noise drawn in software can be rebuilt from the seed).
     release: noise and sampling from the operating system's entropy; no seed is stored."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation, sampling and simulated noise (experiment mode; refused in release mode)."""

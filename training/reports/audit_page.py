@@ -376,7 +376,8 @@ def write_loop_report(path: Path) -> Path:
     steps = sum(payment.steps for payment in ledger.payments)
     stated = guarantee_rows(ledger.guarantees(), seed_stored=settings.mode == "experiment")
     absent = dict.fromkeys(
-        ("pictures", "devices", "takes", "data_sets", "device_notes", "commands", "versions"), ()
+        ("pictures", "devices", "takes", "data_sets", "device_notes", "fresh_noise", "commands", "versions"),
+        (),
     )
     page = html_page(
         "report.html",

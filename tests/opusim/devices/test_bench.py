@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import math
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import opusim
 from opusim import open_device
+from opusim.cli import app as device_commands
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.bench import BenchDevice, Sequencer, grain_spacing, mirror_layout
@@ -29,6 +32,7 @@ from opusim.errors import (
 )
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
+from opusim.training.reports.run_report import write_report
 
 OWN = Path(__file__).parents[2] / "support" / "own_bench"
 MODULES = ("optical_bench", "ALP4", "pylablib", "pylablib.devices", "pylablib.devices.DCAM", "my_bench")
@@ -418,6 +422,22 @@ def test_entries_are_those_of_the_medium(optics: Any, opener: Opener) -> None:
     assert abs(float(np.mean(b**2)) - 1) < 5 * math.sqrt(2 / b.size)
 
 
+def test_entries_of_a_row_correlate_as_their_sum_with_the_reference_demands(
+    optics: Any, opener: Opener
+) -> None:
+    """By -1 / (M - 1)."""
+    with opener(n_outputs=200, setup=None) as device:
+        b, m = device.measure_matrix(8).double(), device.setup.layout.mirrors_of_anchor
+    pairs = (b.sum(1) ** 2 - (b**2).sum(1)) / (N_INPUTS * (N_INPUTS - 1) * b.square().mean())
+    error = float(pairs.std()) / len(pairs) ** 0.5
+    assert abs(float(pairs.mean()) + 1 / (m - 1)) < 5 * error
+    for planted in (
+        0.0,
+        -1 / (N_INPUTS - 1),
+    ):  # independent entries; a row whose sum is zero without the reference
+        assert abs(float(pairs.mean()) - planted) > 5 * error
+
+
 def test_the_transmission_matrix_foretells_intensities(optics: Any, opener: Opener) -> None:
     draw = torch.Generator().manual_seed(5)
     frames = torch.randint(0, 2, (60, N_INPUTS), generator=draw)
@@ -630,3 +650,25 @@ def test_a_network_trains_without_protection_from_the_description(described: Pat
         folder=described / "run",
     )
     assert run.summary["test_accuracy"] > 0.1  # type: ignore[index]
+    assert run.facts["noise_repeats"] is False
+    note = run.fresh_noise_note
+    assert (
+        note
+        == "The noise of device 'my_bench' comes from no seed, so a repetition of this run gives other figures."
+    )
+    page = write_report(run).read_text()
+    assert note in html.unescape(page)
+    assert "A simulation" not in page
+
+
+def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:
+    for command, told in (
+        (("record", "my_bench.toml", "--out", "frames"), "record with your camera's own software"),
+        (("temperature", "my_bench.toml"), "is hardware, whose temperature is set at the instrument"),
+    ):
+        found = CliRunner().invoke(device_commands, command)
+        assert isinstance(found.exception, ConfigError)
+        assert told in str(found.exception)
+    assert not optics.pulses
+    with pytest.raises(ConfigError, match="medium: is a simulation's, and the kind 'bench' drives hardware"):
+        open_device("my_bench.toml", medium={"seed": 1})

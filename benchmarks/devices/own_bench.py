@@ -9,6 +9,10 @@ mean test accuracy within two points of the `camera` twin.
 (tests/support/own_bench/slmsuite_bench.py), and of the twin that `opusim device calibrate --recorded` makes of that
 camera's frames; it needs the environment of `make adapters`.
 
+`--columns` measures how entries of B in one row correlate, on the optical bench and on the `camera` twin. The fields of
+all inputs and of the reference add up to the anchor's field, which readings are relative to, so that they correlate by
+-1 / (M - 1), with M the mirrors of the anchor over those of an input.
+
 Runs are ordinary run folders under runs/own_bench; a second call resumes where the first one stopped.
 """
 
@@ -24,14 +28,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
+from opusim import open_device
+from opusim.devices.bench import BenchDevice
+from opusim.devices.camera import CameraDevice
 from opusim.tables import print_table
 
 MODULE, NAME, FOLDER = "benchmarks.devices.own_bench", "own_bench", Path("runs/own_bench")
 OWN = Path(__file__).parents[2] / "tests" / "support" / "own_bench"
 SEEDS, EPOCHS, BAR = (0, 1, 2), 15, 2.0
+COLUMNS, COLUMN_INPUTS, COLUMN_OUTPUTS = "own_bench_columns", (4, 10, 30, 90), 1600
 
 
 @dataclass(frozen=True)
@@ -150,12 +160,63 @@ def page_section() -> str:
     return section("A bench of one's own", *parts) if parts else ""
 
 
+def column_correlation(label: str, n_inputs: int) -> dict[str, Any]:
+    """Return the mean correlation of two entries of a row of B over media, with its standard error, and the law's."""
+    products, mirrors = [], 0.0
+    for seed in SEEDS:
+        choice = device_of(label, seed)
+        with open_device(choice.pop("name"), n_inputs=n_inputs, n_outputs=COLUMN_OUTPUTS, **choice) as device:
+            if isinstance(device, BenchDevice):
+                b, mirrors = device.measure_matrix().double(), device.setup.layout.mirrors_of_anchor
+            elif isinstance(device, CameraDevice):
+                b, mirrors = device.matrix().double(), float(device.recovery.mirrors)
+        # of the pairs of a row: sum of products over their number; rows are independent
+        pairs = (b.sum(dim=1) ** 2 - (b**2).sum(dim=1)) / (n_inputs * (n_inputs - 1))
+        products.append(pairs / b.square().mean())
+    found = torch.cat(products)
+    return {
+        "device": label,
+        "inputs": n_inputs,
+        "law": -1 / (mirrors - 1),
+        "mean": float(found.mean()),
+        "error": float(found.std() / len(found) ** 0.5),
+    }
+
+
+def columns_table() -> str:
+    """Return the table of correlations for the page on one's own instrument."""
+    results = load_results(COLUMNS)
+    found = {(row["device"], row["inputs"]): row for row in results["rows"]}
+    rows = []
+    for n in COLUMN_INPUTS:
+        own, twin = (found[label, n] for label in ("own", "camera"))
+        rows.append(
+            (
+                str(n),
+                f"{own['law']:.4f}",
+                *(f"{each['mean']:.4f} ± {each['error']:.4f}" for each in (own, twin)),
+            )
+        )
+    return markdown(("inputs", "−1 / (M − 1)", "own bench", "`camera`"), rows)
+
+
+def measure_columns() -> None:
+    """Measure, save and print the correlations."""
+    rows = [column_correlation(label, n) for label in ("own", "camera") for n in COLUMN_INPUTS]
+    save_results(COLUMNS, {"outputs": COLUMN_OUTPUTS, "seeds": SEEDS, "rows": rows})
+    print(columns_table())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--slmsuite", action="store_true", help="ask it of slmsuite's simulated pair")
+    parser.add_argument("--columns", action="store_true", help="measure how entries of a row of B correlate")
     options = parser.parse_args()
     sys.path.insert(0, str(OWN))
+    if options.columns:
+        measure_columns()
+        return
     name = "own_bench_slmsuite" if options.slmsuite else NAME
     bench, runs = BENCHES[name], list[dict[str, Any]]()
     for seed in SEEDS:

@@ -95,6 +95,7 @@ BLOCKS: dict[str, dict[str, str]] = {
         "named_faults": "devices.monitor:named_table",
         "fault_names": "devices.monitor:confusion_table",
     },
+    "docs/own-instrument.md": {"columns": "devices.own_bench:columns_table"},
     "docs/calibrate.md": {
         "account": "devices.camera_account:docs_table",
         "chain": "devices.chain:docs_table",

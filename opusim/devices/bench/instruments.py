@@ -310,9 +310,12 @@ class Sequencer:
                 "integer for each"
             )
         elif int(frames.max()) >= 2**self._grabber.bits:
+            unused = 8 * frames.dtype.itemsize - self._grabber.bits
+            high = not (frames & ((1 << unused) - 1)).any()  # all bits in use are the highest
             problem = (
                 f"the number {int(frames.max())}, and bits = {self._grabber.bits} end at "
-                f"{2**self._grabber.bits - 1}; set bits, or unpack the numbers"
+                f"{2**self._grabber.bits - 1}; "
+                + (f"shift the numbers right by {unused} bits" if high else "set bits, or unpack the numbers")
             )
         if problem:
             raise DeviceFault(f"device {self._name!r}: Grabber.grab returned {problem}")

@@ -292,6 +292,10 @@ def fixed(value: Any) -> property:
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
         ({"bits": fixed(8)}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
+        (
+            {"grab": grabbed(lambda f, c: (f << 4, c))},
+            "and bits = 12 end at 4095; shift the numbers right by 4 bits",
+        ),
         ({"bits": fixed(24)}, "has bits = 24; give the bits of its numbers, an integer from 1 to 16"),
         ({"shape": fixed((40,))}, r"has shape = \(40,\); give rows and columns"),
         ({"grab": None}, "lacks grab"),
@@ -661,7 +665,21 @@ def test_a_network_trains_without_protection_from_the_description(described: Pat
     assert "A simulation" not in page
 
 
+def test_a_bench_that_is_too_small_for_the_network_is_not_opened(described: Path, optics: Any) -> None:
+    settings = {"data": {"name": "digits"}, "trainer": {"kind": "pdfa"}, "model": {"hidden": [16]}}
+    before = optics.pulses
+    told = (
+        "n_outputs: is 15, and this run's network needs 16; make the network smaller, such as by model.hidden"
+    )
+    with pytest.raises(ConfigError, match=told):
+        opusim.train(
+            {**settings, "device": {"name": "my_bench.toml", "n_outputs": 15}}, folder=described / "run"
+        )
+    assert optics.pulses == before
+
+
 def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:
+    before = optics.pulses
     for command, told in (
         (("record", "my_bench.toml", "--out", "frames"), "record with your camera's own software"),
         (("temperature", "my_bench.toml"), "is hardware, whose temperature is set at the instrument"),
@@ -669,6 +687,6 @@ def test_commands_for_simulations_open_no_instrument(described: Path, optics: An
         found = CliRunner().invoke(device_commands, command)
         assert isinstance(found.exception, ConfigError)
         assert told in str(found.exception)
-    assert not optics.pulses
+    assert optics.pulses == before
     with pytest.raises(ConfigError, match="medium: is a simulation's, and the kind 'bench' drives hardware"):
         open_device("my_bench.toml", medium={"seed": 1})

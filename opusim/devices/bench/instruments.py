@@ -254,7 +254,9 @@ class Sequencer:
         first = counters[:1] - 1 if last is None else [last]
         steps = np.diff(np.concatenate([first, counters]))
         if np.any(steps < 1):
-            raise FramesLost(f"the camera's counter stands still at frame {int(np.argmax(steps < 1))}")
+            where = int(np.argmax(steps < 1))
+            how = "stands still" if steps[where] == 0 else f"goes back by {-int(steps[where])}"
+            raise FramesLost(f"the camera's counter {how} at frame {where}")
         if np.any(steps > 1):
             where = int(np.argmax(steps > 1))
             raise FramesLost(f"the camera's counter jumps by {int(steps[where])} at frame {where}")

@@ -290,6 +290,7 @@ def fixed(value: Any) -> property:
             "frames of dtype float64; return unsigned integers",
         ),
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
+        ({"grab": grabbed(lambda f, c: (f, c[::-1]))}, "the camera's counter goes back by 1 at frame 1"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
         ({"bits": fixed(8)}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
         (

@@ -90,7 +90,7 @@ class RunConfig(Section):
     binary-cross-entropy for 'labels'."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch, at most 1024; None takes torch's default. A resumed run repeats bit for bit at the same
-    number."""
+    number, but for the noise of hardware."""
     torch_device: str = "cpu"
     """Where the network is trained: cpu, cuda, cuda:0, mps (never tried), or auto, which takes a card of CUDA if there
     is one."""

@@ -166,7 +166,6 @@ def sheet_of(run: Audited, audit: Audit) -> Sheet:
         ("at most", f"{perfect_guesses(one)}, if every guess were right")
         for one in list(audit.scores().values())[:1]
     ]
-    repeatable = "of what does not come from the system" if release else "repeats the audit"
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     controls = [row for row in rows if row["subject"] not in ("", Role.RUN)]
     return Sheet(
@@ -188,7 +187,7 @@ def sheet_of(run: Audited, audit: Audit) -> Sheet:
             (audit.played.counted, counted),
             *ideal,
             ("steps", f"{audit.steps:,}"),
-            ("seed", f"{audit.seed} ({repeatable})"),
+            ("seed", f"{audit.seed} (repeats all that is drawn from a seed)"),
             ("run", f"{run.mode} mode, {run.folder}"),
             ("date", time.strftime("%Y-%m-%d")),
             *([("versions", versions)] if versions else []),

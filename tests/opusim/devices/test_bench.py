@@ -59,7 +59,11 @@ def sound(modules: dict[str, ModuleType]) -> Any:
 
 @pytest.fixture
 def optics(sound: Any) -> Iterator[Any]:
-    """The optical bench, without faults and nothing open; faults that a test plants go with it."""
+    """The optical bench, without faults and nothing open; faults that a test plants go with it.
+
+    Its noise begins anew, so that no test depends on those before it.
+    """
+    sound._noise = np.random.default_rng(sound.seed + 1000)
     fresh = {name: type(value)(value) for name, value in vars(sound).items() if name[0] != "_"}
     yield sound
     left = set(sound.opened)

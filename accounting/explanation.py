@@ -30,19 +30,22 @@ LARGE_DELTA = (
     "same delta at an epsilon of 0; choose a delta well below 1 / records"
 )
 
+SEED_REBUILDS = "batches and noise drawn in software can be rebuilt from the seed"
+"""Why an experiment is not for release; true whether its device is simulated or hardware."""
+
 
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
     """Return a paragraph for a reader who knows no differential privacy, and a list of what the guarantee rests on.
 
     Args:
         guarantee: The guarantee.
-        seed_stored: Whether the run keeps the seed of its noise (experiment mode).
+        seed_stored: Whether the run keeps its seed (experiment mode).
     """
     text = f"{guarantee.status.value.capitalize()}: {_meaning(guarantee)}"
     if seed_stored and guarantee.is_proven:
         text += (
-            " This run stored the seed of its noise, from which the noise can be rebuilt: the number holds for the "
-            "same run in release mode, not for this one."
+            f" This run stored its seed, and {SEED_REBUILDS}: the number holds for the same run in release mode, not "
+            "for this one."
         )
     lines = [text]
     for holds, heading in (
@@ -182,7 +185,7 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
 
     Args:
         guarantees: The guarantees.
-        seed_stored: Whether the run keeps the seed of its noise (experiment mode), which a finite epsilon forbids.
+        seed_stored: Whether the run keeps its seed (experiment mode), which a finite epsilon forbids.
     """
     rows = []
     for guarantee in guarantees:
@@ -190,7 +193,7 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
         if guarantee.adjacency is Adjacency.ZERO_OUT:
             notes.append(f"at a public number of {'users' if guarantee.unit is Unit.USER else 'records'}")
         if seed_stored and math.isfinite(guarantee.epsilon):
-            notes.append("holds for the same run in release mode: here the seed of the noise is stored")
+            notes.append("holds for the same run in release mode: here the seed is stored")
         notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
         if guarantee.formula_value is not None:
             notes.append(f"the paper's formula, its hypotheses taken as given: {guarantee.formula_value:.3g}")
@@ -235,8 +238,8 @@ WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited", "l
 _LARGE_EPSILON = 10.0
 WARNINGS: dict[WarningCode, str] = {
     "experiment": (
-        "Experiment mode, not for release: this run stored the seed of its noise, from which the noise can be rebuilt. "
-        "A proven number holds for the same run in release mode, not for this one."
+        f"Experiment mode, not for release: this run stored its seed, and {SEED_REBUILDS}. A proven number holds for "
+        "the same run in release mode, not for this one."
     ),
     "unfinished": (
         "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
@@ -258,9 +261,9 @@ WARNINGS: dict[WarningCode, str] = {
 """What limits every guarantee of a document."""
 _MODES: dict[Mode, str] = {
     "experiment": (
-        "not for release: the seed of the noise is stored, and the numbers hold for the same run in release mode"
+        "not for release: the seed is stored, and the numbers hold for the same run in release mode"
     ),
-    "release": "no seed of the noise is stored",
+    "release": "no seed is stored",
 }
 
 

@@ -8,6 +8,10 @@ mean test accuracy within two points of the `camera` twin.
 `--slmsuite` asks the same of slmsuite's simulated modulator and camera, with the sensor of `camera_low_light`
 (tests/support/own_bench/slmsuite_bench.py), and of the twin that `opusim device calibrate --recorded` makes of that
 camera's frames; it needs the environment of `make adapters`.
+
+`--columns` measures how entries of B in one row correlate, on the optical bench and on the `camera` twin. The fields of
+all inputs and of the reference add up to the anchor's field, which readings are relative to, so that they correlate by
+-1 / (M - 1), with M the mirrors of the anchor over those of an input.
 """
 
 from __future__ import annotations
@@ -21,14 +25,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from benchmarks.results_file import save_results
 from benchmarks.runs import train_or_read
+from opusim import open_device
+from opusim.devices.bench import BenchDevice
+from opusim.devices.camera import CameraDevice
 
 MODULE, NAME, FOLDER = "benchmarks.devices.own_bench", "own_bench", Path("runs/own_bench")
 OWN = Path(__file__).parents[2] / "tests" / "support" / "own_bench"
 SEEDS, EPOCHS, BAR = (0, 1, 2), 15, 2.0
+COLUMNS, COLUMN_INPUTS, COLUMN_OUTPUTS = "own_bench_columns", (4, 10, 30, 90), 1600
 
 
 BENCHES = {
@@ -101,12 +110,40 @@ def rows_of(runs: list[dict[str, Any]], labels: Iterable[str]) -> list[tuple[str
     return rows
 
 
+def column_correlation(label: str, n_inputs: int) -> dict[str, Any]:
+    """Return the mean correlation of two entries of a row of B over media, with its standard error, and the law's."""
+    products, mirrors = [], 0.0
+    for seed in SEEDS:
+        choice = device_of(label, seed)
+        with open_device(choice.pop("name"), n_inputs=n_inputs, n_outputs=COLUMN_OUTPUTS, **choice) as device:
+            if isinstance(device, BenchDevice):
+                b, mirrors = device.measure_matrix().double(), device.setup.layout.mirrors_of_anchor
+            elif isinstance(device, CameraDevice):
+                b, mirrors = device.matrix().double(), float(device.recovery.mirrors)
+        # of the pairs of a row: sum of products over their number; rows are independent
+        pairs = (b.sum(dim=1) ** 2 - (b**2).sum(dim=1)) / (n_inputs * (n_inputs - 1))
+        products.append(pairs / b.square().mean())
+    found = torch.cat(products)
+    return {
+        "device": label,
+        "inputs": n_inputs,
+        "law": -1 / (mirrors - 1),
+        "mean": float(found.mean()),
+        "error": float(found.std() / len(found) ** 0.5),
+    }
+
+
 def main(
     epochs: int = EPOCHS,
     slmsuite: Annotated[bool, typer.Option("--slmsuite", help="Ask it of slmsuite's pair.")] = False,
+    columns: Annotated[bool, typer.Option("--columns", help="Measure correlations of a row of B.")] = False,
 ) -> None:
     """Train through each device, or read the runs that were made."""
     sys.path.insert(0, str(OWN))
+    if columns:
+        found = [column_correlation(label, n) for label in ("own", "camera") for n in COLUMN_INPUTS]
+        save_results(COLUMNS, {"outputs": COLUMN_OUTPUTS, "seeds": SEEDS, "rows": found})
+        return
     name, runs = "own_bench_slmsuite" if slmsuite else NAME, list[dict[str, Any]]()
     for seed, label in itertools.product(SEEDS, BENCHES[name]):
         runs.append(run_once(label, seed, epochs))

@@ -26,6 +26,7 @@ BLOCKS = {
     "docs/choosing-a-trainer.md": ("protections", "literature"),
     "docs/devices.md": ("faults", "monitor", "named_faults", "fault_names"),
     "docs/calibrate.md": ("account", "broken_noises"),
+    "docs/own-instrument.md": ("columns",),
     "docs/serving.md": ("served_faults", "served"),
     "docs/private-loops.md": ("opacus",),
 }

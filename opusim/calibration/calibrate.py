@@ -234,11 +234,12 @@ def _of_camera(
         estimates["decorrelation_s"] = decorrelation_time(
             first, again, later, elapsed_s=elapsed_s, confidence=confidence
         )
+    simulated = [_SIMULATED] if device.description.is_simulated else []
     content = {
         "noise": found.law if all(test.holds for test in noise.tests if test.needed) else None,
         "estimates": estimates | {"light_noise": found.light_noise},
         "tests": (*found.tests, *noise.tests),
-        "remarks": [*remarks, _BIAS, _STUDENT, _SIMULATED],
+        "remarks": [*remarks, _BIAS, _STUDENT, *simulated],
         "trust": [*found.trust, *noise.trust(gaussian=False)],
     }
     return transfer, noise, content
@@ -253,6 +254,8 @@ def _of_readings(
         stated = None
     gaussian = stated is None or isinstance(stated, GaussianNoise)
     certified = gaussian and noise.is_gaussian and noise.smallest_std_low > 0
+    remarks = [*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE]
+    remarks += [_SIMULATED] if device.description.is_simulated else []
     estimates: dict[str, Estimate] = {}
     # The spread of B's entries, from the mean readings of the dense random input less those of nothing: their mean
     # square over outputs is |x|^2 times the entries' variance plus the noise of two means.
@@ -265,7 +268,7 @@ def _of_readings(
         "noise": GaussianLaw(std=noise.smallest_std_low) if certified else None,
         "estimates": estimates,
         "tests": noise.tests,
-        "remarks": [*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE, _SIMULATED],
+        "remarks": remarks,
         "trust": [*noise.trust(gaussian=True)],
     }
 

@@ -31,14 +31,20 @@ def record_command(
 ) -> None:
     """Record frames under uniform light in the layout of EMVA 1288, which `calibrate --recorded` reads."""
     from opusim.calibration.recorded import Recording, record, shape_of
+    from opusim.description.schema import load_description
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
 
+    kind, camera = (description := load_description(name)).kind, description.camera
+    if camera is None:  # before anything is opened
+        remedy = "record a device of kind 'camera'"
+        if not description.is_simulated:
+            remedy = "record with your camera's own software, and give the frames to `calibrate --recorded`"
+        raise ConfigError(name, "kind", f"{kind!r} has no simulated camera; {remedy}")
     with open_window(name, 2, outputs, seed) as device:
-        camera = device.description.camera
-        if not isinstance(device, CameraDevice) or camera is None:
+        if not isinstance(device, CameraDevice):
             raise ConfigError(
-                name, "kind", f"{device.kind!r} takes no frames; record a device of kind 'camera'"
+                name, "kind", f"{kind!r} is no camera of opusim; record a device of kind 'camera'"
             )
         exposure_us, bits = camera.light.exposure_us, device.exposure.sensor.adc_bits
         if bits is None:
@@ -250,10 +256,18 @@ def temperature_command(
     import torch
 
     from opusim.calibration.calibrate import print_temperatures, temperature_figure
+    from opusim.description.schema import load_description
     from opusim.devices.registry import open_window
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
+    if not load_description(name).is_simulated:
+        raise ConfigError(
+            name,
+            "kind",
+            "is hardware, whose temperature is set at the instrument; describe a camera of its numbers (`opusim device "
+            "copy camera_low_light`) to see what temperature does",
+        )
     with open_window(name, inputs, outputs, seed) as device:
         law_of = getattr(device, "temperature_law", None)
         if law_of is None:

@@ -729,6 +729,8 @@ def noise_line(description: DeviceDescription) -> str:
         rounded = "" if description.crossbar.converter.adc_bits is None else ", then rounded by the converter"
         return f"noise: Gaussian, its standard deviation depends on input and weights{rounded}"
     if noise is None:
+        if not description.is_simulated:
+            return "noise: the hardware's own, which `opusim device calibrate` measures"
         return (
             "noise: none"
             if description.kind == "ideal"

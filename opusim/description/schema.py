@@ -339,7 +339,7 @@ class DeviceDescription(Shown, StrictSection):
         title: what the device is, in one line.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
-        medium: the simulated medium, or None if it is hardware.
+        medium: the simulated medium, or None if the device is hardware.
         frames: time and energy.
         noise: noise of a reading, or None if the kind has no noise or defines its own.
         camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
@@ -376,6 +376,11 @@ class DeviceDescription(Shown, StrictSection):
     provenance: dict[str, Provenance] = Field(default_factory=dict)
 
     __str__ = Shown.__repr__
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the device is a simulation; hardware has a medium of its own, and noise that comes from no seed."""
+        return self.medium is not None
 
     def _shown(self) -> dict[str, object]:
         return {
@@ -414,6 +419,15 @@ class DeviceDescription(Shown, StrictSection):
         elif sum(getattr(self, section) is not None for section in _SECTIONS) > 1:
             *others, last = (f"[{section}]" for section in _SECTIONS)
             raise ValueError(f"sections {', '.join(others)} and {last} describe different devices; keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _hardware_has_its_own_medium(self) -> Self:
+        is_hardware = self.bench is not None or (self.lighton is not None and not self.lighton.simulated)
+        if is_hardware and self.medium is not None:
+            raise ValueError(
+                f"medium: is a simulation's, and the kind {self.kind!r} drives hardware here; remove the section"
+            )
         return self
 
     @model_validator(mode="after")

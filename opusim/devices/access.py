@@ -302,7 +302,8 @@ class Access:
                 self._caller.stop()  # its thread hangs in the call; a new one serves the next
                 self._caller = None
             raise DeviceTimeout(
-                f"device {self._name!r} did not answer within {timeout:g} s; check its cables and power"
+                f"device {self._name!r} did not answer within {timeout:g} s; check its cables and power, or "
+                "raise access.timeout_s if it needs longer"
             ) from None
         except DeviceError:
             raise

@@ -176,7 +176,7 @@ class NoisyDevice(Shown, ABC):
     @property
     def repeats_noise(self) -> bool:
         """Whether a re-executed training step repeats its noise: in ``experiment``, and not on hardware."""
-        return self.mode == "experiment" and self.description.medium is not None
+        return self.mode == "experiment" and self.description.is_simulated
 
     @property
     def usage(self) -> Usage:
@@ -534,7 +534,7 @@ class NoisyDevice(Shown, ABC):
         A simulation takes no time of frames.
         """
         timeout_s, frames = self._access.timeout_s, self.description.frames
-        if timeout_s is None or self.description.medium is not None:
+        if timeout_s is None or self.description.is_simulated:
             return sys.maxsize
         each_us = max(frames.period_us(self.n_outputs), self._actual_frame_us) + (
             frames.host_us_per_frame or 0.0
@@ -637,7 +637,7 @@ class NoisyDevice(Shown, ABC):
             read=self._read_vectors,
             law=self._law_as_decoded,
             judges_law=lambda: (
-                self._is_credited or self._certified is not None or self.description.medium is not None
+                self._is_credited or self._certified is not None or self.description.is_simulated
             ),
             saturated=self._saturated_share,
             show=self._pattern_frames,

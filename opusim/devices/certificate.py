@@ -334,7 +334,7 @@ class Certificate(Shown, StrictSection):
         Raises:
             ConfigError: it is not this device's.
         """
-        is_other = n_inputs not in (None, self.n_inputs) and description.medium is None
+        is_other = n_inputs not in (None, self.n_inputs) and not description.is_simulated
         of_window = self.noise is not None and self.noise.law == "gaussian"
         if self.device != description.name:
             reason = f"is that of {self.device!r}; calibrate this device"

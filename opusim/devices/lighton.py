@@ -89,8 +89,7 @@ class LightonDevice(NoisyDevice):
     @override
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
         """`matrix` for the simulated device only; hardware cannot tell its matrix."""
-        is_simulated = description.lighton is not None and description.lighton.simulated
-        return cls.can | {"matrix"} if is_simulated else cls.can
+        return cls.can | {"matrix"} if description.is_simulated else cls.can
 
     @property
     def described_noise(self) -> GaussianNoise:

@@ -348,8 +348,8 @@ class OpuDevice:
 
     @property
     def is_hardware(self) -> bool:
-        """Whether it is LightOn's appliance."""
-        return self.description.lighton is not None and not self.description.lighton.simulated
+        """Whether it is an instrument, such as LightOn's appliance."""
+        return not self.description.is_simulated
 
     @property
     def unit(self) -> str:
@@ -364,7 +364,8 @@ class OpuDevice:
         """
         if self.description.camera is not None:
             return self.description.camera.light.exposure_us
-        return None if self.description.lighton is None else self.description.lighton.exposure_us
+        settings = self.description.bench or self.description.lighton
+        return None if settings is None else settings.exposure_us
 
     @exposure_us.setter
     def exposure_us(self, value: float) -> None:
@@ -443,7 +444,9 @@ class OpuDevice:
             exposure_us = float(exposure_us)
             if self.description.camera is not None:
                 sections["camera"] = {"light": {"exposure_us": exposure_us}}
-            elif self.is_hardware:
+            elif self.description.bench is not None:
+                sections["bench"] = {"exposure_us": exposure_us}
+            elif self.description.lighton is not None and self.is_hardware:
                 sections["lighton"] = {"exposure_us": exposure_us}
             else:
                 raise ValueError(

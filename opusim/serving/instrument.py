@@ -305,7 +305,7 @@ class Instrument:
         self.n_inputs = min(n_inputs or description.n_inputs, description.n_inputs)
         self.n_outputs = min(n_outputs or description.n_outputs, description.n_outputs)
         access = description.access
-        self.shared = description.medium is None or (access is not None and access.exclusive)
+        self.shared = not description.is_simulated or (access is not None and access.exclusive)
         watched = self.shared and (access is None or access.timeout_s is None)
         patience = AccessSettings(timeout_s=float(call_timeout_s) if watched else None)
         self._access = Access(patience, description.name, lambda: None)

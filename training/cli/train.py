@@ -238,12 +238,12 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Seque
 
 
 def usage_line(expected: Usage, what_for: str, *, is_mean: bool, more: str = "") -> str:
-    """Say what a device's work for something will take, in human units, as wide as the output."""
+    """Say what a device's work takes by its description, in human units, as wide as the output."""
     from opusim.tables import wrapped
 
     mean = ", on average (batch sizes are random)" if is_mean else ""
     work = work_text(expected, f" in {what_for}")
-    return wrapped(f"device: about {work}{mean}; a simulation takes its own time{more}")
+    return wrapped(f"device, by its description: about {work}{mean}{more}")
 
 
 def work_text(expected: Usage, what_for: str = "") -> str:
@@ -262,7 +262,7 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
-    from opusim.accounting.explanation import guarantee_rows, print_rows
+    from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows, print_rows
     from opusim.tables import wrapped
     from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row
 
@@ -277,7 +277,9 @@ def print_run(run: Run, report_file: Path) -> None:
     if run.advice is not None:
         typer.echo(wrapped(run.advice))
     if run.config.mode == "experiment":
-        typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
+        typer.echo(wrapped(f"experiment mode: not for release, since {SEED_REBUILDS}"))
+    if run.fresh_noise_note is not None:
+        typer.echo(wrapped(run.fresh_noise_note))
 
 
 class Announced(Callback):
@@ -309,7 +311,8 @@ class AnnouncedUsage(Callback):
         from opusim.tables import wrapped
 
         text = (
-            f"device of the features: about {work_text(expected)}, unless they are kept from an earlier run"
+            f"device of the features, by its description: about {work_text(expected)}, unless they are kept from an "
+            "earlier run"
         )
         print(wrapped(text), file=sys.stderr, flush=True)
 

@@ -77,7 +77,7 @@ class RunConfig(Section):
     schema_version: Literal[2] = SCHEMA_VERSION
     """Version of this format."""
     mode: Literal["experiment", "release"] = "experiment"
-    """experiment: seeded and reproducible, not for release (the noise can be rebuilt from the seed).
+    """experiment: seeded, not for release (batches and noise drawn in software can be rebuilt from the seed).
     release: noise and sampling from the operating system's entropy; no seed is stored."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation, sampling and simulated noise (experiment mode; refused in release mode)."""
@@ -90,7 +90,7 @@ class RunConfig(Section):
     binary-cross-entropy for 'labels'."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch, at most 1024; None takes torch's default. A resumed run repeats bit for bit at the same
-    number."""
+    number, but for the noise of hardware."""
     torch_device: str = "cpu"
     """Where the network is trained: cpu, cuda, cuda:0, mps (never tried), or auto, which takes a card of CUDA if there
     is one."""

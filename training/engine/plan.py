@@ -293,12 +293,22 @@ class RunPlan(Plan):
             ranks: The processes that use the device as one; None for one.
 
         Raises:
+            ConfigError: The device is too small for the network.
             DeviceError: The device cannot be opened.
         """
         if self.description is None:
             yield None
             return
         shape = self.algorithm.device_shape
+        for key, wanted in (("n_inputs", shape.n_inputs), ("n_outputs", shape.n_outputs)):
+            largest = getattr(self.description, key)
+            if wanted > largest:
+                raise ConfigError(
+                    self.description.name,
+                    key,
+                    f"is {largest}, and this run's network needs {wanted}; make the network smaller, such as by "
+                    f"model.hidden, or raise {key} if the device has more",
+                )
         opener = partial(
             open_described,
             self.description,

@@ -265,7 +265,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
         forecast = Forecast.of(plan, device)
         trainer = algorithm.protected_trainer(device, folder)
         with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
-            facts = _facts(plan, forecast)
+            facts = _facts(plan, forecast, device)
             engine = Engine(plan, trainer, folder, watcher, ranks=ranks, device=device)
             if resume:
                 _check_same(folder, facts)
@@ -356,7 +356,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
     return run_folder.read_config()
 
 
-def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
+def _facts(plan: RunPlan, forecast: Forecast | None, device: NoisyDevice | None) -> dict[str, Any]:
     """Return what `config.json` says besides the configuration."""
     config, dataset = plan.config, plan.dataset
     # The data; in release mode no number of records that the relation hides.
@@ -403,6 +403,7 @@ def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
         "versions": versions(used),
+        **({} if _repeats_noise(config, device) else {"noise_repeats": False}),
         **({} if plan.certificate is None else {"certificate": plan.certificate.dump()}),
         **({"code": code} if code else {}),
         **({} if forecast is None else {"expected": forecast.usage().to_json()}),
@@ -444,9 +445,14 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
         )
 
 
+def _repeats_noise(config: RunConfig, device: NoisyDevice | None) -> bool:
+    """Whether an experiment's device repeats its noise; true of release runs, which are charged by other rules."""
+    return device is None or device.repeats_noise or config.mode == "release"
+
+
 def _ledger(config: RunConfig, folder: RunFolder, device: NoisyDevice | None = None) -> Ledger:
     """Return the run's ledger; steps are reserved one by one if an experiment's device repeats no noise."""
-    repeatable = device is None or device.repeats_noise or config.mode == "release"
+    repeatable = _repeats_noise(config, device)
     return Ledger(
         folder.ledger_file,
         mode=config.mode,

@@ -610,7 +610,7 @@ class FeedbackAlignment(PointHooks):
         n_outputs = self._shape.n_outputs if device is None else device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
         shown: Tensor | None = None
-        if rows.device.type != "cpu" and (device is None or device.description.medium is not None):
+        if rows.device.type != "cpu" and (device is None or device.description.is_simulated):
             rows = finite_rows(rows, finite)
         else:
             shown = torch.nonzero(finite & (largest > 0)).squeeze(1)

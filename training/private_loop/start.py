@@ -113,7 +113,7 @@ def make_private(
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.
         epochs: Planned epochs of round(1 / q) steps.
-        mode: "experiment" stores a seed from which all noise can be rebuilt; "release" draws noise and batches from the
+        mode: "experiment" stores a seed from which its noise can be rebuilt; "release" draws noise and batches from the
             operating system.
         seed: Of experiment mode, in [0, 2^64); None draws one.
         relation: "zero_out", under which n is public, or "add_or_remove_one", under which nothing may come from n.

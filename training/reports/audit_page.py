@@ -166,7 +166,6 @@ def sheet_of(run: Audited, audit: Audit) -> Sheet:
         ("at most", f"{perfect_guesses(one)}, if every guess were right")
         for one in list(audit.scores().values())[:1]
     ]
-    repeatable = "of what does not come from the system" if release else "repeats the audit"
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     controls = [row for row in rows if row["subject"] not in ("", Role.RUN)]
     return Sheet(
@@ -188,7 +187,7 @@ def sheet_of(run: Audited, audit: Audit) -> Sheet:
             (audit.played.counted, counted),
             *ideal,
             ("steps", f"{audit.steps:,}"),
-            ("seed", f"{audit.seed} ({repeatable})"),
+            ("seed", f"{audit.seed} (repeats all that is drawn from a seed)"),
             ("run", f"{run.mode} mode, {run.folder}"),
             ("date", time.strftime("%Y-%m-%d")),
             *([("versions", versions)] if versions else []),
@@ -376,7 +375,8 @@ def write_loop_report(path: Path) -> Path:
     steps = sum(payment.steps for payment in ledger.payments)
     stated = guarantee_rows(ledger.guarantees(), seed_stored=settings.mode == "experiment")
     absent = dict.fromkeys(
-        ("pictures", "devices", "takes", "data_sets", "device_notes", "commands", "versions"), ()
+        ("pictures", "devices", "takes", "data_sets", "device_notes", "fresh_noise", "commands", "versions"),
+        (),
     )
     page = html_page(
         "report.html",

@@ -472,6 +472,9 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "own": "; ".join(code),
         "device_name": "the device" if device is None else device["name"],
         "search": "; ".join(searches),
+        "fresh_noise": ""
+        if facts.run is None or facts.run.fresh_noise_note is None
+        else f" {facts.run.fresh_noise_note}",
     }
     texts = {key: text.format(**named) for key, text in variants.items()}
     released = common["released"][first.release.value]

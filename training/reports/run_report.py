@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opusim.accounting.explanation import guarantee_rows
+from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows
 from opusim.description.section import flat
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
@@ -176,6 +176,8 @@ def _page(
             for row in guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
         ],
         device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
+        rebuilds=SEED_REBUILDS,
+        fresh_noise=dict.fromkeys(run.fresh_noise_note for run in runs if run.fresh_noise_note is not None),
         folders=[shlex.quote(str(run.folder.path)) for run in runs],
         audits=[
             (

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from opusim.accounting.explanation import guarantee_rows, number
+from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import blank_figure, data_url, duration, energy, html_page
 from opusim.training.reports.run_report import distinct
@@ -96,6 +96,7 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
         finished=sum(row.status != "failed" for row in rows),
         failed=sum(row.status == "failed" for row in rows),
         modes=sorted({point.config.mode for point in result.points}),
+        rebuilds=SEED_REBUILDS,
         versions=distinct(
             [
                 (name, RunFolder(result.folder.run_path(point)).read_facts()["versions"])

@@ -597,6 +597,21 @@ class StoredRun:
             "'digital'): epsilon counts only the noise that the protection draws in software."
         )
 
+    @property
+    def fresh_noise_note(self) -> str | None:
+        """That a repetition gives other figures, because a device's noise comes from no seed; else None.
+
+        This holds for hardware, and for served devices that clients share. A release run repeats nothing.
+        """
+        facts = self.facts
+        features = facts["data"].get("features", {}).get("device")
+        fresh = [each for each in (facts["device"], features) if each is not None and not each.get("medium")]
+        fresh += [] if facts.get("noise_repeats", True) else [facts["device"]]
+        if not fresh or self.config.mode == "release":
+            return None
+        names = " and ".join(dict.fromkeys(repr(each["name"]) for each in fresh))
+        return f"The noise of device {names} comes from no seed, so a repetition of this run gives other figures."
+
 
 def read_run(path: str | Path) -> StoredRun:
     """Read a run from its folder without its model; nothing in a folder is executed.

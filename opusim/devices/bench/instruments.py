@@ -254,7 +254,9 @@ class Sequencer:
         first = counters[:1] - 1 if last is None else [last]
         steps = np.diff(np.concatenate([first, counters]))
         if np.any(steps < 1):
-            raise FramesLost(f"the camera's counter stands still at frame {int(np.argmax(steps < 1))}")
+            where = int(np.argmax(steps < 1))
+            how = "stands still" if steps[where] == 0 else f"goes back by {-int(steps[where])}"
+            raise FramesLost(f"the camera's counter {how} at frame {where}")
         if np.any(steps > 1):
             where = int(np.argmax(steps > 1))
             raise FramesLost(f"the camera's counter jumps by {int(steps[where])} at frame {where}")
@@ -310,9 +312,12 @@ class Sequencer:
                 "integer for each"
             )
         elif int(frames.max()) >= 2**self._grabber.bits:
+            unused = 8 * frames.dtype.itemsize - self._grabber.bits
+            high = not (frames & ((1 << unused) - 1)).any()  # all bits in use are the highest
             problem = (
                 f"the number {int(frames.max())}, and bits = {self._grabber.bits} end at "
-                f"{2**self._grabber.bits - 1}; set bits, or unpack the numbers"
+                f"{2**self._grabber.bits - 1}; "
+                + (f"shift the numbers right by {unused} bits" if high else "set bits, or unpack the numbers")
             )
         if problem:
             raise DeviceFault(f"device {self._name!r}: Grabber.grab returned {problem}")

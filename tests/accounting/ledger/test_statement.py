@@ -109,11 +109,7 @@ def test_the_document_says_what_the_text_says(
         3,
     )
     warned = {warning.code for warning in found.warnings}
-    assert (
-        ("experiment" in warned)
-        is ("This run stored the seed of its noise" in text)
-        is (mode == "experiment")
-    )
+    assert ("experiment" in warned) is ("This run stored its seed" in text) is (mode == "experiment")
     assert "unwitnessed" in warned
     assert opusim("account", "run", tmp_path, cwd=tmp_path).stderr.strip() == WARNINGS["unwitnessed"]
     assert text.startswith(f"mode: {mode} (")

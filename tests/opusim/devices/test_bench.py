@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import math
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import opusim
 from opusim import open_device
+from opusim.cli import app as device_commands
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.bench import BenchDevice, Sequencer, grain_spacing, mirror_layout
@@ -29,6 +32,7 @@ from opusim.errors import (
 )
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
+from opusim.training.reports.run_report import write_report
 
 OWN = Path(__file__).parents[2] / "support" / "own_bench"
 MODULES = ("optical_bench", "ALP4", "pylablib", "pylablib.devices", "pylablib.devices.DCAM", "my_bench")
@@ -55,7 +59,11 @@ def sound(modules: dict[str, ModuleType]) -> Any:
 
 @pytest.fixture
 def optics(sound: Any) -> Iterator[Any]:
-    """The optical bench, without faults and nothing open; faults that a test plants go with it."""
+    """The optical bench, without faults and nothing open; faults that a test plants go with it.
+
+    Its noise begins anew, so that no test depends on those before it.
+    """
+    sound._noise = np.random.default_rng(sound.seed + 1000)
     fresh = {name: type(value)(value) for name, value in vars(sound).items() if name[0] != "_"}
     yield sound
     left = set(sound.opened)
@@ -267,8 +275,13 @@ def fixed(value: Any) -> property:
             "frames of dtype float64; return unsigned integers",
         ),
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
+        ({"grab": grabbed(lambda f, c: (f, c[::-1]))}, "the camera's counter goes back by 1 at frame 1"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
         ({"bits": fixed(8)}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
+        (
+            {"grab": grabbed(lambda f, c: (f << 4, c))},
+            "and bits = 12 end at 4095; shift the numbers right by 4 bits",
+        ),
         ({"bits": fixed(24)}, "has bits = 24; give the bits of its numbers, an integer from 1 to 16"),
         ({"shape": fixed((40,))}, r"has shape = \(40,\); give rows and columns"),
         ({"grab": None}, "lacks grab"),
@@ -397,6 +410,22 @@ def test_entries_are_those_of_the_medium(optics: Any, opener: Opener) -> None:
     )  # 10 grains a side tell the light around to 10 %
     assert apart(0.0) > error + 0.16
     assert abs(float(np.mean(b**2)) - 1) < 5 * math.sqrt(2 / b.size)
+
+
+def test_entries_of_a_row_correlate_as_their_sum_with_the_reference_demands(
+    optics: Any, opener: Opener
+) -> None:
+    """By -1 / (M - 1)."""
+    with opener(n_outputs=200, setup=None) as device:
+        b, m = device.measure_matrix(8).double(), device.setup.layout.mirrors_of_anchor
+    pairs = (b.sum(1) ** 2 - (b**2).sum(1)) / (N_INPUTS * (N_INPUTS - 1) * b.square().mean())
+    error = float(pairs.std()) / len(pairs) ** 0.5
+    assert abs(float(pairs.mean()) + 1 / (m - 1)) < 5 * error
+    for planted in (
+        0.0,
+        -1 / (N_INPUTS - 1),
+    ):  # independent entries; a row whose sum is zero without the reference
+        assert abs(float(pairs.mean()) - planted) > 5 * error
 
 
 def test_the_transmission_matrix_foretells_intensities(optics: Any, opener: Opener) -> None:
@@ -608,3 +637,39 @@ def test_a_network_trains_without_protection_from_the_description(described: Pat
         folder=described / "run",
     )
     assert run.summary["test_accuracy"] > 0.1  # type: ignore[index]
+    assert run.facts["noise_repeats"] is False
+    note = run.fresh_noise_note
+    assert (
+        note
+        == "The noise of device 'my_bench' comes from no seed, so a repetition of this run gives other figures."
+    )
+    page = write_report(run).read_text()
+    assert note in html.unescape(page)
+    assert "A simulation" not in page
+
+
+def test_a_bench_that_is_too_small_for_the_network_is_not_opened(described: Path, optics: Any) -> None:
+    settings = {"data": {"name": "digits"}, "trainer": {"kind": "pdfa"}, "model": {"hidden": [16]}}
+    before = optics.pulses
+    told = (
+        "n_outputs: is 15, and this run's network needs 16; make the network smaller, such as by model.hidden"
+    )
+    with pytest.raises(ConfigError, match=told):
+        opusim.train(
+            {**settings, "device": {"name": "my_bench.toml", "n_outputs": 15}}, folder=described / "run"
+        )
+    assert optics.pulses == before
+
+
+def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:
+    before = optics.pulses
+    for command, told in (
+        (("record", "my_bench.toml", "--out", "frames"), "record with your camera's own software"),
+        (("temperature", "my_bench.toml"), "is hardware, whose temperature is set at the instrument"),
+    ):
+        found = CliRunner().invoke(device_commands, command)
+        assert isinstance(found.exception, ConfigError)
+        assert told in str(found.exception)
+    assert optics.pulses == before
+    with pytest.raises(ConfigError, match="medium: is a simulation's, and the kind 'bench' drives hardware"):
+        open_device("my_bench.toml", medium={"seed": 1})

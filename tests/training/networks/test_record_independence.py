@@ -362,7 +362,7 @@ def test_a_release_draws_for_modules_from_the_system(tmp_path: Path, kind: str) 
         torch.manual_seed(1)
         layer = Drawing(tmp_path / f"drawn {number}")
         protection = {"kind": "record", "noise_multiplier": 1.0}
-        run = config(kind, protection) | {"optimizer": {"lr": 1e-6}, "mode": "release"}
+        run = config(kind, protection) | {"optimizer": {"lr": 1e-4}, "mode": "release"}
         model = around(layer)
         training.train(run, data=data(), model=model, folder=tmp_path / f"{number}")
         last.append((tmp_path / f"drawn {number}").read_text().splitlines()[-1].split())

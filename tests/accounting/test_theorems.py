@@ -55,6 +55,12 @@ def test_the_source_of_a_guarantee_leads_to_its_theorem(capsys: pytest.CaptureFi
     assert "Poisson-sampled Gaussian mechanism with multiplier z" in " ".join(capsys.readouterr().out.split())
 
 
+def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    explain_command()
+    out = capsys.readouterr().out
+    assert all(found.name in out for found in THEOREMS)
+
+
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(
         ValueError, match=r"theorem 'nothing': is not known; choose one of adaptive-clipped-records, "

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from opusim.accounting.audit import AuditPlan
-from opusim.accounting.explanation import guarantee_rows, number
+from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows, number
 from opusim.accounting.guarantee import Guarantee, to_json
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.files import write_file
@@ -387,6 +387,7 @@ def write_loop_report(path: Path) -> Path:
         folders=[shlex.quote(str(path))],
         audits=[(f"{name}, {each.played}", audit_rows(each), paragraphs(each)) for each in audits.values()],
         modes=[settings.mode],
+        rebuilds=SEED_REBUILDS,
         dashes="A private loop keeps no accuracies or times: they depend on the private records.",
         configurations=[(name, shown_values(to_json(settings)))],
     )

@@ -97,6 +97,7 @@ def test_the_worst_pair_is_that_of_the_finest_grid(regime: Regime) -> None:
     rates, (_, upper) = patterns(*regime), exact_bounds(regime)
     assert numerics.pattern_upper(rates, DELTA) == upper.max()
     assert numerics.pattern_bounds(rates, DELTA).upper == upper.max()
+    assert upper[numerics.worst_patterns(rates, DELTA)] == upper.max()
 
 
 @pytest.mark.parametrize("name", ["tilted_bounds", "RenyiBounds"])

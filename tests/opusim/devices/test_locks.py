@@ -24,7 +24,7 @@ from opusim.errors import DeviceUnavailable
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import LOCK_FILE, only_writer
 
-VICTIM = "three pages of notes"
+VICTIM = "process 7 on elsewhere since noon\n"  # as a lock file's own content
 
 
 def symlink(path: Path, victim: Path) -> None:
@@ -40,6 +40,7 @@ def named_pipe(path: Path, victim: Path) -> None:
 
 
 def other_file(path: Path, victim: Path) -> None:
+    victim.write_text("three pages of notes")
     victim.rename(path)
     victim.symlink_to(path)  # so that the test reads it under its old name
 
@@ -57,11 +58,12 @@ def test_the_lock_of_a_device_or_run_writes_into_no_other_file(
     for lock, victim in zip([lock_file("gaussian"), run / LOCK_FILE], victims, strict=True):
         victim.write_text(VICTIM)
         trap(lock, victim)
+    before = [victim.read_text() for victim in victims]
     with pytest.raises(DeviceUnavailable, match=rf"gaussian.lock cannot be written .*{FOLDER_VARIABLE}"):
         ExclusiveUse("gaussian").acquire()
     with pytest.raises(RunFolderError, match="cannot be used"), only_writer(run, "run folder"):
         pass
-    assert [victim.read_text() for victim in victims] == [VICTIM, VICTIM]
+    assert [victim.read_text() for victim in victims] == before
 
 
 def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:

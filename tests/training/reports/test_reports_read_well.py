@@ -20,6 +20,7 @@ from opusim.training.reports import sweep_report
 from opusim.training.reports.run_report import run_name, summary_row
 from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.runs.drawing import Line, LineChart
+from opusim.training.runs.folder import StoredRun
 from opusim.training.runs.run import Run
 from opusim.training.sweeps import sweep as curves
 from opusim.training.sweeps.sweep import Curve, Level, SweepFolder, SweepResult, parse_spec, points_of, row_of
@@ -224,3 +225,19 @@ def test_the_work_of_a_chart_is_linear_in_its_points() -> None:
     y = Counted([1.0, 2.0] * 500)
     chart_of(y, logarithmic=True).svg()
     assert 0 < y.passes < 10
+
+
+def test_only_noise_that_comes_from_no_seed_is_said_not_to_repeat() -> None:
+    twin, bench = {"name": "twin", "medium": {"seed": 0}}, {"name": "bench", "medium": None}
+
+    def note(device: Any, features: Any = None, mode: str = "experiment", **more: Any) -> str | None:
+        data = {} if features is None else {"features": {"device": features}}
+        run = SimpleNamespace(
+            facts={"device": device, "data": data, **more}, config=SimpleNamespace(mode=mode)
+        )
+        return StoredRun.fresh_noise_note.fget(run)  # type: ignore[attr-defined]
+
+    assert note(None) is note(twin) is note(None, twin) is note(bench, mode="release") is None
+    told = "The noise of device 'bench' comes from no seed, so a repetition of this run gives other figures."
+    assert note(bench) == note(None, bench) == note(bench, bench, noise_repeats=False) == told
+    assert note(twin, noise_repeats=False) == told.replace("bench", "twin")  # a simulation that clients share

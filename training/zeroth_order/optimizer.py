@@ -17,10 +17,12 @@ from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
 from opusim.training.zeroth_order.at_once import TwoSides
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
-from opusim.training.zeroth_order.trainer import loss_differences
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 _ALIKE, _ALIKE_IN_HALF = 1e-3, 0.1
 """How far a record's loss may differ between batches of two sizes, over one plus the loss: roundings."""
+_PLAIN = ScalarRelease(clip=None, divisor=1.0)
+"""Sums without a clip."""
 
 
 class ZerothOrder(torch.optim.Optimizer):
@@ -131,8 +133,7 @@ class ZerothOrder(torch.optim.Optimizer):
         finally:
             if not self._sides.at_once:
                 self._perturbation.restore()
-        sums = [loss_differences(_checked(plus), minus, None).values.sum() for plus, minus in found]
-        self._sums += torch.stack(sums).cpu()
+        self._sums += _PLAIN.sums((_checked(plus), minus) for plus, minus in found)[0].cpu()
         self._records += len(found[0][0])
         return found[0][0].mean()
 

@@ -291,6 +291,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             rank=self.options.rank,
         )
         self.sides = self._sides()
+        if isinstance(self.network.model, DescribedModule):
+            self.network.model.packs = not self.sides.at_once  # which needs a row for each record
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
         self._unread: list[tuple[UnreadEntry, Tensor]] = []  # with the number of losses that were not finite

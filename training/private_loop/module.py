@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from typing_extensions import override
 
 from opusim.training.engine.steps import PaidSteps
+from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.clipping import by_record, finite_rows
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
@@ -56,7 +57,6 @@ from opusim.training.private_loop.folder import generator_states, set_generator_
 from opusim.training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
-    feedback_of,
     require_order,
     require_rows,
     require_steady,
@@ -138,6 +138,7 @@ class ModuleInLoop(ABC):
         args: Arguments for a few records, as a probe (`arguments_for`).
         kwargs: Keyword arguments for a few records.
         steps: The processes that share each batch.
+        points: The feedback points in the module.
         most_rows: Rows in one pass at most, or None for all.
         group: Neighbouring rows that are clipped as one, those of a user; `most_rows` is a multiple of it.
 
@@ -152,6 +153,7 @@ class ModuleInLoop(ABC):
         kwargs: Mapping[str, Any],
         *,
         steps: PaidSteps,
+        points: Sequence[FeedbackAlignment] = (),
         most_rows: int | None = None,
         group: int = 1,
     ) -> None:
@@ -167,7 +169,7 @@ class ModuleInLoop(ABC):
         self._template = template_of(module, args, kwargs)
         self.tape = RecordTape(module, *args, **kwargs)
         """What follows the records through the module."""
-        require_steady(self.tape, args, kwargs)
+        require_steady(self.tape, args, kwargs, points)
         self.trained_parameters = [p for layer in self.tape.layers for p in layer]
         """The parameters that are trained."""
         self.probed = ProbedParts(module)
@@ -284,7 +286,7 @@ class PrivateModule(ModuleInLoop):
     """Records the training passes of a module and writes its private gradients.
 
     Args:
-        module, args, kwargs, steps, group: See `ModuleInLoop`.
+        module, args, kwargs, steps, points, group: See `ModuleInLoop`.
         gradients: Clips, sums and noises.
         most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
             forward passes twice.
@@ -302,6 +304,7 @@ class PrivateModule(ModuleInLoop):
         *,
         gradients: PrivateGradients,
         steps: PaidSteps,
+        points: Sequence[FeedbackAlignment] = (),
         most_rows: int | None = None,
         group: int = 1,
         release: bool = False,
@@ -309,9 +312,9 @@ class PrivateModule(ModuleInLoop):
         self.gradients = gradients
         place = next(module.parameters()).device
         self._drawing = partial(system_generators, place) if release else nullcontext
-        self._points = feedback_of(module)
+        self._points = points
         self._anchor = torch.zeros((), requires_grad=True)
-        super().__init__(module, args, kwargs, steps=steps, most_rows=most_rows, group=group)
+        super().__init__(module, args, kwargs, steps=steps, points=points, most_rows=most_rows, group=group)
 
     @property
     @override
@@ -599,7 +602,7 @@ class MeasuredModule(ModuleInLoop):
     | a step without a measured batch | refused |
 
     Args:
-        module, args, kwargs, steps, most_rows: See `ModuleInLoop`; the module runs in evaluation mode.
+        module, args, kwargs, steps, points, most_rows: See `ModuleInLoop`; the module runs in evaluation mode.
         optimizer: Its directions.
         release: Clips jointly, sums and noises.
     """
@@ -613,6 +616,7 @@ class MeasuredModule(ModuleInLoop):
         optimizer: ZerothOrder,
         release: ScalarRelease,
         steps: PaidSteps,
+        points: Sequence[FeedbackAlignment] = (),
         most_rows: int | None = None,
     ) -> None:
         self._optimizer, self._release = optimizer, release
@@ -620,7 +624,7 @@ class MeasuredModule(ModuleInLoop):
         self._outputs: list[tuple[Tensor, int]] = []
         self._losses: list[Tensor] = []
         with optimizer.evaluation_mode():
-            super().__init__(module, args, kwargs, steps=steps, most_rows=most_rows)
+            super().__init__(module, args, kwargs, steps=steps, points=points, most_rows=most_rows)
         optimizer.prepare(self._first_rows, (args, kwargs))
         optimizer.zero_grad()
         optimizer.private, optimizer.around = self._measure, self._nothing_kept

@@ -254,6 +254,7 @@ def make_private(
                     joint=optimizer.directions > 1,
                 ),
                 steps=steps,
+                points=points,
                 most_rows=physical.size,
             )
             stack.callback(measured.close)
@@ -275,6 +276,7 @@ def make_private(
             kwargs,
             gradients=gradients,
             steps=steps,
+            points=points,
             most_rows=None if physical.size is None else physical.size * group,
             group=group,
             release=mode == "release",

@@ -380,18 +380,18 @@ class PromptClassifier(_LanguageModel):
         if type(layer) is not nn.Linear or any(p.requires_grad for p in layer.parameters()):
             yield self._tokens
             return
-        weight, bias = layer.weight[self._tokens].float(), layer.bias
-        bias = None if bias is None else bias[self._tokens].float()
+        weight, held = layer.weight[self._tokens].float(), layer.bias
+        bias = None if held is None else held[self._tokens].float()
 
         def scores(hidden: Tensor) -> Tensor:
             with torch.autocast(hidden.device.type, enabled=False):
                 return functional.linear(hidden.float(), weight, bias)
 
-        layer.forward = scores
+        vars(layer)["forward"] = scores
         try:
             yield slice(None)
         finally:
-            del layer.forward
+            del vars(layer)["forward"]
 
     def _packed(self, x: Tensor, words: list[int] | slice) -> Tensor:
         """Return class scores from rows that several prompts share, each token of which sees its own prompt only.

@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "memory:page_section",
             "sst2_language:page_section",
+            "sst2_language:precision_section",
         ),
     ),
     "analog": (

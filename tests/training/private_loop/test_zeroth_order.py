@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanisms.records import STANDARDISED
 from opusim.accounting.mechanisms.zeroth_order import ZEROTH_ORDER_GAUSSIAN
 from opusim.randomness.streams import noise_stream
+from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.private_loop.module import MeasuredModule
@@ -317,3 +319,13 @@ def test_a_pass_leaves_nothing_in_the_module(tmp_path: Path, rank: int | None) -
     before = module.last.clone()
     run(private, 2)
     assert torch.equal(module.last, before)
+
+
+def test_audits_that_plant_gradients_are_refused(tmp_path: Path) -> None:
+    private = loop_of(tmp_path / "loop")
+    run(private, 1)
+    with pytest.raises(TypeError, match="its optimizer is ZerothOrder, and this audit plants gradients"):
+        private.wrap_writer(lambda writer: writer)
+    private.close()
+    with pytest.raises(NoGuarantee, match="its optimizer is ZerothOrder, and this audit plants gradients"):
+        audit_private_folder(tmp_path / "loop")

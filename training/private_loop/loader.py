@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from opusim.accounting.guarantee import BudgetExceeded
+from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
 from opusim.training.data.samplers import PhysicalBatches, PoissonSampler
@@ -44,7 +45,7 @@ from opusim.training.networks.record_independence import (
 )
 from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import first_records
-from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.module import ModuleInLoop
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""
@@ -88,7 +89,7 @@ class PrivateLoader:
         self,
         loader: DataLoader[Any],
         settings: PrivacySettings,
-        module: PrivateModule,
+        module: ModuleInLoop,
         steps: PaidSteps,
         *,
         physical: PhysicalBatches,
@@ -201,7 +202,8 @@ class PrivateLoader:
         """
         self._module.paid_on_processor = exact = self._module.on_processor
         try:
-            if self._paid.exactly_rounded != exact:
+            # A zeroth-order step's few sums are rounded on the processor, wherever the module is.
+            if isinstance(self._paid, RecordCentral) and self._paid.exactly_rounded != exact:
                 counts = exact and self._settings.mode == "release"
                 self._paid = replace(self._paid, exactly_rounded=exact, counts_sums=counts)
             self._steps.pay(self._paid, until=until)

@@ -29,6 +29,7 @@ reach a parameter is refused:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from typing_extensions import override
 
 from opusim.processes.ranks import Ranks
 from opusim.training.engine.steps import PaidSteps
@@ -63,6 +65,8 @@ from opusim.training.private_loop.inputs import (
     template_of,
 )
 from opusim.training.protections.base import PrivateGradients
+from opusim.training.zeroth_order.optimizer import ZerothOrder
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 Gradients = Sequence[tuple[Tensor, Tensor]]
 """Outputs as the user received them, and the gradients of the records' summed losses there."""
@@ -114,6 +118,10 @@ class Batch:
     failed: int = 0
 
 
+USES_PARAMETERS = (
+    "criterion: uses parameters of the module, such as a penalty on them, and that gradient would be left out; use the "
+    "optimizer's weight_decay, or compute what it needs in the module"
+)
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _LEAST_SCALE = 2.0**8
 """Powers of two from here on are taken for the factor of a GradScaler, which starts with 2^16."""
@@ -123,19 +131,16 @@ _PASSES_A_STEP = 2**20
 """Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
 
 
-class PrivateModule:
-    """Records the training passes of a module and writes its private gradients.
+class ModuleInLoop(ABC):
+    """A module in a private loop: the batch at hand, and what may reach the parameters.
 
     Args:
         module: In training mode. Calls of it are caught until `close`.
         given: Arguments for a few records, as a probe (`arguments_for`).
-        gradients: Clips, sums and noises.
-        most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
-            forward passes twice.
-        steps: The processes that share each batch, as those of `gradients`.
-        points: The module's feedback points.
+        steps: The processes that share each batch.
+        points: The feedback points in the module.
+        most_rows: Rows in one pass at most, or None for all.
         group: Neighbouring rows that are clipped as one, those of a user; `most_rows` is a multiple of it.
-        release: Whether what the module draws in a step, such as dropout, comes from the system.
 
     Raises:
         ValueError: The module mixes records, or cannot be recorded.
@@ -146,30 +151,24 @@ class PrivateModule:
         module: nn.Module,
         given: Rows,
         *,
-        gradients: PrivateGradients,
         steps: PaidSteps,
         points: Sequence[FeedbackAlignment],
         most_rows: int | None = None,
         group: int = 1,
-        release: bool = False,
     ) -> None:
         self.module = module
         self.factor: float | None = None
         """What the loop multiplies its loss by before the backward pass, such as 1 / number of accumulated batches; it
         is a constant, None until the first backward pass."""
         self.unused_gradients = 0
-        """Batches whose gradients were written since the last step of the optimizer."""
+        """Batches that were trained on since the last step of the optimizer."""
         self.paid_on_processor: bool | None = None
         """Where the parameters were when the step was paid for; None before the first."""
-        self.gradients, self._limit, self._group = gradients, most_rows, group
-        self._steps = steps
-        place = next(module.parameters()).device
-        self._drawing = partial(system_generators, place) if release else nullcontext
-        self._points = points
+        self._limit, self._group, self._steps = most_rows, group, steps
         self._template = template_of(module, given)
         args, kwargs = given.values
         self.tape = RecordTape(module, *args, **kwargs)
-        """What records the training passes."""
+        """What follows the records through the module."""
         require_steady(self.tape, args, kwargs, points)
         self.trained_parameters = [p for layer in self.tape.layers for p in layer]
         """The parameters that are trained."""
@@ -186,7 +185,6 @@ class PrivateModule:
         self._handed_out: list[Any] = []
         self._order_checks = _ORDER_CHECKS
         self._plain = _UNSEEN
-        self._anchor = torch.zeros((), requires_grad=True)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._refuse_gradient) for p in self.trained_parameters
         ]
@@ -246,8 +244,74 @@ class PrivateModule:
         """Whether the trained parameters are there, so that their noise is exactly rounded."""
         return all(parameter.device.type == "cpu" for parameter in self.trained_parameters)
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that a save holds of it, by name; a resumed loop copies into them."""
+        return {}
+
+    @abstractmethod
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module: on the batch at hand if the loop trains on it, else as it is."""
+
+    @abstractmethod
     def outputs(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
         """Return by place the outputs that the user received of the batch at hand, if not changed in place."""
+
+    def _parts_of(self, records: int) -> list[slice]:
+        size = self._limit or max(records, 1)
+        return [slice(start, min(start + size, records)) for start in range(0, records, size)]
+
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        """Refuse a gradient that autograd brings to a parameter."""
+        if self._writing:
+            return  # the tape refuses it, and says why
+        parameter.grad = None
+        raise RuntimeError(
+            f"backward: a gradient that is not private reached a parameter, because {self._plain}; train on batches of "
+            "the private loader, with the criterion that make_private returned"
+        )
+
+
+class PrivateModule(ModuleInLoop):
+    """Records the training passes of a module and writes its private gradients.
+
+    Args:
+        module, given, steps, points, group: See `ModuleInLoop`.
+        gradients: Clips, sums and noises.
+        most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
+            forward passes twice.
+        release: Whether what the module draws in a step, such as dropout, comes from the system.
+
+    Raises:
+        ValueError: The module mixes records, or cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Rows,
+        *,
+        gradients: PrivateGradients,
+        steps: PaidSteps,
+        points: Sequence[FeedbackAlignment],
+        most_rows: int | None = None,
+        group: int = 1,
+        release: bool = False,
+    ) -> None:
+        self.gradients = gradients
+        place = next(module.parameters()).device
+        self._drawing = partial(system_generators, place) if release else nullcontext
+        self._points = points
+        self._anchor = torch.zeros((), requires_grad=True)
+        super().__init__(module, given, steps=steps, points=points, most_rows=most_rows, group=group)
+
+    @property
+    @override
+    def state(self) -> dict[str, Tensor]:
+        return self.gradients.state
+
+    @override
+    def outputs(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
         handed = {
             id(output)
             for one in (self._batch.passes if self._batch is not None else ())
@@ -259,8 +323,8 @@ class PrivateModule:
     # Forward
 
     @torch._disable_dynamo
+    @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, recorded if this is a training pass on the batch at hand."""
         batch, leaves, reason = self._batch, tree_leaves((args, kwargs)), None
         # 1. Find out whether this is a training pass, and why not.
         if not torch.is_grad_enabled():
@@ -326,10 +390,6 @@ class PrivateModule:
                 )
             joined.append(torch.cat(values))
         return tree_unflatten(joined, flat[0][1])
-
-    def _parts_of(self, records: int) -> list[slice]:
-        size = self._limit or max(records, 1)
-        return [slice(start, min(start + size, records)) for start in range(0, records, size)]
 
     def _handed(self, one: Pass, output: Any, *, attach: bool) -> Any:
         """Return outputs detached; those that lead to parameters learn through the criterion only."""
@@ -494,21 +554,181 @@ class PrivateModule:
             pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
         return pairs
 
-    def _refuse_gradient(self, parameter: Tensor) -> None:
-        """Refuse a gradient that autograd brings to a parameter."""
-        if self._writing:
-            return  # the tape refuses it, and says why
-        parameter.grad = None
-        raise RuntimeError(
-            f"backward: a gradient that is not private reached a parameter, because {self._plain}; train on batches of "
-            "the private loader, with the criterion that make_private returned"
+
+class _NewShapes(Exception):
+    """Arguments of shapes in which the module was not followed yet."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__("the module ran on arguments of new shapes")
+        self.given = args, kwargs
+
+
+class MeasuredModule(ModuleInLoop):
+    """Measures the losses of the batch at hand along the directions of a `ZerothOrder`, and hands it noised sums.
+
+    Nothing else of the records reaches the optimizer. A call of the module within `ZerothOrder.measure` is one on the
+    batch at hand; every other one is plain.
+
+    | what the loop does | what happens |
+    | --- | --- |
+    | `measure` on other rows than the loader's batch, or twice on a batch | refused |
+    | losses that are not what the private criterion returned | refused |
+    | a backward pass that reaches a trained parameter | refused |
+    | several batches before a step | allowed: the mean of their noised sums |
+    | a step without a measured batch | refused |
+
+    Args:
+        module, given, steps, points, most_rows: See `ModuleInLoop`; the module runs in evaluation mode.
+        optimizer: Its directions.
+        release: Clips jointly, sums and noises.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Rows,
+        *,
+        optimizer: ZerothOrder,
+        release: ScalarRelease,
+        steps: PaidSteps,
+        points: Sequence[FeedbackAlignment],
+        most_rows: int | None = None,
+    ) -> None:
+        self._optimizer, self._release = optimizer, release
+        self._running = False
+        self._outputs: list[tuple[Tensor, int]] = []
+        self._losses: list[Tensor] = []
+        with optimizer.evaluation_mode():
+            super().__init__(module, given, steps=steps, points=points, most_rows=most_rows)
+        optimizer.prepare(self._first_rows, given.values)
+        optimizer.zero_grad()
+        optimizer.private, optimizer.around = self._measure, partial(preserved_state, module, fixed=True)
+
+    @override
+    def close(self) -> None:
+        self._optimizer.private, self._optimizer.around = None, nullcontext
+        super().close()
+
+    def _first_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the first output with a row for each record."""
+        leaves = tree_leaves(self.module(*args, **kwargs))
+        records = rows_of(tree_leaves((args, kwargs)))
+        return next(
+            leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == records
+        )
+
+    @override
+    def outputs(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
+        handed = {id(output) for output, version in self._outputs if output._version == version}
+        return {n: leaf for n, leaf in enumerate(leaves) if id(leaf) in handed}
+
+    @torch._disable_dynamo
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._running:
+            with preserved_state(self.module, follow_hooks=False):
+                return self.module._call_impl(*args, **kwargs)
+        require_rows(tree_leaves((args, kwargs)), self.records)
+        if not self.tape.has_followed(args, kwargs):
+            raise _NewShapes(args, kwargs)
+        output = self.module._call_impl(*args, **kwargs)
+        leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        self._outputs += [(leaf, leaf._version) for leaf in leaves]
+        return output
+
+    def losses(self, found: Tensor) -> Tensor:
+        """Take the losses of records, shape (records,), for those of the private criterion."""
+        if found.requires_grad:
+            raise ValueError(USES_PARAMETERS)
+        self._losses.append(found)
+        return found
+
+    def _measure(self, losses: Callable[..., Tensor], batch: tuple[Any, ...]) -> Tensor:
+        """Measure the batch at hand; see `ZerothOrder.measure`, in whose place it stands.
+
+        Returns:
+            The mean loss of the records on the plus side of the first direction.
+        """
+        self._steps.require_own()
+        at_hand, leaves = self._batch, tree_leaves(batch)
+        # 1. Refuse what is not the batch that was drawn and paid for, or was measured before.
+        if at_hand is None:
+            raise RuntimeError("measure: there is no batch at hand; take batches from the private loader")
+        if at_hand.written:
+            raise RuntimeError(
+                f"measure: was called before on the batch of step {at_hand.step}, whose sums were released once; call "
+                "it once on each batch, on all that belongs to its records"
+            )
+        if rows_of(leaves) != at_hand.records:
+            raise ValueError(
+                f"measure: was given {rows_of(leaves)} rows, but the loader's batch has {at_hand.records} records; "
+                "give losses and the batch as the loader returned it"
+            )
+        require_rows([leaf for leaf in leaves if isinstance(leaf, Tensor)], at_hand.records)
+        if self._handed_out:
+            require_order(leaves, self._handed_out)
+        self.probed.require_same()
+        # 2. Its clipped sums. What the module does with arguments of new shapes is found out on invented ones.
+        parts = self._parts_of(at_hand.records) or [slice(0)]
+        try:
+            while True:
+                try:
+                    found = [self._sums(losses, batch, at_hand.records, part) for part in parts]
+                    break
+                except _NewShapes as new:
+                    with self._optimizer.evaluation_mode():
+                        self.tape.follow(*new.given)
+            # 3. Their noise.
+            sums = torch.stack([each for each, _ in found]).sum(dim=0)
+            noise = self._release.drawn(self._optimizer.directions, at_hand.step)
+            released = sums if noise is None else noise.added_to(sums)
+        except BaseException:
+            at_hand.failed += 1  # nothing was released; it may be tried again
+            raise
+        self._optimizer.add(released, self._release.divisor)
+        at_hand.written = True
+        self.unused_gradients += 1
+        first = torch.cat([each for _, each in found])
+        if self.padding is None:
+            return first.mean() if len(first) else first.sum()
+        return torch.where(self.padding, 0.0, first).sum() / (~self.padding).sum().clamp_min(1)
+
+    def _sums(
+        self, losses: Callable[..., Tensor], batch: tuple[Any, ...], records: int, part: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Return the clipped sums of some rows, and their losses on the plus side of the first direction."""
+        place = self.trained_parameters[0].device
+
+        def own(*rows: Any) -> Tensor:
+            self._running, self.records, self._outputs, self._losses = (
+                True,
+                rows_of(tree_leaves(rows)) or 0,
+                [],
+                [],
+            )
+            try:
+                if not self.records:  # no pass for a batch without records
+                    return torch.zeros(0, device=place)
+                found = losses(*rows)
+                if not any(found is each for each in self._losses):
+                    raise ValueError(
+                        "losses: must return what the criterion of make_private returned, called on outputs of the "
+                        "module exactly as they were; move what comes between and after into the criterion"
+                    )
+                return found
+            finally:
+                self._running, self.records, self._outputs, self._losses = False, records, [], []
+
+        keep = None if self.padding is None else ~self.padding[part]
+        return self._optimizer.sums(
+            self._release, own, cut_rows(batch, records=records, part=part), keep=keep
         )
 
 
 class _Caught:
     """Stands where a compiled module has its compiled call; copies and pickles of the module are plain."""
 
-    def __init__(self, owner: PrivateModule) -> None:
+    def __init__(self, owner: ModuleInLoop) -> None:
         self._owner = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

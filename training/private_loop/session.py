@@ -57,7 +57,7 @@ from opusim.training.private_loop.folder import (
 )
 from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_number, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
-from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import versions
 
@@ -164,7 +164,8 @@ class PrivateCriterion(nn.Module):
     """Stands for the user's criterion in a private loop.
 
     On outputs of the private module's training pass it returns the mean of the records' losses; `backward` on it, once,
-    writes the private gradients. On anything else, such as outputs in evaluation mode, it is the criterion itself.
+    writes the private gradients. Within `ZerothOrder.measure` it returns the loss of each record. On anything else,
+    such as outputs in evaluation mode, it is the criterion itself.
 
     Args:
         criterion: Maps outputs and targets to a loss; any reduction. Without parameters that learn.
@@ -175,7 +176,7 @@ class PrivateCriterion(nn.Module):
         ValueError: It has parameters that learn.
     """
 
-    def __init__(self, criterion: Criterion, module: PrivateModule) -> None:
+    def __init__(self, criterion: Criterion, module: PrivateModule | MeasuredModule) -> None:
         super().__init__()
         if not callable(criterion):
             raise TypeError(
@@ -224,19 +225,14 @@ class PrivateCriterion(nn.Module):
                 )
             return loss.float().mean()
 
+        if isinstance(self._private, MeasuredModule):
+            # The mode that evaluates directions at once has no part in the criterion.
+            with torch._C.DisableTorchFunction(), torch.enable_grad():  # which tells of parameters
+                return self._private.losses(self._losses(one, [leaves[n] for n in places]))
         if not self._private.records:
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
         with torch.enable_grad():
-            # 1. The loss of each record, shape (records,); a loop reports what is wrong with the arguments.
-            losses: Tensor | None = None
-            if self._vmap:
-                try:
-                    losses = torch.vmap(one, randomness="different")(*rows)
-                except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
-                    self._vmap = False
-            if losses is None:
-                losses = torch.stack([one(*record) for record in zip(*rows, strict=True)])
-            # 2. The gradients at the outputs.
+            losses = self._losses(one, rows)
             if not self._checked:
                 self._refuse_parameters(losses)
             found = torch.autograd.grad(losses.sum(), list(free.values()), allow_unused=True)
@@ -251,6 +247,16 @@ class PrivateCriterion(nn.Module):
             return self._private.loss(torch.where(padding, 0.0, shown).sum() / drawn, gradients)
         return self._private.loss(shown.mean(), gradients)
 
+    def _losses(self, one: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
+        """Return the loss of each record, shape (records,); a loop reports what is wrong with the arguments."""
+        if self._vmap:
+            try:
+                losses: Tensor = torch.vmap(one, randomness="different")(*rows)
+                return losses
+            except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
+                self._vmap = False
+        return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+
     def _refuse_parameters(self, losses: Tensor) -> None:
         """Refuse a criterion, at its first batch, that uses the module's parameters: their gradient is left out."""
         self._checked = True
@@ -258,10 +264,7 @@ class PrivateCriterion(nn.Module):
             losses.sum(), self._private.trained_parameters, retain_graph=True, allow_unused=True
         )
         if any(gradient is not None for gradient in found):
-            raise ValueError(
-                "criterion: uses parameters of the module, such as a penalty on them, and that gradient would be left "
-                "out; use the optimizer's weight_decay, or compute what it needs in the module"
-            )
+            raise ValueError(USES_PARAMETERS)
 
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.
@@ -313,7 +316,7 @@ class PrivateTraining(Shown):
 
     def __init__(
         self,
-        private: PrivateModule,
+        private: PrivateModule | MeasuredModule,
         optimizer: torch.optim.Optimizer,
         criterion: Callable[..., Tensor],
         data_loader: DataLoader[Any],
@@ -488,7 +491,7 @@ class PrivateTraining(Shown):
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
-                "writer": dict(self._private.gradients.state),
+                "writer": dict(self._private.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
                 "extra": extra,
             }
@@ -508,8 +511,8 @@ class PrivateTraining(Shown):
         written, self._private.unused_gradients = self._private.unused_gradients, 0
         if not written:
             raise RuntimeError(
-                "optimizer.step() without a new backward pass: call loss.backward() first, on the loss of the "
-                "criterion that make_private returned"
+                "optimizer.step() without a new backward pass, or a measured batch: call loss.backward() first, on the "
+                "loss of the criterion that make_private returned"
             )
         self._until_look -= 1
         if not self._until_look and self._steps.ranks.is_first:
@@ -525,7 +528,15 @@ class PrivateTraining(Shown):
 
         Args:
             wrap: Returns a writer around the loop's own.
+
+        Raises:
+            TypeError: The loop takes no gradients.
         """
+        if isinstance(self._private, MeasuredModule):
+            raise TypeError(
+                "private: its optimizer is ZerothOrder, and this audit plants gradients; audit a run of opusim.train "
+                "with trainer.kind = 'zo' instead, whose steps are the same"
+            )
         self._private.gradients = wrap(self._private.gradients)
 
     # The folder
@@ -537,7 +548,7 @@ class PrivateTraining(Shown):
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
-        for name, tensor in self._private.gradients.state.items():
+        for name, tensor in self._private.state.items():
             tensor.copy_(state["writer"][name])
         self._steps.step, self.extra, self._private.factor = state["step"], state["extra"], state["factor"]
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]

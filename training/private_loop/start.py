@@ -38,12 +38,13 @@ from opusim.training.private_loop.inputs import (
     warn_of_parameters_left_out,
 )
 from opusim.training.private_loop.loader import batch_size_of
-from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.module import MeasuredModule, PrivateModule
 from opusim.training.private_loop.session import NamedAccountant, PrivateTraining
-from opusim.training.protections.clipping import Clipping
+from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.protections.record import RecordGradients, require_counted_sums
 from opusim.training.runs.storage import only_writer
 from opusim.training.zeroth_order.optimizer import ZerothOrder
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 _PROBES = 5
 """Records by which the data sets of the processes are compared."""
@@ -87,6 +88,12 @@ def make_private(
             criterion(model(x), y).backward()
             optimizer.step()
 
+    An optimizer `opusim.training.ZerothOrder` takes no gradients. Its step then clips the vector of each record's K
+    loss differences along K directions to C, and releases (sum + N(0, (z C)^2)) / b; there is no backward pass::
+
+        for x, y in loader:
+            optimizer.step(lambda x, y: criterion(model(x), y), x, y)
+
     The criterion is called on one record at a time, so that the loss of a record depends on no other, and receives the
     module's outputs exactly as they are. A batch may be empty; its backward pass and its step are taken like any other.
 
@@ -101,12 +108,13 @@ def make_private(
     Args:
         module: In training mode, on its device, not in a DistributedDataParallel, with parameters in float32. Every
             record is processed independently.
-        optimizer: Over parameters of the module.
+        optimizer: Over parameters of the module, or a `ZerothOrder` of it.
         criterion: Maps outputs and targets to a loss, with any reduction.
         data_loader: A loader with batch_size over a data set with a length; its order is replaced. Several processes
             share each batch, so that batch_size is that of all together.
         max_grad_norm: C, above 0. Under clipping = "per_layer" also a norm for each layer (a weight with its bias) in
-            the order of the module; C is then the root of the sum of their squares.
+            the order of the module; C is then the root of the sum of their squares. With `ZerothOrder`, the bound on
+            the norm of a record's loss differences: 2 phi sqrt(K) times the norm of a gradient that it keeps whole.
         target_delta: Delta of every statement, in [0, 1); well below 1 / n.
         folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
@@ -173,10 +181,8 @@ def make_private(
             )
         checks.instance(torch.optim.Optimizer, optimizer=optimizer)
         if isinstance(optimizer, ZerothOrder):
-            raise TypeError(
-                "optimizer: ZerothOrder takes no gradients, which are all that make_private protects; train the module "
-                "by opusim.train with trainer.kind = 'zo' and protection.kind = 'record'"
-            )
+            _require_measurable(optimizer, module, clipping=clipping, user_ids=user_ids)
+            given["directions"] = optimizer.directions
         if max_physical_batch_size is not None:
             checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
         require_users(user_ids, records_per_user)
@@ -223,11 +229,40 @@ def make_private(
             size=None if max_physical_batch_size is None else max_physical_batch_size // group,
         )
         example = arguments_for(module, data_loader, example_inputs)
+        place_of_loop: dict[str, Any] = {
+            "users": users,
+            "settings": settings,
+            "folder": place,
+            "physical": physical,
+            "steps": steps,
+            "stack": stack,
+            "accountant": other,
+            "resume": resume,
+        }
+        noise = noise_stream(settings.mode, settings.seed, "private-loop")
+        if isinstance(optimizer, ZerothOrder):
+            measured = MeasuredModule(
+                module,
+                example,
+                optimizer=optimizer,
+                release=ScalarRelease(
+                    clip=settings.max_grad_norm,
+                    divisor=float(settings.batch_size),
+                    scale=settings.noise_multiplier * settings.max_grad_norm,
+                    noise=noise,
+                    joint=optimizer.directions > 1,
+                ),
+                steps=steps,
+                points=points,
+                most_rows=physical.size,
+            )
+            stack.callback(measured.close)
+            return PrivateTraining(measured, optimizer, criterion, data_loader, **place_of_loop)
         gradients = RecordGradients(
             clip_norm=settings.max_grad_norm,
             noise_multiplier=settings.noise_multiplier,
             divisor=float(settings.batch_size),
-            noise=noise_stream(settings.mode, settings.seed, "private-loop"),
+            noise=noise,
             clipping=settings.clipping,
             ranks=ranks,
             counted=CountedSums.of(physical.most(**drawn), processes=ranks.world)
@@ -249,19 +284,26 @@ def make_private(
             private.tape, batch_size * group, processes=ranks.world, name="data_loader.batch_size"
         )
         settings.clipping.require_layers(private.tape.depth, private.tape.names)
-        return PrivateTraining(
-            private,
-            optimizer,
-            criterion,
-            data_loader,
-            users=users,
-            settings=settings,
-            folder=place,
-            physical=physical,
-            steps=steps,
-            stack=stack,
-            accountant=other,
-            resume=resume,
+        return PrivateTraining(private, optimizer, criterion, data_loader, **place_of_loop)
+
+
+def _require_measurable(
+    optimizer: ZerothOrder, module: nn.Module, *, clipping: Clipping | str, user_ids: OwnIds | None
+) -> None:
+    """Refuse what zeroth-order steps do not protect.
+
+    Raises:
+        ValueError: The optimizer trains another module, or users or another clip than a joint one are asked for.
+    """
+    if optimizer.module is not module:
+        raise ValueError("optimizer: is a ZerothOrder of another module; build it with the module given here")
+    if user_ids is not None:
+        raise ValueError(
+            "user_ids: ZerothOrder protects single records; leave user_ids out, or take an optimizer of gradients"
+        )
+    if clipping not in ("flat", FLAT):
+        raise ValueError(
+            f"clipping = {clipping!r}: ZerothOrder clips a record's loss differences jointly; leave clipping out"
         )
 
 

@@ -47,6 +47,10 @@ _LOGITS_AT_ONCE = 2**26
 """Scores of words of the vocabulary that stand in memory at once: 256 MiB in float32."""
 _LEAST_LOSS = 1e-6
 """A loss of a text below it counts as it, so that its score is finite."""
+_ROW = 64
+"""Tokens of a row that several prompts share, if none is longer."""
+_ALIKE = 0.1
+"""How far roundings may bring the scores of a prompt apart that shares its row, over one plus the score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +275,7 @@ class _LanguageModel(DescribedModule):
         self._mask_token = mask_token
         self._tokens = list(words)
         self._shortens = True
+        self._separates: bool | None = None  # prompts that share a row; None if that is not known yet
         self._accepted = _accepted(model)
 
     def invented_records(self, n_inputs: int) -> Tensor:
@@ -312,24 +317,117 @@ class _LanguageModel(DescribedModule):
             options["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         if last and "logits_to_keep" in self._accepted:
             options["logits_to_keep"] = 1
+        return ids, present, self._run(**options)
+
+    def _run(self, **options: Any) -> Tensor:
+        """Return the scores of the model's words."""
         if "use_cache" in self._accepted:
             options["use_cache"] = False
-        return ids, present, self.model(**options).logits
+        scores: Tensor = self.model(**options).logits
+        return scores
 
 
 class PromptClassifier(_LanguageModel):
     """A language model whose class scores are the logits of the classes' words; arguments as `_LanguageModel`.
 
-    The words are those of the classes, in their order. The model is masked if the prompt has a mask, else causal.
+    The words are those of the classes, in their order. The model is masked if the prompt has a mask, else causal. An
+    output layer that is frozen computes the scores of these words only, in float32.
     """
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
         """Return class scores of encoded prompts."""
-        ids, _, logits = self._logits(x, last=self._mask_token is None)
-        if self._mask_token is None:
-            return logits[:, -1, self._tokens]
-        place = (ids == self._mask_token).long().argmax(dim=1)
-        return logits[torch.arange(len(ids), device=ids.device), place][:, self._tokens]
+        with self._class_words() as words:
+            if self.packs and self._shortens and len(x) > 1 and not torch.is_grad_enabled():
+                if self._separates is None:
+                    self._separates = self._separates_prompts(x.shape[1], words)
+                if self._separates:
+                    scores = self._packed(x, words)
+                    if bool(
+                        torch.isfinite(scores).all()
+                    ):  # 0 times infinity would reach the prompts of the row
+                        return scores
+            ids, _, logits = self._logits(x, last=self._mask_token is None)
+            if self._mask_token is None:
+                return logits[:, -1, words]
+            place = (ids == self._mask_token).long().argmax(dim=1)
+            return logits[torch.arange(len(ids), device=ids.device), place][:, words]
+
+    def _separates_prompts(self, n_inputs: int, words: list[int] | slice) -> bool:
+        """Return whether prompts that share a row have their own scores, to the bit, whatever stands in the others.
+
+        A layer that takes no mask, such as a recurrent one, would mix them.
+        """
+        if self._mask_token is not None or not {"position_ids", "logits_to_keep"} <= self._accepted:
+            return False
+        x = self.invented_records(n_inputs).to(next(self.parameters()).device)
+        order = sorted(range(len(x)), key=lambda n: -int((x[n] != PAD).sum()))
+        changed = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        changed[[order[0], order[-2]]] = True  # the first and the last of a row
+        others = torch.where(changed[:, None] & (x != PAD), x.max(), x)
+        _, _, logits = self._logits(x, last=True)
+        alone, scores, found = logits[:, -1, words], self._packed(x, words), self._packed(others, words)
+        near = torch.allclose(scores.float(), alone.float(), rtol=_ALIKE, atol=_ALIKE)
+        return near and torch.equal(found[~changed], scores[~changed])
+
+    @contextmanager
+    def _class_words(self) -> Iterator[list[int] | slice]:
+        """Let a frozen output layer compute the scores of the class words only; yield where they stand in the scores.
+
+        It has a word of the vocabulary in each row: 49,152 of 576 numbers in SmolLM2, a fifth of a short prompt's pass.
+        """
+        get = getattr(_unwrapped(self.model), "get_output_embeddings", None)
+        layer = get() if callable(get) else None
+        if type(layer) is not nn.Linear or any(p.requires_grad for p in layer.parameters()):
+            yield self._tokens
+            return
+        weight, held = layer.weight[self._tokens].float(), layer.bias
+        bias = None if held is None else held[self._tokens].float()
+
+        def scores(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return functional.linear(hidden.float(), weight, bias)
+
+        vars(layer)["forward"] = scores
+        try:
+            yield slice(None)
+        finally:
+            del vars(layer)["forward"]
+
+    def _packed(self, x: Tensor, words: list[int] | slice) -> Tensor:
+        """Return class scores from rows that several prompts share, each token of which sees its own prompt only.
+
+        A batch of short prompts then has hardly any padding: 1.5 times fewer tokens on SST-2.
+        """
+        present = x != PAD
+        lengths: list[int] = present.sum(dim=1).tolist()
+        # 1. The longest prompts first, each into the first row with room.
+        room, rows, used = max(_ROW, *lengths), list[list[int]](), list[int]()
+        for number in sorted(range(len(x)), key=lambda n: -lengths[n]):
+            row = next((n for n, taken in enumerate(used) if taken + lengths[number] <= room), len(rows))
+            if row == len(rows):
+                rows.append([])
+                used.append(0)
+            rows[row].append(number)
+            used[row] += lengths[number]
+        # 2. Tokens, their places in their prompts, and whose they are: -1 where a row is filled up.
+        shape = len(rows), max(used)
+        ids, places, owners = (torch.full(shape, value, dtype=torch.long) for value in (0, 0, -1))
+        ends, tokens = torch.zeros(len(x), 2, dtype=torch.long), x.cpu()
+        for row, numbers in enumerate(rows):
+            start = 0
+            for number in numbers:
+                end = start + lengths[number]
+                ids[row, start:end] = tokens[number][tokens[number] != PAD].long()
+                places[row, start:end], owners[row, start:end] = torch.arange(end - start), number
+                ends[number], start = torch.tensor((row, end - 1)), end
+        # 3. A pass, and the scores behind the last token of each prompt.
+        ids, places, owners, ends = (each.to(x.device) for each in (ids, places, owners, ends))
+        sees = (owners[:, :, None] == owners[:, None, :]).tril_()[:, None]
+        mask = torch.zeros(sees.shape, device=x.device).masked_fill_(~sees, torch.finfo(torch.float32).min)
+        kept, column = ends[:, 1].unique(return_inverse=True)
+        mask = mask.to(_unwrapped(self.model).dtype)  # type: ignore[arg-type]  # of transformers
+        scores = self._run(input_ids=ids, attention_mask=mask, position_ids=places, logits_to_keep=kept)
+        return scores[ends[:, 0], column][:, words]
 
 
 class TextModel(_LanguageModel):
@@ -386,6 +484,8 @@ def load_classifier(
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     place, file = _place_of(str(name))
     where: dict[str, Any] = {"local_files_only": local_only} | ({} if file is None else {"gguf_file": file})
+    packed = getattr(transformers, "GgufConfig", None)  # which versions have that may leave weights in blocks
+    unpacking = {} if file is None or packed is None else {"quantization_config": packed(dequantize=True)}
     try:
         if file is None:  # a file tells its kind when it is loaded
             config = transformers.AutoConfig.from_pretrained(place, **where)
@@ -396,7 +496,7 @@ def load_classifier(
                     "class word of the prompt"
                 )
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
-        model = auto.from_pretrained(place, **where, dtype=getattr(torch, dtype))
+        model = auto.from_pretrained(place, **where, **unpacking, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise ValueError(f"language model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if lora is not None:
@@ -453,7 +553,9 @@ def _place_of(name: str) -> tuple[str, str | None]:
         return str(path), None
     if not path.is_file():
         raise ValueError(f"language model {name}: there is no such file; check the path")
-    required_library("gguf", f"gguf is missing; the language model {name} needs it: pip install gguf")
+    required_library(
+        "gguf", f"gguf is missing; the language model {name} needs it: pip install 'opusim[language]'"
+    )
     return str(path.parent), path.name
 
 
@@ -530,7 +632,8 @@ class PrefixedModel(nn.Module):
         for layer, pair in enumerate(self.prefix.to(self.model.dtype)):  # type: ignore[arg-type]  # of transformers
             keys, values = pair.unsqueeze(1).expand(-1, len(position_ids), -1, -1, -1)
             cache.update(keys, values, layer)
-        mask = functional.pad(attention_mask, (tokens, 0), value=1)
+        is_added = attention_mask.ndim == 4  # to the scores of attention: 0 where a token is seen
+        mask = functional.pad(attention_mask, (tokens, 0), value=0 if is_added else 1)
         return self.model(
             attention_mask=mask, position_ids=position_ids + tokens, past_key_values=cache, **options
         )
@@ -557,11 +660,15 @@ def _vocabulary_of(model: nn.Module) -> int:
     return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]  # of transformers
 
 
-def _accepted(model: nn.Module) -> set[str]:
-    """Return the names of the arguments of a model's forward, without peft's wrapper."""
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return a model without peft's wrapper."""
     unwrap = getattr(model, "get_base_model", None)
-    inner: nn.Module = unwrap() if callable(unwrap) else model
-    return set(inspect.signature(inner.forward).parameters)
+    return unwrap() if callable(unwrap) else model
+
+
+def _accepted(model: nn.Module) -> set[str]:
+    """Return the names of the arguments of a model's forward."""
+    return set(inspect.signature(_unwrapped(model).forward).parameters)
 
 
 def _library(name: str) -> Any:

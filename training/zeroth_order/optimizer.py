@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
 from opusim.training.zeroth_order.at_once import TwoSides
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
-from opusim.training.zeroth_order.trainer import loss_differences
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 _ALIKE, _ALIKE_IN_HALF = 1e-3, 0.1
 """How far a record's loss may differ between batches of two sizes, over one plus the loss: roundings."""
+_PLAIN = ScalarRelease(clip=None, divisor=1.0)
+"""Sums without a clip."""
 
 
 class ZerothOrder(torch.optim.Optimizer):
@@ -46,8 +48,8 @@ class ZerothOrder(torch.optim.Optimizer):
     without arguments. Learning-rate schedulers of torch work. The module is evaluated in evaluation mode, without
     dropout.
 
-    Not private: the loop's batches are not drawn secretly, nothing is clipped, noised or paid for in a ledger. For a
-    guarantee, train the module by `opusim.train` with trainer.kind = "zo" and protection.kind = "record".
+    Alone it is not private: the loop's batches are not drawn secretly, nothing is clipped, noised or paid for in a
+    ledger. `opusim.make_private` takes it as its optimizer and does all that.
 
     Args:
         module: At least one parameter requires a gradient.
@@ -57,7 +59,7 @@ class ZerothOrder(torch.optim.Optimizer):
         rank: Rank of the directions in matrices, from 1 to 8, of which many share a forward pass. None takes full
             directions, one after another.
         weight_decay: lambda, at least 0: a step multiplies the parameters by 1 - lr lambda first.
-        seed: Of the directions, in [0, 2^64).
+        seed: Of the directions, in [0, 2^64); public, and in a private loop not chosen by the records.
         rows_at_once: Most rows of a forward pass that evaluates several directions, two for each record and direction.
 
     Raises:
@@ -99,9 +101,23 @@ class ZerothOrder(torch.optim.Optimizer):
         self._perturbation = InPlacePerturbation(
             trained, perturbation=perturbation, weight_decay=weight_decay, rank=rank
         )
-        self._sides = TwoSides(module, self._perturbation, rows=rows_at_once, around=self._evaluation_mode)
+        self._sides = TwoSides(module, self._perturbation, rows=rows_at_once, around=self._passing)
         self._probed = rank is None
-        self._sums, self._records = torch.zeros(directions, dtype=torch.float64), 0
+        self._sums, self._records = torch.zeros(directions, dtype=torch.float64), 0.0
+        self.private: Callable[[Callable[..., Tensor], tuple[Any, ...]], Tensor] | None = None
+        """Takes the place of `measure` in a private loop."""
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes a context around each pass of the module, such as one that puts back what the pass changed."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What it trains."""
+        return self._module
+
+    @property
+    def directions(self) -> int:
+        """K."""
+        return self._directions
 
     @torch.no_grad()
     def measure(self, losses: Callable[..., Tensor], *batch: Any) -> Tensor:
@@ -119,22 +135,68 @@ class ZerothOrder(torch.optim.Optimizer):
         Raises:
             ValueError: `losses` does not return a loss for each record.
         """
+        if self.private is not None:
+            return self.private(losses, batch)
         if not self._probed:
             self._probe(losses, batch)
         elif self._sides.at_once and not batch:
             raise ValueError(
                 "batch: must be given to each call if it was to the first; give the arguments of losses"
             )
-        seeds = self._seeds
+        sums, first = self.sums(_PLAIN, losses, batch)
+        self.add(sums, len(first))
+        return first.mean()
+
+    @torch.no_grad()
+    def sums(
+        self,
+        release: ScalarRelease,
+        losses: Callable[..., Tensor],
+        batch: tuple[Any, ...],
+        *,
+        keep: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a batch adds to the next step, which is not taken yet.
+
+        Args:
+            release: How loss differences are clipped.
+            losses: See `measure`.
+            batch: See `measure`.
+            keep: Marks the records that count, bool, shape (records,); None for all.
+
+        Returns:
+            The sums of the differences along each direction, float64 on the processor, shape (K,); the losses on the
+            plus side of the first direction, shape (records,).
+        """
         try:
-            found = list(self._sides.pairs(seeds, losses, batch))
+            found = list(self._sides.pairs(self._seeds, losses, batch))
         finally:
             if not self._sides.at_once:
                 self._perturbation.restore()
-        sums = [loss_differences(_checked(plus), minus, None).values.sum() for plus, minus in found]
-        self._sums += torch.stack(sums).cpu()
-        self._records += len(found[0][0])
-        return found[0][0].mean()
+        sums, _, _ = release.sums(((_checked(plus), minus) for plus, minus in found), keep=keep)
+        return sums.cpu(), found[0][0]
+
+    def add(self, sums: Tensor, records: float) -> None:
+        """Add sums of loss differences to the next step.
+
+        Args:
+            sums: Along each direction, float64, shape (K,).
+            records: The number of records that they are divided by.
+        """
+        self._sums += sums
+        self._records += records
+
+    def prepare(self, function: Callable[..., Tensor], batch: tuple[Any, ...]) -> None:
+        """Find out on invented records whether directions can be evaluated at once.
+
+        Args:
+            function: Runs the module; see `measure`.
+            batch: Invented records.
+        """
+        self._probed = True
+        with self.evaluation_mode():
+            self._sides.probe(function, batch)
+        self._warn(stacklevel=4)
 
     @override
     @torch.no_grad()
@@ -163,13 +225,13 @@ class ZerothOrder(torch.optim.Optimizer):
         if copied:
             self._perturbation.settle()
         group["steps"] += 1
-        self._sums, self._records = torch.zeros_like(self._sums), 0
+        self._sums, self._records = torch.zeros_like(self._sums), 0.0
         return loss
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what was measured since the last step."""
-        self._sums, self._records = torch.zeros_like(self._sums), 0
+        self._sums, self._records = torch.zeros_like(self._sums), 0.0
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -194,7 +256,7 @@ class ZerothOrder(torch.optim.Optimizer):
             half = any(p.dtype.itemsize < 4 and p.is_floating_point() for p in self._module.parameters())
             tolerance = _ALIKE_IN_HALF if half else _ALIKE
             first = tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
-            with self._evaluation_mode():
+            with self.evaluation_mode():
                 among, alone = _checked(losses(*batch))[:1], _checked(losses(*first))
             if torch.allclose(among, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
                 self._sides.probe(losses, batch)
@@ -202,15 +264,25 @@ class ZerothOrder(torch.optim.Optimizer):
                 self._sides.reason = "the loss of a record depends on other records of its batch"
         else:
             self._sides.reason = "losses are called without a batch"
+        self._warn(stacklevel=5)
+
+    def _warn(self, *, stacklevel: int) -> None:
+        """Warn of directions that are evaluated one after another, although a rank was given."""
         if self._sides.reason:
             warnings.warn(
                 f"rank = {self._perturbation.rank}: directions are evaluated one after another, which takes longer: "
                 f"{self._sides.reason}",
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
 
     @contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
+    def _passing(self) -> Iterator[None]:
+        with self.evaluation_mode(), self.around():
+            yield
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Put the module into evaluation mode within the block."""
         modes = {part: part.training for part in self._module.modules()}
         self._module.eval()
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,6 +139,37 @@ class ScalarRelease:
     law: Law = "gaussian"
     joint: bool = False
 
+    def sums(
+        self, losses: Iterable[tuple[Tensor, Tensor]], *, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums over records of their clipped loss differences along each of n directions.
+
+        Args:
+            losses: On the plus side and on the minus side of each direction, shapes (batch,).
+            keep: Marks the records that count, bool, shape (batch,); None for all.
+
+        Returns:
+            The sums, float64; numbers of clipped records; numbers of losses that are not finite; shapes (n,).
+        """
+        found = [loss_differences(*each, LARGEST_DIFFERENCE if self.joint else self.clip) for each in losses]
+        if self.joint and self.clip is not None:
+            found = jointly_clipped(found, self.clip)
+        values = [each.values if keep is None else torch.where(keep, each.values, 0.0) for each in found]
+        if self.clip is not None:  # the bounds hold for the sums as computed
+            values = [toward_zero(value, bound=self.clip, count=_MOST_RECORDS) for value in values]
+        return (
+            torch.stack([value.sum() for value in values]),
+            torch.stack([each.clipped for each in found]),
+            torch.stack([each.non_finite for each in found]),
+        )
+
+    def drawn(self, directions: int, step: int) -> RoundedNoise | None:
+        """Return the noise of a step's sums, or None if there is none."""
+        if self.noise is None or not self.scale:
+            return None
+        self.noise.seek(step)
+        return self.noise.rounded(directions, self.scale, self.law)
+
 
 class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
     """Trains a network's tensors by forward passes.
@@ -260,6 +291,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             rank=self.options.rank,
         )
         self.sides = self._sides()
+        if isinstance(self.network.model, DescribedModule):
+            self.network.model.packs = not self.sides.at_once  # which needs a row for each record
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
         self._unread: list[tuple[UnreadEntry, Tensor]] = []  # with the number of losses that were not finite
@@ -350,9 +383,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         noise: RoundedNoise | None = None
         if self.device is not None:
             self.device.seek(step)
-        if release.noise is not None and release.scale and not ranks.rank:
-            release.noise.seek(step)
-            noise = release.noise.rounded(n, release.scale, release.law)
+        if not ranks.rank:
+            noise = release.drawn(n, step)
         # 2. The losses of all processes along the directions, and one move along each of them.
         self.intact = False
         self.perturbation.undo_settling()
@@ -411,21 +443,18 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             This process's sums, float64: of the differences along each direction, of clipped ones, of losses that are
             not finite, and the loss and the number of correct records on the plus side of the first direction.
         """
-        release, found, figures = self.release, list[Differences](), list[Tensor]()
-        clip = release.clip
-        for outputs in self.sides.pairs(seeds, self._outputs, (x,)):
-            (plus, right), (minus, _) = (self._losses(each, y) for each in outputs)
-            if not found:
-                loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
-                figures = [loss, right.sum()]
-            found.append(loss_differences(plus, minus, LARGEST_DIFFERENCE if release.joint else clip))
-        if release.joint and clip is not None:
-            found = jointly_clipped(found, clip)
-        values = [each.values for each in found]
-        if clip is not None:  # the bounds hold for the sums as computed
-            values = [toward_zero(value, bound=clip, count=_MOST_RECORDS) for value in values]
-        counts = [*(each.clipped for each in found), *(each.non_finite for each in found)]
-        return torch.stack([one.double() for one in (*(value.sum() for value in values), *counts, *figures)])
+        figures = list[Tensor]()
+
+        def losses() -> Iterator[tuple[Tensor, Tensor]]:
+            for outputs in self.sides.pairs(seeds, self._outputs, (x,)):
+                (plus, right), (minus, _) = (self._losses(each, y) for each in outputs)
+                if not figures:
+                    loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
+                    figures.extend((loss, right.sum()))
+                yield plus, minus
+
+        found = self.release.sums(losses())
+        return torch.cat([each.double() for each in (*found, torch.stack([one.double() for one in figures]))])
 
     def _outputs(self, x: Tensor) -> Tensor:
         """Return the model's outputs, shape (batch, n_classes); no pass for an empty batch."""

@@ -69,6 +69,60 @@ def test_scores_are_the_logits_of_the_class_words(tmp_path: Path, kind: str) -> 
         assert not torch.allclose(scores[number], logits[place, tokens[::-1]], atol=1e-5)
 
 
+def test_a_frozen_output_layer_scores_the_class_words_only(tmp_path: Path, kind: str) -> None:
+    """The same scores as from all words of the vocabulary, which a trained output layer computes."""
+    folder, prompt = make(tmp_path, kind), KINDS[kind]
+    whole, tokenizer = load_classifier(folder, prompt)
+    part, _ = load_classifier(folder, prompt, lora=Lora(rank=2, targets=TARGETS[kind]))
+    x, rows = encode(tokenizer, TEXTS, prompt), list[int]()
+    part.model.get_base_model().get_output_embeddings().register_forward_hook(
+        lambda module, args, output: rows.append(output.shape[-1])
+    )
+    assert torch.allclose(part(x), whole(x), atol=1e-5)
+    assert rows == [2]
+    assert part.model.get_base_model().get_output_embeddings()(torch.zeros(1, 16)).shape == (1, 18)
+
+
+@pytest.mark.parametrize("causal", ["gpt2", "opt"])
+@pytest.mark.parametrize("prefix", [None, Prefix(tokens=2)])
+def test_prompts_that_share_a_row_keep_their_own_scores(
+    tmp_path: Path, causal: str, prefix: Prefix | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to roundings, and whatever the others hold; a pass without the mask, the planted fault, is not taken."""
+    model, tokenizer = load_classifier(make(tmp_path, causal), CAUSAL, prefix=prefix)
+    x = encode(tokenizer, TEXTS, CAUSAL)
+    with torch.no_grad():
+        alone = model(x)
+        model.packs = True
+        assert torch.allclose(model(x), alone, atol=1e-6)
+        assert model._separates
+        assert torch.equal(model(torch.cat([x[:5], x[5:].flip(0)]))[:5], model(x)[:5])
+        run = model._run
+
+        def without_mask(**given: torch.Tensor) -> torch.Tensor:
+            return run(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
+
+        monkeypatch.setattr(model, "_run", without_mask)
+        model._separates = None
+        model(x)
+        assert not model._separates
+
+
+def test_a_prompt_that_overflows_leaves_those_of_its_row_alone(tmp_path: Path) -> None:
+    model, tokenizer = load_classifier(make(tmp_path), CAUSAL)
+    x = encode(tokenizer, ["good film", "a very dull plot", "bad film"], CAUSAL)
+    with torch.no_grad():
+        alone = model(x)
+        model.packs = True
+        model(x)
+        dull = tokenizer.convert_tokens_to_ids("dull")
+        model.model.transformer.wte.weight[dull] = torch.inf
+        found = model(x)
+    assert not torch.isfinite(found[1]).any()
+    assert torch.isfinite(found[[0, 2]]).all()
+    assert found.shape == alone.shape
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_learns_is_replayed_and_read_back(tmp_path: Path, kind: str, lora: bool) -> None:
     prompt = KINDS[kind]
@@ -303,7 +357,7 @@ def test_what_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_classifier(tmp_path / "a.gguf", CAUSAL)
     (tmp_path / "a.gguf").write_bytes(b"no model")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModuleNotFoundError, match="gguf is missing; the language model .*pip install gguf"):
+    with pytest.raises(ModuleNotFoundError, match="gguf is missing; the language model .*language"):
         load_classifier(tmp_path / "a.gguf", CAUSAL)
 
 

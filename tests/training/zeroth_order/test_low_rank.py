@@ -26,7 +26,6 @@ from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, factors
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease
-from tests.support.private_loops import private_loop
 from tests.support.zeroth_order import require_mean_move
 
 SEEDS = (5, 6, 7)
@@ -534,7 +533,7 @@ def test_records_that_mix_are_evaluated_one_direction_after_another() -> None:
         optimizer.step(losses_of(model), torch.randn(8, 6), torch.arange(8) % 3)
 
 
-def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
+def test_what_the_optimizer_refuses() -> None:
     model, x, y = perceptron(), torch.randn(8, 6), torch.arange(8) % 3
     optimizer = ZerothOrder(model, lr=0.1, rank=1)
     with pytest.raises(RuntimeError, match="nothing was measured; give losses and a batch"):
@@ -546,9 +545,6 @@ def test_what_the_optimizer_refuses(tmp_path: Path) -> None:
         ZerothOrder(model, lr=0.1, rank=9)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         ZerothOrder(perceptron().requires_grad_(False), lr=0.1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
-    with pytest.raises(TypeError, match="ZerothOrder takes no gradients"):
-        private_loop(tmp_path / "private", (model, optimizer, nn.CrossEntropyLoss(), loader))
 
 
 @pytest.mark.slow

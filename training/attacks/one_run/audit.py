@@ -694,6 +694,11 @@ def audit_private_folder(
     steps = sum(payment.steps for payment in read_ledger(folder / LEDGER_FILE).payments)
     if not steps:
         raise NoGuarantee(f"folder {folder}: no step was paid for yet; train first")
+    if settings.directions is not None:
+        raise NoGuarantee(
+            f"folder {folder}: its optimizer is ZerothOrder, and this audit plants gradients; audit a run of "
+            "opusim.train with trainer.kind = 'zo' instead, whose steps are the same"
+        )
     seed, each = drawn_seed(seed), settings.records_per_user
     own_seed, side = derive_seed(seed, "stand-in"), math.ceil(math.sqrt(canaries))
     count = max(round(settings.batch_size / settings.sample_rate), 2) * (each or 1)

@@ -87,6 +87,10 @@ class RecordTape:
         self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
         self._layer_of = {n: number for number, group in enumerate(members) for n in group}
 
+    def has_followed(self, args: Any, kwargs: Any) -> bool:
+        """Return whether arguments of these shapes were seen, see `follow`."""
+        return self._signature(Rows.of((args, kwargs))) in self._followed
+
     def follow(self, args: Any, kwargs: Any) -> None:
         """Find out where the records stand for arguments of shapes that were not seen yet, on invented records.
 

@@ -1,0 +1,331 @@
+"""A private loop whose optimizer is `ZerothOrder`: the steps of `opusim train zo`, paid for, stated and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanisms.records import STANDARDISED
+from opusim.accounting.mechanisms.zeroth_order import ZEROTH_ORDER_GAUSSIAN
+from opusim.randomness.streams import noise_stream
+from opusim.training.attacks.one_run.audit import audit_private_folder
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.private_loop.module import MeasuredModule
+from opusim.training.zeroth_order.optimizer import ZerothOrder
+from opusim.training.zeroth_order.trainer import ZoTrainer
+from tests.support.private_loops import network, parts, private_loop, records
+
+CLIP, PHI = 0.01, 1e-2
+Losses = Callable[..., Tensor]
+
+
+def loop_of(
+    folder: Path,
+    *,
+    directions: int = 4,
+    rank: int | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> opusim.PrivateTraining:
+    module, _, criterion, loader = parts(model)
+    optimizer = ZerothOrder(module, lr=0.1, directions=directions, rank=rank, perturbation=PHI, seed=5)
+    return private_loop(folder, (module, optimizer, criterion, loader), max_grad_norm=CLIP, **options)
+
+
+def losses_of(private: opusim.PrivateTraining) -> Losses:
+    return lambda x, y: private.criterion(private.module(x), y)
+
+
+def run(private: opusim.PrivateTraining, steps: int) -> Tensor:
+    """Train so many steps; return the parameters."""
+    losses, optimizer = losses_of(private), private.optimizer
+    while steps:
+        for batch in private.data_loader:
+            optimizer.step(losses, *batch)
+            steps -= 1
+            if not steps:
+                break
+    return flat(private.module)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def like_train(
+    folder: Path, data: tuple[Tensor, Tensor], *, rank: int | None, steps: int
+) -> opusim.PrivateTraining:
+    """A loop on the records, the batches and the noise of the run of `opusim.train` with seed 5."""
+    config = load_config(run_config(rank))
+    module, _, criterion, _ = parts()
+    optimizer = ZerothOrder(module, lr=0.1, directions=4, rank=rank, perturbation=PHI, seed=5)
+    loader = DataLoader(TensorDataset(*data), batch_size=12)
+    private = private_loop(folder, (module, optimizer, criterion, loader), max_grad_norm=CLIP)
+    private.data_loader.sampler = make_sampler("poisson", 60, 12, config.seed_for("sampler"))
+    measured = private._private
+    assert isinstance(measured, MeasuredModule)
+    noise = noise_stream("experiment", config.seed_for("scalar-noise"), "scalar-noise")
+    measured._release = replace(measured._release, noise=noise)
+    run(private, steps)
+    return private
+
+
+def run_config(rank: int | None) -> dict[str, Any]:
+    return {
+        "seed": 5,
+        "epochs": 2,
+        "loss": "cross-entropy",
+        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "sampler": {"scheme": "poisson", "batch_size": 12},
+        "optimizer": {"lr": 0.1, "schedule": "constant"},
+        "trainer": {"kind": "zo", "perturbation": PHI, "directions": 4, "clip": "joint", "rank": rank},
+        "protection": {"kind": "record", "noise_multiplier": 1.0, "clip_norm": CLIP, "delta": 1e-5},
+    }
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_loop_is_the_run_of_opusim_train(
+    tmp_path: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches, directions and noise move the parameters alike; others, the planted fault, do not."""
+    x, y, model = torch.zeros(60, 8), torch.zeros(60, dtype=torch.int64), network()
+    step = ZoTrainer.step
+
+    def noting(trainer: ZoTrainer, own: Tensor, classes: Tensor, *, records: Tensor, **given: Any) -> Any:
+        x[records], y[records] = own, classes  # a run takes its records in an order of its own
+        return step(trainer, own, classes, records=records, **given)
+
+    monkeypatch.setattr(ZoTrainer, "step", noting)
+    found = opusim.train(run_config(rank), data=records().tensors, model=model, folder=tmp_path / "run")
+    private = like_train(tmp_path / "loop", (x, y), rank=rank, steps=10)
+    moved = (flat(model) - flat(network())).norm()
+    assert (flat(private.module) - flat(model)).norm() < 1e-3 * moved
+    assert private.epsilon == pytest.approx(found.guarantees[0].epsilon)
+    other = loop_of(tmp_path / "other", rank=rank, model=network())
+    assert (run(other, 10) - flat(model)).norm() > 0.1 * moved  # other batches and noise
+
+
+def sums_until_record_0(folder: Path, *, scaled: float, fixed: bool, fault: bool = False) -> Tensor:
+    """Return the noised sums of steps at a learning rate of 0, up to the first whose batch holds record 0."""
+    module, _, criterion, loader = parts()
+    loader.dataset.tensors[0][0] *= scaled  # type: ignore[attr-defined]
+    optimizer = ZerothOrder(module, lr=0.0, directions=4, perturbation=PHI, seed=5)
+    given = (module, optimizer, criterion, loader)
+    private = private_loop(folder, given, max_grad_norm=CLIP, noise_multiplier=1e-6, fixed_batches=fixed)
+    measured, found = private._private, list[Tensor]()
+    assert isinstance(measured, MeasuredModule)
+    if fault:
+        measured._release = replace(measured._release, clip=1e3)
+    for step, batch in enumerate(private.data_loader):
+        optimizer.measure(losses_of(private), *batch)
+        found.append(optimizer._sums.clone())
+        optimizer.step()
+        if 0 in private.data_loader.sampler.indices(step).tolist():
+            break
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_record_moves_the_sums_of_a_step_by_at_most_the_clip(tmp_path: Path, fixed: bool) -> None:
+    """By C, in Euclidean norm, so that one in another's place moves them by 2 C; without the clip, the planted fault,
+    by more. Steps without the record are as they were."""
+    changed = {}
+    for fault in (False, True):
+        found = [
+            sums_until_record_0(tmp_path / f"{fault}-{scaled}", scaled=scaled, fixed=fixed, fault=fault)
+            for scaled in (1.0, 1e3)
+        ]
+        changed[fault] = (found[0] - found[1]).norm(dim=1)
+        assert bool((changed[fault][:-1] < 1e-6).all())
+    assert 0.1 * CLIP < float(changed[False][-1]) <= 2 * CLIP + 1e-6
+    assert float(changed[True][-1]) > 4 * CLIP
+
+
+def test_a_loop_states_what_it_releases_and_stops_at_its_budget(tmp_path: Path) -> None:
+    module, _, criterion, loader = parts()
+    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
+    private = private_loop(
+        tmp_path / "loop",
+        (module, optimizer, criterion, loader),
+        noise_multiplier=None,
+        target_epsilon=2.0,
+        epochs=1,
+    )
+    run(private, 5)
+    assert 1.9 < private.epsilon <= 2.0
+    (guarantee,) = private.statement().guarantees
+    assert guarantee.is_proven
+    assert "jointly clipped to 1, Gaussian noise" in guarantee.mechanism
+    assert "4 directions" in guarantee.mechanism
+    stated = {one.text: one.holds for one in guarantee.assumptions}
+    assert all(stated[text] for text in ZEROTH_ORDER_GAUSSIAN.checked_by_code if text != STANDARDISED)
+    with pytest.warns(UserWarning, match="budget"):
+        assert not list(private.data_loader)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_resumed_loop_repeats_an_uninterrupted_one_to_the_bit(tmp_path: Path, rank: int | None) -> None:
+    whole = run(loop_of(tmp_path / "whole", rank=rank, model=network()), 8)
+    first = loop_of(tmp_path / "loop", rank=rank, model=network())
+    run(first, 3)
+    first.save()
+    first.close()
+    second = loop_of(tmp_path / "loop", rank=rank, model=network(), resume=True)
+    assert torch.equal(run(second, 5), whole)
+    assert second.epsilon > 0
+
+
+def test_batches_of_a_step_add_up(tmp_path: Path) -> None:
+    """A step after two batches moves the parameters by the mean of their noised sums, once."""
+    private = loop_of(tmp_path / "loop")
+    losses, optimizer, sums = losses_of(private), private.optimizer, list[Tensor]()
+    before = flat(private.module)
+    for number, batch in enumerate(private.data_loader):
+        optimizer.zero_grad()
+        optimizer.measure(losses, *batch)
+        sums.append(optimizer._sums.clone())
+        if number == 1:
+            break
+    optimizer.zero_grad()
+    for each in sums:
+        optimizer.add(each, 12)
+    assert optimizer._records == 24
+    assert (flat(private.module) - before).abs().max() < 1e-6
+    optimizer.step()
+    assert (flat(private.module) - before).abs().max() > 1e-4
+
+
+def test_an_empty_batch_takes_its_noisy_step(tmp_path: Path) -> None:
+    module, _, criterion, loader = parts(batch_size=1)
+    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI, seed=5)
+    private = private_loop(tmp_path / "loop", (module, optimizer, criterion, loader), max_grad_norm=CLIP)
+    for batch in private.data_loader:
+        before = flat(module)
+        optimizer.step(losses_of(private), *batch)
+        if not len(batch[0]):
+            break
+    assert not len(batch[0])
+    assert (flat(module) - before).abs().max() > 1e-4
+
+
+def test_large_batches_run_in_parts(tmp_path: Path) -> None:
+    whole = run(loop_of(tmp_path / "whole", model=network()), 3)
+    parted = run(loop_of(tmp_path / "parts", model=network(), max_physical_batch_size=4), 3)
+    assert torch.allclose(whole, parted, atol=1e-5)
+
+
+def test_rows_of_other_shapes_are_followed(tmp_path: Path) -> None:
+    """A module that takes any number of tokens meets a new one in the loop."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x).mean(dim=1))
+
+    torch.manual_seed(0)
+    module = Words()
+    data = [(torch.arange(3 + n % 3) % 9, n % 3) for n in range(30)]
+
+    def collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        x = nn.utils.rnn.pad_sequence([row[0] for row in rows], batch_first=True)
+        return x, torch.tensor([row[1] for row in rows])
+
+    loader = DataLoader(data, batch_size=2, collate_fn=collate)
+    optimizer = ZerothOrder(module, lr=0.1, directions=2, rank=1)
+    given = (module, optimizer, nn.CrossEntropyLoss(), loader)
+    run(private_loop(tmp_path / "loop", given, max_grad_norm=CLIP), 15)
+
+
+# What a loop may not do
+
+
+def test_what_is_not_private_is_refused(tmp_path: Path) -> None:
+    private = loop_of(tmp_path / "loop")
+    module, optimizer, criterion, loader = private
+    losses = losses_of(private)
+    with pytest.raises(RuntimeError, match="no batch at hand"):
+        optimizer.measure(losses, torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64))
+    x, y = next(iter(loader))
+    plain = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(ValueError, match="must return what the criterion of make_private returned"):
+        optimizer.measure(lambda x, y: plain(module(x), y), x, y)
+    with pytest.raises(ValueError, match="must return what the criterion of make_private returned"):
+        optimizer.measure(lambda x, y: criterion(module(x), y) - criterion(module(x), y).mean(), x, y)
+    with pytest.raises(ValueError, match="must return what the criterion of make_private returned"):
+        optimizer.measure(lambda x, y: criterion(module(x) - module(x).mean(dim=0), y), x, y)
+    with pytest.raises(ValueError, match=f"was given {len(x) - 1} rows"):
+        optimizer.measure(losses, x[1:], y[1:])
+    with pytest.raises(ValueError, match="no row for each of the"):
+        optimizer.measure(lambda x, y: criterion(module(x[:1]), y), x, y)
+    with pytest.raises(RuntimeError, match="gradient that is not private"):
+        plain(module(x), y).sum().backward()
+    optimizer.step(losses, x, y)
+    with pytest.raises(RuntimeError, match="was called before on the batch"):
+        optimizer.measure(losses, x, y)
+    with pytest.raises(RuntimeError, match="nothing was measured"):
+        optimizer.step()
+    private.close()
+    assert optimizer.private is None
+    assert float(optimizer.step(lambda x, y: plain(module(x), y), x, y)) > 0  # plain again
+
+
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="user_ids: ZerothOrder protects single records"):
+        loop_of(tmp_path / "users", user_ids=[1] * 60, records_per_user=2)
+    with pytest.raises(ValueError, match="clips a record's loss differences jointly"):
+        loop_of(tmp_path / "clip", clipping="automatic")
+    _, _, criterion, loader = parts()
+    other = ZerothOrder(network(), lr=0.1)
+    with pytest.raises(ValueError, match="is a ZerothOrder of another module"):
+        private_loop(tmp_path / "other", (network(), other, criterion, loader))
+    mixing = nn.Sequential(nn.Linear(8, 3), nn.Softmax(dim=0))
+    with pytest.raises(ValueError, match="mixes"):
+        loop_of(tmp_path / "mixing", model=mixing)
+
+
+def test_losses_that_are_not_finite_count_as_the_bound(tmp_path: Path) -> None:
+    def broken(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets) / 0.0
+
+    module, _, _, loader = parts()
+    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
+    private = private_loop(tmp_path / "loop", (module, optimizer, broken, loader), max_grad_norm=CLIP)
+    assert bool(torch.isfinite(run(private, 3)).all())
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_pass_leaves_nothing_in_the_module(tmp_path: Path, rank: int | None) -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.detach().clone()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    module = Keeping(8, 3)
+    private = loop_of(tmp_path / "loop", rank=rank, model=module)
+    before = module.last.clone()
+    run(private, 2)
+    assert torch.equal(module.last, before)
+
+
+def test_audits_that_plant_gradients_are_refused(tmp_path: Path) -> None:
+    private = loop_of(tmp_path / "loop")
+    run(private, 1)
+    with pytest.raises(TypeError, match="its optimizer is ZerothOrder, and this audit plants gradients"):
+        private.wrap_writer(lambda writer: writer)
+    private.close()
+    with pytest.raises(NoGuarantee, match="its optimizer is ZerothOrder, and this audit plants gradients"):
+        audit_private_folder(tmp_path / "loop")

@@ -240,6 +240,17 @@ def hidden_order(x: Tensor) -> Tensor:
 Sorted = backward("Sorted", lambda gradient: gradient.sort(dim=0).values)
 Read = backward("Read", lambda gradient: gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9)))
 Shared = backward("Shared", lambda gradient: gradient.sum(dim=0, keepdim=True).expand_as(gradient))
+Numbered = backward("Numbered", lambda gradient: gradient / len(gradient))
+
+
+def hooked(before: bool) -> nn.Sequential:
+    """A hook on a module subtracts the mean of the batch from gradients."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    if before:
+        model[2].register_full_backward_pre_hook(lambda m, out: (out[0] - out[0].mean(dim=0),))
+    else:
+        model[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
+    return model
 
 
 def seeded(model: Any, x: Tensor) -> Tensor:
@@ -318,6 +329,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
         "the gradient at linear.*sum in .*SharedBackward reduces over the records",
     ),
+    "number of records in the backward pass": (
+        lambda m, x: Numbered.apply(m.f(x)),
+        "div in .*the number of records",
+    ),
+    "backward hook": (hooked(False), "mean in .*BackwardHookFunctionBackward reduces over the records"),
+    "hook before a backward pass": (hooked(True), "mean in .*BackwardHookFunctionBackward reduces over"),
     "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), "backward pass of ReadBackward"),
     "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), "changes buffer 'mean'"),

@@ -481,12 +481,7 @@ def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "error", "message"),
     [
-        (
-            "bp",
-            ["protection.kind=last-iterate"],
-            ConfigError,
-            "'last-iterate' is not for trainer.kind = 'bp'",
-        ),
+        ("bp", ["protection.kind=last-iterate"], ConfigError, "'last-iterate' is not for trainer.kind ="),
         ("bp", ["protection.kind=none"], NoGuarantee, "no guarantee covers the steps of bp"),
         ("bp", ["data.name=mnist"], ConfigError, "data.name: is reserved"),
         ("bp", ["optimizer.momentum=0.9"], ConfigError, "optimizer.momentum: is reserved"),

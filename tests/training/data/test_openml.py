@@ -124,9 +124,7 @@ def test_a_second_time_the_copy_is_used(answers: dict[str, bytes]) -> None:
 @pytest.mark.parametrize("broken", ["/data/7", "/tiny.arff"])
 def test_a_server_that_fails_gives_one_clear_line(answers: dict[str, bytes], broken: str) -> None:
     del answers[broken]
-    with pytest.raises(
-        DataError, match=r"tiny could not be downloaded from openml\.org \(HTTP Error 500"
-    ) as caught:
+    with pytest.raises(DataError, match=r"tiny could not be downloaded from openml\.org \(HTTP") as caught:
         download_labelled_images(SOURCE)
     assert "OPUSIM_DATA" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -105,9 +105,7 @@ def around(module: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("name", list(MIXING))
 def test_a_module_that_mixes_records_is_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        ValueError, match="model: .*[A-Za-z1]+ '1.*mixes the records|mixes the records.* in [A-Za-z]+ '1"
-    ):
+    with pytest.raises(ValueError, match="model: .*[A-Za-z1]+ '1.*mixes the records|mixes the records.* in"):
         require_separate_outputs(around(MIXING[name]()), rows())
 
 

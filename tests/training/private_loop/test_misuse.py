@@ -574,9 +574,7 @@ def test_what_opacus_prepared_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_batch_memory_manager_names_its_argument(private: Loop) -> None:
     manager = pytest.importorskip("opacus.utils.batch_memory_manager").BatchMemoryManager
     with (
-        pytest.raises(
-            AttributeError, match="give max_physical_batch_size to make_private and iterate over the loader"
-        ),
+        pytest.raises(AttributeError, match="give max_physical_batch_size to make_private and iterate over"),
         manager(data_loader=private.data_loader, max_physical_batch_size=4, optimizer=private.optimizer),
     ):
         pass

@@ -120,10 +120,7 @@ class Sequences(nn.Module):
     ("way", "message"),
     [
         ("reads time first", "unbind in GRU 'cell' does not run in batches of every size"),
-        (
-            "time first",
-            r"shape \(7, 7, 3\) for 7 records and \(7, 5, 3\) for 5: records must come first|no tensor",
-        ),
+        ("time first", r"shape \(7, 7, 3\) for 7 records and \(7, 5, 3\) for 5: records must come first|no"),
         ("positions as rows", r"shape \(49, 3\) for 7 records and \(35, 3\) for 5|no tensor"),
         ("twice", "no tensor with a row for each record"),
         ("length of the batch", "in another dimension|has shape|records must come first"),

@@ -233,8 +233,9 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
         protection={"kind": "record", "noise_multiplier": 1.0, "relation": "add_or_remove_one"},
     )
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(RunFolderError, match="outside"):
-        audited(folder, canaries=100)
+    for place in (None, folder / "audit"):
+        with pytest.raises(RunFolderError, match="outside"):
+            audited(folder, canaries=100, out=place)
     audited(folder, canaries=100, out=tmp_path / "audit")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert read_audit(tmp_path / "audit" / "one-run.json").trials == 100

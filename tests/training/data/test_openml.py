@@ -112,12 +112,6 @@ def test_downloads_and_divides_in_the_published_order(answers: dict[str, bytes])
     assert parts["test"][1].tolist() == [1]
 
 
-def test_a_second_time_the_copy_is_used(answers: dict[str, bytes]) -> None:
-    first = download_labelled_images(SOURCE)
-    answers.clear()
-    assert np.array_equal(download_labelled_images(SOURCE)["train"][0], first["train"][0])
-
-
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::RuntimeWarning"
 )  # scikit-learn tells of its retries

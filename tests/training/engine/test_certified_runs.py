@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from opusim.noise import GaussianNoise
 from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training import train as trained
-from opusim.training.attacks.run_audit import audit_run
 from opusim.training.config.run import load_config
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import RunFolderError, RunInterrupted
@@ -397,14 +395,6 @@ def test_every_mechanism_of_device_noise_counts_the_certificate(
     }
     assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert run.guarantees[0].epsilon <= protection.get("epsilon", 30.0)
-
-
-@pytest.mark.slow
-def test_an_audit_takes_a_certified_run(tmp_path: Path) -> None:
-    device = description_file(tmp_path, "gaussian")
-    run = train(config(device, certify(tmp_path, device), epochs=1), folder=tmp_path / "run")
-    found = audit_run(run.folder.path, data=DATA, trials=40, out=tmp_path / "audit")
-    assert json.loads(json.dumps(found.to_json()))
 
 
 def test_beta_at_delta_is_no_guarantee(tmp_path: Path) -> None:

@@ -22,30 +22,9 @@ from opusim.training.networks.record_gradients.followed.tracking import RowTrack
 from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.private_loops import private_loop
-from tests.support.record_models import backward
+from tests.support.record_models import Runs, backward, draw, ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Runs(nn.Module):
-    """A module whose forward pass is a function of itself and the arguments."""
-
-    def __init__(self, function: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in (parts or {"f": nn.Linear(4, 3)}).items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(self, *args)
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ids(*shape: int, below: int = 5, seed: int = 2) -> Tensor:
-    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def loss(output: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from opusim import training
 from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Finding, Role, paragraphs, verdict
+from opusim.training.attacks.findings import Audit, Finding, Role, audit_rows, paragraphs, verdict
 from opusim.training.attacks.replay import replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.errors import RunFolderError
@@ -122,6 +122,13 @@ def test_the_same_seed_repeats_an_audit(plain: Path, plain_audit: Audit) -> None
     assert again == audit_run(plain, data=data(), trials=40, seed=7).to_json()
     assert again["findings"] != other["findings"]
     plain_audit.keep(plain)
+
+
+def test_an_audit_shows_its_bound_in_a_line_and_as_a_table(plain_audit: Audit) -> None:
+    best = plain_audit.strongest
+    assert repr(plain_audit).startswith(f"Audit(epsilon=at least {best.result.epsilon_lower:.4g}, ")
+    assert len(repr(plain_audit)) < 300
+    assert plain_audit._repr_html_().count("<tr>") == 1 + len(audit_rows(plain_audit))
 
 
 def test_an_edited_audit_is_not_shown(plain: Path, plain_audit: Audit) -> None:

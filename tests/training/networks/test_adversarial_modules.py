@@ -407,7 +407,11 @@ def case(
 REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     # rows that go by their place
     "rolled by a multiple of both batches": (lambda m, x: m.f(x.roll(222, 0)), "roll"),
-    "own entry by place": (lambda m, x: m.f(x.diagonal()[:, None].expand(-1, 4)), "diagonal in Runs", (WIDE)),
+    "own entry by place": (
+        lambda m, x: m.f(x.diagonal()[:, None].expand(-1, 4)),
+        "diagonal in Runs",
+        (WIDE,),
+    ),
     "diagonal behind small batches": (
         lambda m, x: m.f(x[:, :4] + x.diagonal(-40).sum()),
         "diagonal in Runs",
@@ -424,7 +428,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
         "slice in Runs moves the rows",
         (WIDE,),
     ),
-    "windows along the diagonal": (lambda m, x: m.f(x.flatten().unfold(0, 4, 100)), "unfold in Runs", (WIDE)),
+    "windows along the diagonal": (
+        lambda m, x: m.f(x.flatten().unfold(0, 4, 100)),
+        "unfold in Runs",
+        (WIDE,),
+    ),
     "places that turn back": (lambda m, x: m.f(x[torch.arange(len(x)) % 40]), "index in Runs"),
     "places that overflow": (
         lambda m, x: m.f(x[torch.arange(len(x)).to(torch.int8).long()]),

@@ -18,8 +18,6 @@ from opusim.training.reports.run_report import write_report
 NOTICED_AT_ONCE = (Fault.UNPLUGGED, Fault.TIMEOUT, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 SMALL = (Fault.LIGHT_CHANGED, Fault.DEAD_OUTPUTS, Fault.HOT_OUTPUTS, Fault.DECORRELATED)
 """Changes that may take up to four checks in a window of 64 outputs."""
-QUICK = (*NOTICED_AT_ONCE, Fault.FROZEN, Fault.NOISE_HALVED, Fault.LIGHT_CHANGED)
-"""One of each way to stop a run; tests/opusim/devices/test_monitor.py finds every fault of a device."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,9 +32,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return undisturbed(tmp_path_factory.mktemp("wanted"))
 
 
-@pytest.mark.parametrize(
-    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in Fault]
-)
+@pytest.mark.parametrize("fault", list(Fault))
 def test_every_fault_is_found_named_and_survived(
     fault: Fault, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:

@@ -23,18 +23,34 @@ VOCABULARY = 11
 
 
 class Custom(nn.Module):
-    """A module of a function of itself and the records, with the given parts."""
+    """A module of a function of itself and the arguments, with the given parts; plain tensors are buffers."""
 
-    def __init__(
-        self, function: Callable[[Custom, Tensor], Tensor], **parts: nn.Module | nn.Parameter
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():
-            setattr(self, name, part)
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(self, *args)
+
+
+class Runs(Custom):
+    """The same with a linear layer of 4 inputs, `f`, if no part is given."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__(function, **(parts or {"f": nn.Linear(4, 3)}))
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(*shape: int, below: int = 5) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(2))
 
 
 class Decoder(nn.Module):

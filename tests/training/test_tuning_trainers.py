@@ -166,27 +166,6 @@ def test_a_killed_release_search_pays_once_and_no_trial_exceeds_its_share(
 
 
 @pytest.mark.usefixtures("two_trials")
-def test_a_stopped_search_of_sampled_trials_resumes_to_the_same_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = Search(config_of("bp"), RATES, mean=2.0, folder=tmp_path / "whole").run()
-    calls = []
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return train(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(searching, "train", failing)
-        with pytest.raises(KeyboardInterrupt):
-            Search(config_of("bp"), RATES, mean=2.0, folder=tmp_path / "cut").run()
-    cut = Search(config_of("bp"), RATES, mean=2.0, folder=tmp_path / "cut").run()
-    assert (cut.score, cut.settings, cut.searches) == (whole.score, whole.settings, 1)
-
-
-@pytest.mark.usefixtures("two_trials")
 def test_planted_fault_a_trial_with_less_noise_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

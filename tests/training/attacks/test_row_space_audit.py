@@ -207,21 +207,6 @@ def test_every_trial_starts_from_the_same_state_with_its_own_noise(plain: Path) 
     assert torch.equal(first["layer2.weight"], second["layer2.weight"])  # its error crosses no device
 
 
-@pytest.mark.slow
-def test_a_released_run_is_audited_with_the_systems_noise_outside_its_folder(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    run, out = trained(tmp_path, mode="release", **PROTECTED), tmp_path_factory.mktemp("audit")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for place in (None, run, run / "audit"):
-        with pytest.raises(RunFolderError, match=r"is for release.*name a folder outside it .*--out"):
-            audit_run(run, data=data(), out=place, trials=40, seed=1)
-    found = audit_run(run, data=data(), out=out, trials=40, seed=1)
-    assert not of(found, Role.RUN).refutes
-    assert (out / "audit.json").exists()
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [

@@ -35,10 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_audit_prints_a_table_and_its_meaning_and_keeps_them(folder: Path) -> None:
     result = opusim("audit", "run", "--trials", "80", "--seed", "1", cwd=folder)
     assert result.returncode == 0, result.stderr
-    for text in ("null control", "broken control", "Found: membership", "nothing to refute", "residual"):
-        assert text in " ".join(result.stdout.split())
-    assert "All controls behaved as required" in " ".join(result.stdout.split())
-    assert "Forecast: nothing finite is claimed of a step" in " ".join(result.stderr.split())
     assert "membership found" in (folder / "run" / "report.html").read_text()
     again = opusim("audit", "run", "--trials", "80", "--seed", "1", "--json", cwd=folder)
     kept = json.loads((folder / "run" / "audit.json").read_text())

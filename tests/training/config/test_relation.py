@@ -191,24 +191,15 @@ def test_a_release_run_that_hides_its_number_goes_on(tmp_path: Path, ctrl_c_at: 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"sampler": {"sampling_probability": None}},
-        "'add_or_remove_one' needs sampler.sampling_probability",
-    ),
+    ({"sampler": {"sampling_probability": None}}, "'add_or_remove_one' needs sampler.sampling_probability"),
     (
         {"sampler": {"sampling_probability": None}, "protection": {"divisor": None}},
         r"needs sampler.sampling_probability and protection.divisor \(or sampler.batch_size\)",
     ),
     ({"protection": {"divisor": None}}, r"needs protection.divisor \(or sampler.batch_size\)"),
-    (
-        {"protection": {"divisor": None, "relation": None}},
-        "sampler.sampling_probability: 0.25",
-    ),
+    ({"protection": {"divisor": None, "relation": None}}, "sampler.sampling_probability: 0.25"),
     ({"sampler": {"scheme": "full-batch"}}, "sampling_probability: 0.25 does nothing here"),
-    (
-        {"data": {"split": "index"}},
-        "data.split: 'index' does not fit the relation 'add_or_remove_one'",
-    ),
+    ({"data": {"split": "index"}}, "data.split: 'index' does not fit the relation 'add_or_remove_one'"),
     ({"protection": {"relation": "zero_out"}, "data": {"split": "content"}}, "use 'index' or 'id'"),
     ({"protection": {"relation": "replace_one"}, "data": {"split": "id"}}, "use 'index'"),
     ({"trainer": {"kind": "zo"}, "protection": {"relation": "replace_one"}}, "not for trainer.kind = 'zo'; take one"),

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +154,6 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_pays_once(tmp_path: Path, source:
     assert run.guarantees[0].epsilon <= 3.0
 
 
-def test_planted_fault_unkeyed_noise_is_caught(
-    tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
-    with pytest.raises(KeyboardInterrupt):
-        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
-    monkeypatch.setattr("opusim.randomness.streams.SeededStream.seek", lambda self, step: None)
-    training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    weights = [tensors(tmp_path / name)["model.weight"] for name in ("unbroken", "broken")]
-    assert not torch.equal(*weights)
-
-
 def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type) -> None:
     """Killed and gone on with, it pays once: one last model leaves, whatever was computed on the way."""
     config = merged(CONFIG, {"mode": "release", "checkpoint": {"every_steps": 2}})
@@ -191,39 +175,6 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
     assert set(run.summary or {}) == {"schema_version", "steps"}
     assert all(set(line) == {"schema_version", "epoch", "step"} for line in run.metrics)
     assert not list(tmp_path.glob("timing*"))
-
-
-@pytest.mark.slow
-def test_sigkill_and_resume_from_outside(tmp_path: Path) -> None:
-    """A command that is killed after a checkpoint resumes to the same bits."""
-    command = [sys.executable, "-c", "from opusim.training.cli import main; main()", "train"]
-    options = [
-        "convex",
-        "--data",
-        "digits",
-        "--epsilon",
-        "3",
-        "--epochs",
-        "60",
-        "--quiet",
-        "--set",
-        "threads=1",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    folders = {name: tmp_path / name for name in ("unbroken", "broken")}
-    subprocess.run([*command, *options, "--out", str(folders["unbroken"])], check=True, env=environment)
-    process = subprocess.Popen([*command, *options, "--out", str(folders["broken"])], env=environment)
-    deadline = time.monotonic() + 60
-    while not any(
-        "step-00000000" in p.name and p.stem > "step-0000000001" for p in folders["broken"].glob("*/*")
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    subprocess.run([*command, "resume", str(folders["broken"]), "--quiet"], check=True, env=environment)
-    expected, found = (tensors(folders[name]) for name in ("unbroken", "broken"))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.slow

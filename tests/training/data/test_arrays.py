@@ -121,11 +121,7 @@ class TestArrays:
                 ValueError,
                 "labels from 0 to 3, got 1 to 4: number the classes from 0",
             ),
-            (
-                {"y": Y * 0},
-                ValueError,
-                "n_classes = 1: must be at least 2; it counts all classes",
-            ),
+            ({"y": Y * 0}, ValueError, "n_classes = 1: must be at least 2; it counts all classes"),
             ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
             ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
             ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),

@@ -98,11 +98,7 @@ ZIPPED = gzip.compress(SOUND, mtime=0)  # its bytes are in the names of tests
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            IMAGES,
-            ZIPPED[: len(ZIPPED) // 2],
-            "cut short, as by an interrupted download .*compressed data ends",
-        ),
+        (IMAGES, ZIPPED[: len(ZIPPED) // 2], "cut short, as by an interrupted download .*compressed data"),
         (IMAGES, ZIPPED[:30] + b"\x00" * 9 + ZIPPED[39:], "not a sound gzip file"),
         (IMAGES, SOUND[:-1], "cut short.*promises 180 bytes of data, it holds 179"),
         (IMAGES, SOUND[:9], "cut short.*9 bytes do not hold a header of 16"),

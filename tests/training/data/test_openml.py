@@ -112,21 +112,13 @@ def test_downloads_and_divides_in_the_published_order(answers: dict[str, bytes])
     assert parts["test"][1].tolist() == [1]
 
 
-def test_a_second_time_the_copy_is_used(answers: dict[str, bytes]) -> None:
-    first = download_labelled_images(SOURCE)
-    answers.clear()
-    assert np.array_equal(download_labelled_images(SOURCE)["train"][0], first["train"][0])
-
-
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::RuntimeWarning"
 )  # scikit-learn tells of its retries
 @pytest.mark.parametrize("broken", ["/data/7", "/tiny.arff"])
 def test_a_server_that_fails_gives_one_clear_line(answers: dict[str, bytes], broken: str) -> None:
     del answers[broken]
-    with pytest.raises(
-        DataError, match=r"tiny could not be downloaded from openml\.org \(HTTP Error 500"
-    ) as caught:
+    with pytest.raises(DataError, match=r"tiny could not be downloaded from openml\.org \(HTTP") as caught:
         download_labelled_images(SOURCE)
     assert "OPUSIM_DATA" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -171,12 +171,7 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("kind", "changes", "data", "message"),
         [
-            (
-                "ulr",
-                {"target": "real"},
-                (IMAGES, CLASSES),
-                "data.target: 'real' is not what trainer.kind = 'ulr'",
-            ),
+            ("ulr", {"target": "real"}, (IMAGES, CLASSES), "data.target: 'real' is not what trainer.kind ="),
             ("convex", {}, (TOKENS, None), "data.target: 'tokens' is not what trainer.kind = 'convex'"),
             ("zo", {"inputs": "tokens"}, (TOKENS, CLASSES), "data.inputs: 'tokens' is not what"),
         ],

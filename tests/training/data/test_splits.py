@@ -175,12 +175,7 @@ def test_a_part_may_be_empty_but_not_the_training_records() -> None:
 @pytest.mark.parametrize(
     ("split", "ids", "error", "message"),
     [
-        (
-            "index",
-            [1, 2, 3],
-            ValueError,
-            "split = 'index' with ids: split = 'id' needs ids, and only it takes them",
-        ),
+        ("index", [1, 2, 3], ValueError, "split = 'index' with ids: split = 'id' needs ids, and only it"),
         ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
         ("id", None, ValueError, "split = 'id' without ids"),
         ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID per record"),

@@ -134,25 +134,10 @@ class TestFrames:
         ("frame", "test", "label", "message"),
         [
             (FRAME, None, None, "data.label is missing: name the column of data to predict, one of length"),
-            (
-                FRAME,
-                None,
-                "specie",
-                "'specie' is no column of data, which has length, species, count, wild; did",
-            ),
-            (
-                FRAME.assign(city="x"),
-                None,
-                "species",
-                "column 'city' of data holds 'x' in row 0 counted from 0, and features are numbers",
-            ),
+            (FRAME, None, "specie", "'specie' is no column of data, which has length, species, count, wild"),
+            (FRAME.assign(city="x"), None, "species", "column 'city' of data holds 'x' in row 0 counted"),
             (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
-            (
-                FRAME.assign(day=pandas.Timestamp(0)),
-                None,
-                "species",
-                "column 'day' of data holds datetime64",
-            ),
+            (FRAME.assign(day=pandas.Timestamp(0)), None, "species", "column 'day' of data holds datetime64"),
             (
                 FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)),
                 None,
@@ -263,9 +248,7 @@ class TestOtherForms:
             _load(data(), label=None)
 
     def test_other_forms_are_refused(self) -> None:
-        with pytest.raises(
-            TypeError, match=r"data must be \(x, y\), a TensorDataset or another Dataset of torch"
-        ):
+        with pytest.raises(TypeError, match=r"data must be \(x, y\), a TensorDataset or another Dataset of"):
             _load([1, 2], label=None)
         with pytest.raises(ConfigError, match="data.label: species names a column of a table"):
             _load((np.zeros((4, 2)), np.arange(4) % 2))
@@ -577,36 +560,15 @@ class TestFiles:
         [
             ("a,a,y\n1,2,0\n3,4,1\n", "has several columns of the name 'a'; rename or drop them"),
             ("a,b,y\n1,2,0\n?,4,1\n", "column 'a' of {} lacks 1 of 2 values, the first in row 1"),
-            (
-                "a,b,y\n1,2,0\n3,4,1\nx,6,1\n",
-                "'a' of {} holds 'x' in row 2 counted from 0, and features are numbers; "
-                "correct this cell, or drop its row",
-            ),
-            (
-                'a,b,y\n1,2,0\n"1,234.5",4,1\n',
-                "holds '1,234.5' in row 1 counted from 0, and features are numbers; "
-                "write numbers without separators of thousands",
-            ),
-            (
-                "a;b;y\n1,5;2;0\n2,25;4;1\n",
-                "holds '1,5' in row 0 counted from 0, and features are numbers; write "
-                "decimal points instead of commas",
-            ),
+            ("a,b,y\n1,2,0\n3,4,1\nx,6,1\n", "'a' of {} holds 'x' in row 2 counted from 0, and features are"),
+            ('a,b,y\n1,2,0\n"1,234.5",4,1\n', "holds '1,234.5' in row 1 counted from 0, and features are"),
+            ("a;b;y\n1,5;2;0\n2,25;4;1\n", "holds '1,5' in row 0 counted from 0, and features are numbers"),
             ("a,b,y\n1,2,0\n3,4,1,9\n", "{} has 4 cells in line 3 and 3 in the lines before; give every row"),
-            (
-                "a,b,y\n1,2,0,9\n3,4,1,9\n",
-                "{} has more cells in each row than names in its header (a, b, y, ...)",
-            ),
+            ("a,b,y\n1,2,0,9\n3,4,1,9\n", "{} has more cells in each row than names in its header"),
             ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
-            (
-                "a,b,y\n1,2,0\n3,-inf,1\n",
-                "'b' of {} holds -inf in row 1 counted from 0, which float32 cannot hold",
-            ),
+            ("a,b,y\n1,2,0\n3,-inf,1\n", "'b' of {} holds -inf in row 1 counted from 0, which float32"),
             ("a,b,y\n1e39,2,0\n3,4,1\n", "'a' of {} holds 1e+39 in row 0 counted from 0, which float32"),
-            (
-                "a\0,\0y\0\n\0",
-                "{} is no text in UTF-8, because it holds zero bytes, as UTF-16 without its mark does",
-            ),
+            ("a\0,\0y\0\n\0", "{} is no text in UTF-8, because it holds zero bytes, as UTF-16 without its"),
             ("BZh91AY&SY", "{} is compressed by bzip2; unpack it, or compress it by gzip"),
             ("PK\x03\x04", "{} is a zip archive, as a spreadsheet is; save the table as CSV"),
             ("\x1f\x8b broken", "{} is a damaged gzip file"),
@@ -625,9 +587,7 @@ class TestFiles:
     ) -> None:
         (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b,y\n" + b"1,2,0\n" * 10_000))
         monkeypatch.setattr(formats_module, "_TEXT_BYTES_ALLOWED", 1000)
-        with pytest.raises(
-            DataError, match=r"a.csv.gz unpacks to more than [\d,]+ bytes; give the file uncompressed"
-        ):
+        with pytest.raises(DataError, match=r"a.csv.gz unpacks to more than [\d,]+ bytes; give the file"):
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv.gz", "label": "y"}}), None)
 
     def test_a_missing_library_is_named_with_its_extra(

@@ -169,9 +169,7 @@ class TestEvaluation:
 
     def test_a_tokenizer_that_was_changed_is_refused(self, path: Path) -> None:
         self.run.facts["data"]["origin"]["tokenizer"] = "a digest"
-        with pytest.raises(
-            DataError, match=r"data.tokenizer = .* is not the file that run run was trained with"
-        ):
+        with pytest.raises(DataError, match="data.tokenizer = .* is not the file that run run was trained"):
             evaluate_run(path)
 
     def test_data_of_another_size_are_refused(self, path: Path) -> None:
@@ -194,10 +192,7 @@ def test_a_guarantee_covers_a_text_whose_windows_do_not_move(text: Path, relatio
     )
     data = load_text(text, context=5)
     if relation == "add_or_remove_one":
-        with pytest.raises(
-            NoGuarantee,
-            match="'tail' does not fit .*would move the cut between the parts.*take protection.relation",
-        ):
+        with pytest.raises(NoGuarantee, match="'tail' does not fit .*would move the cut between the"):
             require_covered(config, data, "poisson")
     else:
         require_covered(config, data, "poisson")

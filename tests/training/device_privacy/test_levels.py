@@ -60,10 +60,7 @@ def test_the_certified_noise_and_its_beta_take_the_described_ones_place() -> Non
     ("name", "way"),
     [
         ("gaussian", r"set device.noise.sigma = (?P<value>[\d.]+), then calibrate again"),
-        (
-            "gaussian_temperature",
-            "little; leave protection.top_up out, so that digital noise makes up the rest$",
-        ),
+        ("gaussian_temperature", "little; leave protection.top_up out, so that digital noise makes up the"),
     ],
 )
 def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name: str, way: str) -> None:

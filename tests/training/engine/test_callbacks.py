@@ -71,9 +71,7 @@ def test_keys_of_the_configuration_may_be_arguments(tmp_path: Path) -> None:
     assert (run.config.epochs, run.config.optimizer.lr, run.config.model.hidden) == (1, 0.5, (4,))
     with pytest.raises(ConfigError, match=r"epoch: .*epochs"):
         training.train(CONFIG, data=data(), folder=tmp_path / "other", epoch=1)
-    with pytest.raises(
-        TypeError, match=r"model = {'hidden': \[8\]}: is a section .* opusim.train\({'model': "
-    ):
+    with pytest.raises(TypeError, match=r"model = {'hidden': \[8\]}: is a section .* opusim.train\({'model'"):
         training.train(CONFIG, data=data(), folder=tmp_path / "other", model={"hidden": [8]})  # type: ignore[arg-type]
     with pytest.raises(opusim.RunFolderError, match="resumes under the configuration in its folder"):
         training.train(data=data(), folder=tmp_path / "run", resume=True, epochs=3)
@@ -143,7 +141,5 @@ def test_commands_take_callbacks_by_their_import_path(
 
 
 def test_former_loggers_name_the_example() -> None:
-    with pytest.raises(
-        AttributeError, match="write an opusim.Callback, as examples/tensorboard_logger.py does"
-    ):
+    with pytest.raises(AttributeError, match="write an opusim.Callback, as examples/tensorboard_logger.py"):
         opusim.WandbLogger  # noqa: B018

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +27,10 @@ from opusim.noise import GaussianNoise
 from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training import train as trained
-from opusim.training.attacks.run_audit import audit_run
 from opusim.training.config.run import load_config
-from opusim.training.engine.certified import VOUCHED
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import RunFolderError, RunInterrupted
 from opusim.training.protections.base import creditable_law
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
-from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.listing import list_runs
 from opusim.training.runs.run import Run, load_run
 from opusim.training.sweeps.tuning import Search
@@ -272,12 +267,6 @@ def test_a_certificate_that_does_not_fit_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_gaussian_certificate_does_not_serve_counts(tmp_path: Path) -> None:
-    certificate = certify(tmp_path, "camera_low_light")
-    with pytest.raises(ConfigError, match="certifies the law 'gaussian', the device has 'photon_count'"):
-        train(config("camera_low_light", certificate), folder=tmp_path / "run")
-
-
 def test_an_older_certificate_is_used_if_its_age_is_allowed(tmp_path: Path) -> None:
     device = description_file(tmp_path, "gaussian")
     certificate = certify(tmp_path, device, date=stale(40))
@@ -371,40 +360,6 @@ def test_weak_noise_after_the_last_check_is_found_at_the_end(tmp_path: Path) -> 
     assert [(alarm.step, alarm.since) for alarm in read_ledger(tmp_path / "run").alarms] == [(40, 20)]
 
 
-def test_a_device_repaired_after_a_kill_leaves_no_step_on_trust(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weak noise from step 23 on, no check due: the checkpoint of step 30 is not written under it.
-
-    A run that is killed at step 28 resumes from the checkpoint of step 20, before which a check was in order, and does
-    the steps of the weak noise again.
-    """
-    FaultyDevice.repaired = False
-    device = description_file(tmp_path, KIND, every_steps=1000, fault=Fault.NOISE_HALVED.value, amount=0.9)
-    changes = config(device, certify(tmp_path, device), checkpoint={"every_steps": 10})
-    with pytest.raises(NoiseBelowCertificate, match="weaker than certified from step 20 on"):
-        train(changes, folder=tmp_path / "watched")
-    assert [(one.step, one.since) for one in read_ledger(tmp_path / "watched").alarms] == [(30, 20)]
-    advance, steps = Engine._advance, []
-
-    def killed(engine: Engine) -> None:
-        steps.append(engine.step)
-        if len(steps) == 29:
-            raise KeyboardInterrupt
-        advance(engine)
-
-    monkeypatch.setattr(Engine, "_advance", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(changes, folder=tmp_path / "run")
-    newest = read_checkpoint(list_checkpoints(RunFolder(tmp_path / "run").checkpoints)[-1])
-    assert (newest.step, newest.progress[VOUCHED]) == (20, 20)
-    FaultyDevice.repaired = True
-    run = train(folder=tmp_path / "run", resume=True)
-    FaultyDevice.repaired = False
-    assert steps[29:] == list(range(20, 40))
-    assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
-
-
 def test_a_device_weaker_than_its_certificate_does_not_open(tmp_path: Path) -> None:
     device = description_file(tmp_path, "gaussian")
     certificate = certify(tmp_path, device, noise=GaussianLaw(std=SIGMA / 0.9))
@@ -440,14 +395,6 @@ def test_every_mechanism_of_device_noise_counts_the_certificate(
     }
     assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert run.guarantees[0].epsilon <= protection.get("epsilon", 30.0)
-
-
-@pytest.mark.slow
-def test_an_audit_takes_a_certified_run(tmp_path: Path) -> None:
-    device = description_file(tmp_path, "gaussian")
-    run = train(config(device, certify(tmp_path, device), epochs=1), folder=tmp_path / "run")
-    found = audit_run(run.folder.path, data=DATA, trials=40, out=tmp_path / "audit")
-    assert json.loads(json.dumps(found.to_json()))
 
 
 def test_beta_at_delta_is_no_guarantee(tmp_path: Path) -> None:

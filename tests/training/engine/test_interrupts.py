@@ -31,7 +31,9 @@ cli.main()
 COMMAND = ["train", "bp", "--data", "digits", "--epochs", "100000", "--quiet", "--out", "run"]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "delay", [0.0, 0.4, 1.5, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.1, 0.2, 0.7, 1.0))]
+)
 def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
     settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen(

@@ -357,10 +357,7 @@ def test_a_module_of_opacus_is_refused(tmp_path: Path) -> None:
             FeedbackAlignment,
             lambda model: training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run"),
         ):
-            with pytest.raises(
-                ValueError,
-                match=r"model (is a GradSampleModule|has hooks) of Opacus[,;] .*to_standard_module",
-            ):
+            with pytest.raises(ValueError, match="model (is a GradSampleModule|has hooks) of Opacus[,;]"):
                 take(inner)
     assert FeedbackAlignment(wrapped.to_standard_module())
 

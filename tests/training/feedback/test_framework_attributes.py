@@ -104,35 +104,6 @@ def test_a_wrapper_that_forwards_its_torch_device_leaves_the_noisy_device() -> N
     assert model.usage.frames == plain.usage.frames > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizers", [True, False])
-def test_fabric_keeps_the_device(optimizers: bool) -> None:
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
-    plain, model = feedback(), feedback()
-    before = dict(vars(model))
-    if optimizers:
-        wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    else:
-        wrapped = fabric.setup_module(model)
-    assert {name: value for name, value in vars(model).items() if name in before} == before
-    fabric.backward(cross_entropy(wrapped(x), y))
-    found = [p.grad for p in model.parameters()]
-    assert all(map(torch.equal, found, gradients(plain, plain)))
-    assert model.usage.frames == plain.usage.frames > 0
-
-
-@pytest.mark.slow
-def test_accelerate_keeps_the_device() -> None:
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    plain, model = feedback(), feedback()
-    before = dict(vars(model))
-    wrapped = accelerator.prepare(model)
-    assert {name: value for name, value in vars(model).items() if name in before} == before
-    accelerator.backward(cross_entropy(wrapped(x), y))
-    found = [p.grad for p in model.parameters()]
-    assert all(map(torch.equal, found, gradients(plain, plain)))
-
-
 def test_a_torch_device_is_refused_with_the_call_that_moves_the_model() -> None:
     model = feedback()
     with pytest.raises(TypeError, match=r"NoisyDevice, not device; move the model by \.to\('cpu'\)"):

@@ -82,14 +82,6 @@ def test_compiled_models_learn_the_same(part: str) -> None:
         assert not close(trained(other, other), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_compiles_what_lies_between_points() -> None:
-    torch.compiler.reset()
-    plain, model = new_model(), new_model()
-    assert close(trained(model, torch.compile(model)), trained(plain, plain))
-
-
 def test_a_whole_graph_is_refused() -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match=r"FeedbackAlignment\._begin"):

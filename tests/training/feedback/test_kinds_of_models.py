@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from opusim import FeedbackAlignment, open_device
 from opusim.training.feedback.projection import DeviceProjection
 
-SIDE, CLASSES, WIDTH, HEADS = 8, 10, 16, 2
-LEVELS, LENGTH = 16, 16  # vocabulary and length of a digit as text
+SIDE, CLASSES, WIDTH = 8, 10, 16
 N_TRAIN, BATCH, SIGMA = 1200, 64, 0.5
 
 
@@ -52,54 +51,6 @@ class OwnForward(nn.Module):
         return {"logits": self.head(self.mixed(h).tanh()) * scale, "width": h.shape[1]}
 
 
-class Residual(nn.Module):
-    """norm(x + f(x))."""
-
-    def __init__(self, f: nn.Module, norm: nn.Module) -> None:
-        super().__init__()
-        self.f, self.norm = f, norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.f(x))
-
-
-def dense_block() -> nn.Module:
-    return Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), nn.LayerNorm(WIDTH))
-
-
-class Encoder(nn.Module):
-    """A digit's eight rows are the tokens of two post-norm layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.positions = nn.Linear(SIDE, WIDTH), nn.Parameter(torch.randn(SIDE, WIDTH))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.rows(x.view(-1, SIDE, SIDE)) + self.positions
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h.mean(dim=1))
-
-
-class Bag(nn.Module):
-    """Embeddings of levels of grey, one for each pixel, and a small network behind their concatenation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(LEVELS * LENGTH, 2)
-        self.body = nn.Sequential(
-            nn.Flatten(), nn.Linear(2 * LENGTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.body(self.embedding(tokens + LEVELS * torch.arange(LENGTH)))
-
-
 class Recurrent(nn.Module):
     """A GRU over a digit's rows; its point lies on the outputs of all rows, of which the head reads the last."""
 
@@ -131,25 +82,14 @@ class Case:
     """A model, what it is trained on, and its feedback points."""
 
     build: Callable[[], nn.Module]
-    tokens: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 60
     by_name: bool = False
     """Whether the model takes a keyword and returns a mapping."""
-
-
-def dense_residual() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(SIDE * SIDE, WIDTH), dense_block(), dense_block(), nn.Linear(WIDTH, CLASSES)
-    )
 
 
 CASES = {
     "module subclass": Case(build=Subclass),
     "Conv2d": Case(build=convolutional, options={"spread": "full"}),
-    "residual": Case(build=dense_residual, options={"points": Residual}),
-    "encoder transformer": Case(build=Encoder, options={"points": "layers.*"}, steps=100),
-    "Embedding": Case(build=Bag, tokens=True, options={"points": ["embedding", "body.2"], "spread": "full"}),
     "GRU": Case(build=Recurrent, options={"points": "gru"}),
     "own forward": Case(
         build=OwnForward, options={"points": ["left", "right", "mixed"], "error_at": "head"}, by_name=True
@@ -158,18 +98,17 @@ CASES = {
 
 
 @cache
-def records(tokens: bool) -> tuple[Tensor, Tensor]:
-    """Digits, or some of their levels of grey, and their classes."""
+def records() -> tuple[Tensor, Tensor]:
+    """Digits and their classes."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     pixels = torch.tensor(digits.data, dtype=torch.float32)[order]
-    levels = (pixels.view(-1, SIDE, SIDE)[:, 2:6:2].flatten(1) * (LEVELS / 16.01)).long()
-    return levels if tokens else pixels / 16, torch.tensor(digits.target)[order]
+    return pixels / 16, torch.tensor(digits.target)[order]
 
 
 def losses(case: Case, model: nn.Module, rows: Tensor | slice) -> Tensor:
     """Cross-entropy of each of some records."""
-    x, y = (part[rows] for part in records(case.tokens))
+    x, y = (part[rows] for part in records())
     return cross_entropy(model(pixels=x)["logits"] if case.by_name else model(x), y, reduction="none")
 
 
@@ -184,13 +123,13 @@ def held_out_losses(case: Case, *, seed: int, learns: bool = True) -> Tensor:
     torch.manual_seed(seed)
     model = FeedbackAlignment(case.build(), gain=float(learns), **case.options)
     if learns:
-        x = records(case.tokens)[0][:2]
+        x = records()[0][:2]
         n_inputs, n_outputs = model.shape(pixels=x) if case.by_name else model.shape(x)
         model.noisy_device = open_device(
             "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, noise={"sigma": SIGMA}
         )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(case.steps):
+    for _ in range(60):
         optimizer.zero_grad()
         losses(case, model, torch.randint(0, N_TRAIN, (BATCH,))).mean().backward()
         optimizer.step()

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.bare import feedback_trainer
 from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.medium import Medium
-from opusim.training.config.sections import OptimizerConfig
-from opusim.training.feedback.closed_form import ClosedForm
-from opusim.training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig
-from opusim.training.networks.network import FullyConnected
-from opusim.training.networks.optimizers import make_optimizer
 
 SEED = 20210603
 N, P, C, CLASSES = 3, 5, 8, 4
@@ -78,33 +72,6 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.Tanh(), nn.Linear(15, CLASSES)
     )  # B has 27 outputs with slices = "own"
-
-
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        (DfaConfig(gain=1.7), {"gain": 1.7}),
-        (PdfaConfig(encoding="planes", planes=3), {"encoding": "planes", "planes": 3}),
-    ],
-    ids=["dfa", "pdfa"],
-)
-def test_an_mlp_has_the_gradients_of_the_closed_form(config: FeedbackConfig, options: dict) -> None:
-    x, y = normal(20, 9), torch.arange(20) % CLASSES
-    photonic = config.kind == "pdfa"
-    model = FeedbackAlignment(
-        mlp(), slices="own", device=device(27, kind="ideal") if photonic else None, **options
-    )
-    cross_entropy(model(x), y).backward()
-
-    network = FullyConnected(mlp())
-    optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = feedback_trainer(
-        ClosedForm(network, config, device=device(27, kind="ideal") if photonic else None), optimizer
-    )
-    trainer.step(x, y, step=0)
-    for found, expected in zip(model.parameters(), network.parameters, strict=True):
-        assert expected.grad.norm() > 1e-3
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
 
 
 # Any module
@@ -376,12 +343,6 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
         (cross_entropy(parts(x[piece]), y[piece]) / 2).backward()
     for found, expected in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
-
-
-def test_without_gain_only_what_follows_the_last_point_learns() -> None:
-    model = FeedbackAlignment(mlp(), gain=0.0)
-    cross_entropy(model(normal(8, 9)), torch.arange(8) % CLASSES).backward()
-    assert [bool(p.grad.any()) for p in model.parameters()] == [False] * 4 + [True] * 2
 
 
 def test_a_point_that_runs_twice_receives_feedback_for_each_call() -> None:

@@ -6,7 +6,6 @@ In float32 their rounding alone moved the clipped sum by up to 124 C.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 from opusim.randomness.streams import noise_stream
 from opusim.training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
 from opusim.training.networks.contributions import sums, uses
-from opusim.training.networks.network import jacobian_of
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients, require_counted_sums
-from tests.support.private_loops import parts, private_loop
 
 INPUTS, OUTPUTS, CLIP = 64, 16, 1.0
 
@@ -136,28 +133,6 @@ def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert error_of(build, pairs(1024, 1e5)) > 0.1
 
 
-def test_layers_with_positions_round_as_little() -> None:
-    """`ulr` and other layered networks measure and sum by the layer."""
-    torch.manual_seed(0)
-    records = 1024
-    x = pairs(records, 1e5)
-    deltas = torch.stack([SIGNAL, -SIGNAL]).expand(records, -1, -1).contiguous()
-    linear = nn.Linear(INPUTS, OUTPUTS, bias=False)
-    convolution = nn.Conv2d(INPUTS, OUTPUTS, 1, bias=False)
-    cases = [
-        (linear, deltas, x),
-        (convolution, deltas.mT[..., None].contiguous(), x.mT[..., None].contiguous()),
-    ]
-    differences = x[:, 0].double() - x[:, 1].double()
-    for module, delta, h in cases:
-        layer = jacobian_of(module)
-        found = layer.contributions(delta, h)
-        factors = bounded_factors(found.squared_norms().sqrt(), CLIP)
-        ((_, total),) = found.totals(factors)
-        wanted = torch.outer(SIGNAL.double(), factors[0] @ differences)
-        assert float((total.double().view_as(wanted) - wanted).norm()) <= records**2 * 2.0**-24
-
-
 @pytest.mark.parametrize(("build", "several"), [(Twice, True), (Stacked, False), (Recurrent, True)])
 def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """For batches without records, too, and for batches in parts."""
@@ -191,17 +166,3 @@ def test_more_records_than_the_sums_error_is_proven_for_are_refused() -> None:
         ValueError, match=f"batch_size = {most + 1}: a parameter of the module is used several times"
     ):
         require_counted_sums(tape, most + 1, processes=2, name="batch_size")
-
-
-@pytest.mark.slow
-def test_a_private_loop_refuses_them(tmp_path: Path) -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.w(x) - self.w(0.5 * x)
-
-    with pytest.raises(ValueError, match=r"data_loader.batch_size = 32769: .* take smaller batches"):
-        private_loop(tmp_path, parts(Small(), count=32769, batch_size=32769))

@@ -22,30 +22,9 @@ from opusim.training.networks.record_gradients.followed.tracking import RowTrack
 from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.private_loops import private_loop
-from tests.support.record_models import backward
+from tests.support.record_models import Runs, backward, draw, ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Runs(nn.Module):
-    """A module whose forward pass is a function of itself and the arguments."""
-
-    def __init__(self, function: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in (parts or {"f": nn.Linear(4, 3)}).items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(self, *args)
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ids(*shape: int, below: int = 5, seed: int = 2) -> Tensor:
-    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def loss(output: Any) -> Tensor:
@@ -240,6 +219,17 @@ def hidden_order(x: Tensor) -> Tensor:
 Sorted = backward("Sorted", lambda gradient: gradient.sort(dim=0).values)
 Read = backward("Read", lambda gradient: gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9)))
 Shared = backward("Shared", lambda gradient: gradient.sum(dim=0, keepdim=True).expand_as(gradient))
+Numbered = backward("Numbered", lambda gradient: gradient / len(gradient))
+
+
+def hooked(before: bool) -> nn.Sequential:
+    """A hook on a module subtracts the mean of the batch from gradients."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    if before:
+        model[2].register_full_backward_pre_hook(lambda m, out: (out[0] - out[0].mean(dim=0),))
+    else:
+        model[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
+    return model
 
 
 def seeded(model: Any, x: Tensor) -> Tensor:
@@ -318,6 +308,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
         "the gradient at linear.*sum in .*SharedBackward reduces over the records",
     ),
+    "number of records in the backward pass": (lambda m, x: Numbered.apply(m.f(x)), "div in .*the number of"),
+    "backward hook": (hooked(False), "mean in .*BackwardHookFunctionBackward reduces over the records"),
+    "hook before a backward pass": (hooked(True), "mean in .*BackwardHookFunctionBackward reduces over"),
     "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), "backward pass of ReadBackward"),
     "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), "changes buffer 'mean'"),

@@ -105,9 +105,7 @@ def around(module: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("name", list(MIXING))
 def test_a_module_that_mixes_records_is_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        ValueError, match="model: .*[A-Za-z1]+ '1.*mixes the records|mixes the records.* in [A-Za-z]+ '1"
-    ):
+    with pytest.raises(ValueError, match="model: .*[A-Za-z1]+ '1.*mixes the records|mixes the records.* in"):
         require_separate_outputs(around(MIXING[name]()), rows())
 
 
@@ -236,13 +234,6 @@ def test_runs_without_protection_take_them_as_before(tmp_path: Path, kind: str) 
     )
 
 
-@pytest.mark.parametrize("kind", ["zo", "ulr"])
-def test_protected_runs_take_models_that_treat_records_apart(tmp_path: Path, kind: str) -> None:
-    protection = {"kind": "record", "noise_multiplier": 1.0}
-    model = around(nn.Sequential(nn.LayerNorm(N_INPUTS), nn.Tanh()))
-    training.train(config(kind, protection), data=data(), model=model, folder=tmp_path / "run")
-
-
 class Shifted(nn.Module):
     """x plus a shift that is set to minus the mean of the first batch, as ActNorm does; also, or only, in training."""
 
@@ -264,19 +255,6 @@ class Shifted(nn.Module):
         return x + self.shift
 
 
-class Remembering(nn.Module):
-    """x minus a running mean of earlier batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(N_INPUTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shifted = x - self.mean
-        self.mean.mul_(0.9).add_(0.1 * x.detach().sum(dim=0))
-        return shifted
-
-
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("training_only", [True, False])
 @pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
@@ -290,15 +268,6 @@ def test_no_private_record_sets_what_a_module_keeps(
     assert all(
         float(value.abs().max()) < 10 for value in layer.values
     )  # those of N(0, 1), not of the records
-
-
-@pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
-def test_a_module_that_remembers_batches_is_refused(tmp_path: Path, kind: str) -> None:
-    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
-    with pytest.raises(ValueError, match="a forward pass changes"):
-        training.train(
-            run, data=(rows(60), torch.arange(60) % 3), model=around(Remembering()), folder=tmp_path / "run"
-        )
 
 
 class Tokens(nn.Module):
@@ -428,13 +397,6 @@ def test_attributes_that_outlast_a_batch_are_refused(tmp_path: Path, kind: str, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
-def test_attributes_that_every_batch_overwrites_pass(tmp_path: Path, kind: str) -> None:
-    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
-    model = remembering("what every batch overwrites")
-    training.train(run, data=data(), model=model, folder=tmp_path / "run")
-
-
 @pytest.mark.parametrize("way", [*REMEMBERS, "what every batch overwrites"])
 def test_a_look_at_attributes_leaves_them_as_they_were(way: str) -> None:
     model = remembering(way)
@@ -501,38 +463,3 @@ def test_a_class_that_only_claims_to_be_of_torch_is_code_of_others() -> None:
     claims = type("ReLU", (nn.ReLU,), {"__module__": nn.ReLU.__module__})
     assert claims.__module__ == nn.ReLU.__module__
     assert not runs_torch_only(claims())
-
-
-SPREAD = {
-    "linear": (nn.Linear(4, 3), (2, 4)),
-    "convolution": (nn.Conv1d(2, 3, 2), (2, 2, 5)),
-    "layer norm": (nn.LayerNorm(4), (2, 4)),
-    "group norm": (nn.GroupNorm(2, 4), (2, 4)),
-    "batch norm": (nn.BatchNorm1d(4), (2, 4)),
-    "dropout": (nn.Dropout(0.5), (2, 4)),
-    "pooling": (nn.AdaptiveAvgPool1d(2), (2, 4, 4)),
-    "activations": (nn.Sequential(nn.RReLU(), nn.GELU(), nn.PReLU()), (2, 4)),
-}
-
-
-@pytest.mark.parametrize("name", SPREAD)
-def test_what_is_not_tried_keeps_nothing_in_attributes(name: str) -> None:
-    """What `runs_torch_only` takes for granted, of modules as they are used."""
-    model, shape = SPREAD[name]
-    assert runs_torch_only(model)
-
-    def attributes() -> list[dict[str, str]]:
-        plain = [
-            {key: vars(part)[key] for key in vars(part) if key not in TENSORS} for part in model.modules()
-        ]
-        return [{key: repr(value) for key, value in each.items()} for each in plain]
-
-    before = attributes()
-    for seed in (1, 2):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        model(x.requires_grad_()).sum().backward()
-    assert attributes() == before
-
-
-TENSORS = ("_parameters", "_buffers")
-"""What is compared elsewhere."""

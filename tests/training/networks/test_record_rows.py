@@ -147,7 +147,7 @@ def test_rows_of_a_batch_in_parts_give_the_same_sum_and_are_kept(monkeypatch: py
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6 * float(first.abs().max()))
 
 
-@pytest.mark.parametrize("n", [1601, 70_001])
+@pytest.mark.parametrize("n", [1, 10, 784, 1600, 1601, 70_001])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_bounds_on_norms_of_long_rows_hold_and_are_tight(kind: str, n: int) -> None:
     rows = torch.cat([extreme((n,), kind, size, seed) for seed, size in enumerate(SIZES)])

@@ -16,7 +16,7 @@ import opusim
 from opusim.training.data import samplers as batches
 from opusim.training.data.samplers import OVERFLOW, PhysicalBatches, most_records
 from opusim.training.networks.contributions.sums import Contributions
-from tests.support.private_loops import Parts, network, parts, private_loop
+from tests.support.private_loops import Parts, parts, private_loop
 
 TINY = 1e-9
 
@@ -181,22 +181,6 @@ def test_feedback_noise_on_rows_that_fill_is_left_out(tmp_path: Path) -> None:
         assert max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) < 1e-7
 
 
-def test_an_interrupted_loop_resumes(tmp_path: Path) -> None:
-    whole, _, _ = trained(tmp_path / "whole", fixed_batches=True)
-    with private_loop(tmp_path / "cut", noise_multiplier=TINY, fixed_batches=True) as private:
-        model, optimizer, criterion, loader = private
-        for number, (x, y) in enumerate(loader, start=1):
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-            if number == 2:
-                private.save()
-                break
-    given = parts(network())
-    rest, _, _ = trained(tmp_path / "cut", given, fixed_batches=True, resume=True)
-    assert torch.equal(rest, whole)
-
-
 @pytest.mark.parametrize(("expected", "records"), [(1.0, 4), (12.0, 60), (256.0, 60_000), (1024.0, 1024)])
 def test_rows_hold_what_is_drawn_but_for_a_stated_chance(expected: float, records: int) -> None:
     law = stats.binom(records, expected / records)
@@ -215,13 +199,3 @@ def test_the_number_of_rows_tells_nothing_of_a_private_number_of_records(tmp_pat
         with private_loop(tmp_path / str(count), parts(count=count), **options) as private:
             rows.append(private.physical_batches)
     assert rows[0] == rows[1] == PhysicalBatches(size=int(stats.poisson(12).isf(OVERFLOW)), count=1)
-
-
-def test_large_batches_are_fixed_by_default(tmp_path: Path) -> None:
-    with private_loop(tmp_path / "large", parts(count=2000, batch_size=1024)) as private:
-        assert private.physical_batches.count == 1
-    with private_loop(tmp_path / "small", parts(count=2000, batch_size=1023)) as private:
-        assert private.physical_batches.count is None
-    options = {"fixed_batches": False}
-    with private_loop(tmp_path / "asked", parts(count=2000, batch_size=1024), **options) as private:
-        assert private.physical_batches.count is None

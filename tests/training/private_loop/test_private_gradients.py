@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import opacus
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
@@ -87,30 +86,6 @@ def test_feedback_alignment_is_clipped_by_record(tmp_path: Path, limit: int | No
     with feedback.backpropagating():
         exact = clipped_sum(feedback, nn.functional.cross_entropy, x, y, 0.3) / 12
     assert not torch.allclose(found, exact, rtol=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_the_clipped_sum_is_that_of_opacus(tmp_path: Path) -> None:
-    given = parts(nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)))
-    model, _, _, loader = given
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    data = [(x.view(1, 8), y) for x, y in loader.dataset]
-    private_loader = torch.utils.data.DataLoader(data, batch_size=12)
-    private = private_loop(tmp_path, (*given[:3], private_loader), noise_multiplier=TINY, max_grad_norm=0.3)
-    x, y = first_batch(private)
-    private.criterion(private.module(x), y).backward()
-    found = written(private)
-    private.close()
-    model.load_state_dict(start)
-    wrapped = opacus.GradSampleModule(model, loss_reduction="mean")
-    inner = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    optimizer = opacus.optimizers.DPOptimizer(
-        inner, noise_multiplier=0.0, max_grad_norm=0.3, expected_batch_size=12
-    )
-    nn.functional.cross_entropy(wrapped(x), y).backward()
-    optimizer.pre_step()
-    theirs = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
-    torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
 
 
 class WithoutNoiseOnBiases(RecordGradients):

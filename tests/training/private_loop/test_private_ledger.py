@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import opusim
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
-from opusim.training.errors import FolderBusy
 from opusim.training.private_loop.folder import read_save
 from opusim.training.private_loop.loader import PrivateLoader
 from tests.support.killing import skip_syncs, start_child
@@ -263,11 +262,6 @@ def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     with pytest.raises(AssertionError, match=r"assert False"):
         require_covered(tmp_path, "release", 1)
-
-
-def test_a_folder_in_use_by_this_process_says_so(tmp_path: Path) -> None:
-    with private_loop(tmp_path), pytest.raises(FolderBusy, match="close what holds it in this process"):
-        private_loop(tmp_path)
 
 
 def test_no_statement_before_the_first_step(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,25 +14,14 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 
 from opusim import training
-from opusim.accounting.explanation import guarantee_rows, print_rows
-from opusim.tables import column_widths, print_table
 from opusim.training.reports import sweep_report
-from opusim.training.reports.run_report import run_name, summary_row
 from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.runs.drawing import Line, LineChart
 from opusim.training.runs.folder import StoredRun
-from opusim.training.runs.run import Run
 from opusim.training.sweeps import sweep as curves
 from opusim.training.sweeps.sweep import Curve, Level, SweepFolder, SweepResult, parse_spec, points_of, row_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
-RELEASED = {
-    **SMALL,
-    "trainer": {"kind": "bp"},
-    "mode": "release",
-    "sampler": {"scheme": "poisson"},
-    "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
 SPEC = {
     "title": "t",
     "config": {
@@ -43,11 +32,6 @@ SPEC = {
     },
     "axes": {"protection.epsilon": [0.5, 8.0]},
 }
-
-
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return training.train(RELEASED, folder=tmp_path_factory.mktemp("released") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -75,34 +59,6 @@ def test_the_statement_of_a_series_is_that_with_the_least_noise(page: str) -> No
     assert "protection.epsilon = 8.0" in privacy
     (epsilon,) = re.findall(r"<td>(\d\.\d{3})</td>", privacy)
     assert 7.9 < float(epsilon) <= 8.0
-
-
-TEXTS = ["replace_one and add_or_remove_one", "multiplier", "trainer.tau_h_max, trainer.tau_b", "1e-05"]
-
-
-@pytest.mark.parametrize("width", [30, 60, 80, 100, 140])
-def test_no_table_breaks_a_word(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, released: Run
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    columns = ["a", "sampling_probability", "text", "delta"]
-    print_table("A title", columns, [TEXTS, TEXTS[::-1]])
-    print_rows(guarantee_rows(released.guarantees))
-    print_rows([summary_row(released, run_name(released))])
-    found = capsys.readouterr().out
-    words = set(re.split(r"[\s│┃]+", found))
-    for text in [*columns, *TEXTS, released.guarantees[0].mechanism, "validation", "accuracy"]:
-        assert set(text.split()) <= {word.rstrip(":") for word in words} | words, (width, text)
-    if width >= 60:
-        assert max(map(len, found.splitlines())) <= width
-
-
-def test_widths_of_columns_hold_their_longest_words_and_fill_the_page() -> None:
-    cells = [["a", "bb"], ["one two three", "x"]]
-    assert column_widths(cells, 80) == [13, 2]
-    assert column_widths(cells, 16) == [7, 2]
-    assert column_widths(cells, 14) == [5, 2]
-    assert column_widths(cells, 13) is None
 
 
 @pytest.mark.parametrize(
@@ -209,22 +165,6 @@ def test_a_chart_of_any_name_is_xml_and_stays_within_its_width() -> None:
     assert shown.startswith("<run>\ufffd\ufffd & x")
     assert shown.endswith("x the end")
     assert len(shown) < 80
-
-
-class Counted(list[float]):
-    """A list that counts how often it is read through."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[float]:
-        self.passes += 1
-        return super().__iter__()
-
-
-def test_the_work_of_a_chart_is_linear_in_its_points() -> None:
-    y = Counted([1.0, 2.0] * 500)
-    chart_of(y, logarithmic=True).svg()
-    assert 0 < y.passes < 10
 
 
 def test_only_noise_that_comes_from_no_seed_is_said_not_to_repeat() -> None:

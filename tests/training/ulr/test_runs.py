@@ -18,7 +18,6 @@ from opusim.training.config import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.errors import RunFolderError, TrainingDiverged
 from opusim.training.networks.functions import cross_entropy
-from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.base import DeviceNormals
 from opusim.training.protections.clipping import Clipping
@@ -284,9 +283,3 @@ def test_protections_and_starts_of_other_trainers_are_refused(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=message):
             training.train({**CONFIG, **changes}, data=blobs(), folder=tmp_path / "run")
-
-
-def test_the_network_of_a_run_is_rebuilt_from_its_folder(tmp_path: Path) -> None:
-    run = training.train({**CONFIG, "epochs": 1}, data=blobs(), folder=tmp_path / "run")
-    assert isinstance(FullyConnected(run.model).facts, dict)
-    assert run.facts["network"]["layers"][0]["activation"] == "gelu"

@@ -371,9 +371,7 @@ def test_a_resumed_run_continues_at_once_or_not_at_all(
         patched.setattr("opusim.training.zeroth_order.at_once.BothSides.perturbed", refuse)
         with (
             pytest.warns(UserWarning, match="torch has changed"),
-            pytest.raises(
-                RunFolderError, match="no longer allows: torch has changed; resume with the versions"
-            ),
+            pytest.raises(RunFolderError, match="no longer allows: torch has changed; resume with the"),
         ):
             training.train(data=records(), model=model(), folder=tmp_path / "run", resume=True)
     training.train(data=records(), model=model(), folder=tmp_path / "run", resume=True)

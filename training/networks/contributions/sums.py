@@ -35,6 +35,8 @@ from opusim.training.networks.contributions.uses import (
 
 _GRAM_SHARE = 1.0
 """Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""
+_COUNTED_SHARE = 6.0
+"""The same where the noise counts rounding, which allows float32 for formed gradients, not for sums over positions."""
 _EXACT = 64
 """Records whose gradients are converted to float64 at once."""
 _CACHE_LIMIT = 2**24
@@ -84,6 +86,17 @@ class Contributions:
             padding: Marks these rows, bool, shape (records,).
         """
         self.padding = padding
+
+    def count_rounding(self) -> None:
+        """Form the gradients whose sums would else need float64 (`CountedSums`); call it before anything is measured.
+
+        Which they are follows from shapes only.
+        """
+        for number, layer in enumerate(self._layers):
+            if isinstance(layer, LinearUse) and layer.positions > 1 and self._squares is None:
+                a, b = layer.sizes
+                if a * b <= _COUNTED_SHARE * layer.positions * (a + b):
+                    self._layers[number] = _Formed(self._parameters[number], [layer], self.records)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).
@@ -270,8 +283,6 @@ class _Joint:
         parts = chunked(self.records, numbers, self.wrt[0].device)
         found = [measured_by_gram(*_joined_pairs(uses, part)) for part in parts]
         positions = sum(use.positions for use in uses)
-        a, b = uses[0].sizes
-        gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
         magnitudes = []
         for use in uses:
             s, u, factor = use.sizes_of()
@@ -279,7 +290,7 @@ class _Joint:
             magnitudes.append(bounds[0] * bounds[1] * factor)
         size = Measured(torch.stack(magnitudes).sum(dim=0).float(), 2.0**-22, 0.0)
         norms = found[0] if len(found) == 1 else joined(found)
-        weight = Part(norms, size, None, CANCELLED + gram)
+        weight = Part(norms, size, None, CANCELLED)
         with_bias = [use for use in uses if use.bias is not None]
         if not with_bias:
             return [weight]

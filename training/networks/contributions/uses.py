@@ -31,7 +31,9 @@ from opusim.training.networks.clipping import (
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _GRAM_COST = 2
-"""Time of products of Gram matrices, which need float64, in that of products in float32."""
+"""Time of products of Gram matrices, in that of the products of a gradient."""
+_GRAM_RAISES = 2.0**-8
+"""Twice the largest share by which Gram matrices in float32 may raise a norm if positions are orthogonal."""
 _EXACT_ROWS = 4096
 """Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
 _NUMBERS_LIMIT = 2**24
@@ -190,8 +192,6 @@ class OuterUse(Use):
         s, u, factor = self.sizes_of()
         rounding = product_slack(p)
         slack = rounding * (2 if formed else 1)  # the formed sum rounds too
-        if not formed:  # the square of the norm rounds, and may cancel
-            slack += ((a + b + p**2) * 2.0**-52) ** 0.5
         formed_norms = found[0] if len(found) == 1 else joined(found)
         weight = Part(formed_norms, s, u, slack * factor, MILD * factor)
         if self.bias is None:
@@ -418,10 +418,28 @@ def joined(found: Sequence[Measured]) -> Measured:
 
 
 def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
-    """Measure sum_p s_p u_p^T of each record, over all groups, by Gram matrices in float64."""
-    s, u = s.double(), u.double()
-    squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
-    return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
+    """Bound the norm of sum_p s_p u_p^T of each record, over all groups, by Gram matrices.
+
+    Its square is the sum over p and q of (s_p . s_q) (u_p . u_q). A computed product s_p . s_q is off by at most gamma
+    |s_p| |s_q|, gamma of as many terms as s has numbers (Higham 2002, section 3.1), and by what vanishes. By Cauchy and
+    Schwarz all of them move the square by at most (gamma_s + gamma_u) |s|^2 |u|^2, which is added. The sum over
+    orthogonal positions is |s| |u| / sqrt(P) long, so this raises its norm by P (gamma_s + gamma_u) / 2 of itself:
+    float32 serves up to `_GRAM_RAISES`, else the products are float64.
+
+    Args:
+        s: Signals as columns, float32 or float64, shape (records, groups, a, P).
+        u: Inputs, shape (records, groups, b, P).
+    """
+    terms, positions = s.shape[-2] + u.shape[-2] + 8, s.shape[-1]
+    unit = 2.0**-24
+    if s.dtype == torch.float64 or positions * terms * unit > _GRAM_RAISES:
+        s, u, unit = s.double(), u.double(), 2.0**-53
+    own, other = (s.mT @ s).double(), (u.mT @ u).double()
+    # what vanishes, products below 2^-126, changes |s|^2 by less than P 2^-100 after the factor
+    sizes = [gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) + positions * 2.0**-100 for gram in (own, other)]
+    error = 1.02 * terms * unit + positions**2 * 2.0**-52
+    squares = torch.addcmul((own * other).sum(dim=(-2, -1)), *sizes, value=error)
+    return Measured(squares.clamp_min(0.0).sum(dim=-1).sqrt().float(), 2.0**-22, 0.0)
 
 
 def _merged(columns: Tensor, records: int) -> Tensor:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from scipy.stats import binom
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.explanation import explain, guarantee_rows
-from opusim.accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
 from opusim.accounting.journal import Journal
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
@@ -79,6 +80,8 @@ def test_the_printed_statement_names_the_public_number(make: Maker) -> None:
     (row,) = guarantee_rows([only(make(NULL))])
     assert row["protects"] == "record, zero_out"
     assert row["notes"] == "at a public number of records"
+    (row,) = guarantee_rows([replace(only(make(NULL)), unit=Unit.USER)], count=3000.0)
+    assert row["protects"] == "user, zero_out (3,000 users)"
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

@@ -581,7 +581,7 @@ def paragraphs(audit: Audit) -> list[str]:
         *_statements(audit),
         _anytime(audit),
         _beside(audit),
-        _power(audit),
+        f"{power_text(audit)} {_weakness(audit)}".strip(),
     ]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
 
@@ -605,7 +605,7 @@ def verdict(audit: Audit) -> str:
     share = bound / claim.epsilon if claim.epsilon else 1.0
     weak = _weakness(audit)
     if not audit.scores() and ceiling <= claim.epsilon:
-        weak = f"So few trials cannot show more than {ceiling:.2f}, so they could not refute it."
+        weak = f"By errors alone, so few trials cannot show more than {ceiling:.2f}."
     ideal = f"; ideal scores would typically show {ceiling:.2f}" if audit.scores() else ""
     return (
         f"Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} of "
@@ -839,7 +839,8 @@ def _weakness(audit: Audit) -> str:
     )
 
 
-def _power(audit: Audit) -> str:
+def power_text(audit: Audit) -> str:
+    """Return the probability with which the audit finds half of the noise missing; empty if it is not known."""
     power = audit.power
     if power is None:
         return ""
@@ -848,7 +849,7 @@ def _power(audit: Audit) -> str:
         f"claim with probability {power:.2f} in as many {audit.played.counted}"
     )
     normal = " (by normal scores only if they pass the test of normality then)" if audit.scores() else ""
-    return f"{text}{normal}. {_weakness(audit)}".rstrip()
+    return f"{text}{normal}."
 
 
 _COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."

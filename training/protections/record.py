@@ -462,7 +462,6 @@ class RecordGradients(PrivateGradients):
             if counted is not None and parameters[0].device.type != "cpu":
                 counted = None
             if counted is not None:
-                part.count_rounding()
                 rows += part.records
                 block = counted.block if rows <= counted.records else 0
             sizes = [parameter.numel() for parameter in parameters]

@@ -35,8 +35,6 @@ from opusim.training.networks.contributions.uses import (
 
 _GRAM_SHARE = 1.0
 """Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""
-_COUNTED_SHARE = 6.0
-"""The same where the noise counts rounding, which allows float32 for formed gradients, not for sums over positions."""
 _EXACT = 64
 """Records whose gradients are converted to float64 at once."""
 _CACHE_LIMIT = 2**24
@@ -86,17 +84,6 @@ class Contributions:
             padding: Marks these rows, bool, shape (records,).
         """
         self.padding = padding
-
-    def count_rounding(self) -> None:
-        """Form the gradients whose sums would else need float64 (`CountedSums`); call it before anything is measured.
-
-        Which they are follows from shapes only.
-        """
-        for number, layer in enumerate(self._layers):
-            if isinstance(layer, LinearUse) and layer.positions > 1 and self._squares is None:
-                a, b = layer.sizes
-                if a * b <= _COUNTED_SHARE * layer.positions * (a + b):
-                    self._layers[number] = _Formed(self._parameters[number], [layer], self.records)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).

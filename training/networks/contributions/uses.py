@@ -34,6 +34,10 @@ _GRAM_COST = 2
 """Time of products of Gram matrices, in that of the products of a gradient."""
 _GRAM_RAISES = 2.0**-8
 """Twice the largest share by which Gram matrices in float32 may raise a norm if positions are orthogonal."""
+_FORMED_POSITIONS = 8
+"""Positions of a record from which its gradient is formed in less time than its products are summed in float64."""
+_FORMED_AT_ONCE = 2**19
+"""Numbers of gradients that are formed at once and added, so that they stay in a processor's cache."""
 _EXACT_ROWS = 4096
 """Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
 _NUMBERS_LIMIT = 2**24
@@ -237,6 +241,31 @@ class LinearUse(OuterUse):
         s, u = measured(self.delta), measured(self.h)
         weight = Part(None, s, u, slack=1.0)
         return [weight] if self.bias is None else [weight, Part(s)]
+
+    @override
+    def totals(
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
+    ) -> list[Tensor]:
+        """See OuterUse. In blocks, gradients of records of several positions are formed in float32, then added.
+
+        What forming rounds is in the norms, so that only the sum over records counts, as that of single products.
+        """
+        if not block or not _FORMED_POSITIONS <= self.positions <= MOST_POSITIONS:
+            return super().totals(clip, into, block)
+        delta, h = clip.finite(self.delta), clip.finite(self.h)
+        step = max(1, _FORMED_AT_ONCE // self.weight.numel())
+        totals: list[Tensor] = []
+        for start in range(0, self.records, block):
+            stop = min(start + block, self.records)
+            weight = delta.new_zeros(self.weight.numel())
+            for first in range(start, stop, step):
+                part = slice(first, min(first + step, stop))
+                weight.addmv_(torch.bmm(delta[part].mT, h[part]).flatten(1).t(), clip.rounded[part])
+            added = [weight.view_as(self.weight)]
+            if self.bias is not None:
+                added.append(clip.rounded[start:stop] @ delta[start:stop].sum(dim=1))
+            totals = [t.double() + more for t, more in zip(totals, added, strict=True)] if totals else added
+        return totals
 
     def matrices(self, part: slice) -> Tensor:
         """See OuterUse; of one group."""

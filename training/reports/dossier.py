@@ -708,8 +708,8 @@ def _of_work(work: Work) -> Iterator[Section]:
     for audit in work.audits:
         blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has the result and the power."))
         rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
-        shown = [text for text in audit.paragraphs if not text.startswith("Power: ")]
-        blocks += [("table", rows), *(("text", text) for text in shown)]
+        more = [text for text in audit.paragraphs if not text.startswith("Power: ")]
+        blocks += [("table", rows), *(("text", text) for text in more)]
     yield Section(title="Audits", blocks=blocks or [("text", "None was found.")])
     yield Section(title="Who is trusted", blocks=[("table", _rows(work.trust))])
     yield Section(title="Side channels", blocks=[("table", _rows(work.side_channels))])

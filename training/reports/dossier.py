@@ -32,6 +32,7 @@ from opusim.accounting.explanation import (
 from opusim.accounting.guarantee import Adjacency, Guarantee, Unit, to_json
 from opusim.accounting.ledger import LEDGER_FILE
 from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.theorems import Theorem, known_theorems
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
@@ -484,7 +485,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         for file, each in facts.audits.items()
     ]
     terms = {key: text.format(noun=noun) for key, text in common["terms"].items()}
-    sampled = any(hasattr(each, "sampling_probability") for each in statement.mechanisms)
+    sampled = any(isinstance(each, ClippedRecords) for each in statement.mechanisms)
     texts |= {
         "noun": noun,
         "released": released,

@@ -529,7 +529,7 @@ def _rebuilt(
 ) -> Any:
     """Return some rows of each batch: containers entry by entry, and what grows row by row."""
     kind: Any = type(one)
-    if all(isinstance(each, Mapping) for each in (*batches, one, two)):
+    if isinstance(batches[0], Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
         if list(one) == list(two):
             if any(set(each) != set(one) for each in batches):
                 raise ValueError(
@@ -541,12 +541,12 @@ def _rebuilt(
                 for key in one
             }
             return _like(batches[0], entries)
-    elif isinstance(one, list | tuple) and all(type(each) is kind for each in (*batches, two)):
+    elif isinstance(one, list | tuple) and set(map(type, (*batches, two))) == {kind}:
         if len(one) == 1 and len(two) == 2:
             rows = list(itertools.chain.from_iterable(batches))
             numbers = _numbers([len(each) for each in batches], kept, where) if kept else []
             return kind([copy.copy(rows[n]) for n in (range(len(rows)) if numbers is None else numbers)])
-        if all(len(each) == len(one) for each in (*batches, two)):
+        if set(map(len, (*batches, two))) == {len(one)}:
             parts = enumerate(zip(zip(*batches, strict=True), one, two, strict=True))
             found = [_rebuilt(*part, kept, leaf, f"{where}[{n}]") for n, part in parts]
             return kind(*found) if hasattr(one, "_fields") else kind(found)

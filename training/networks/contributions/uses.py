@@ -94,8 +94,10 @@ class OuterUse(Use):
         positions: Number of positions p of a record.
         delta: Signals, float32, shape (records, ...).
         h: Inputs, float32, or indices, shape (records, ...).
+        forms_sums: Whether it has `formed_totals`.
     """
 
+    forms_sums = False
     weight: Tensor
     bias: Tensor | None
     positions: int
@@ -128,8 +130,9 @@ class OuterUse(Use):
         Args:
             clip: The factors.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: Records whose products are summed at once in float32, if they have one position each; 0 for float64,
-                whose sums go by blocks of some thousand rows. None sums all as they come, in float32.
+            block: Records whose products are summed at once in float32, if they have one position each, or are formed
+                (`formed_totals`); 0 for float64, whose sums go by blocks of some thousand rows. None sums all as they
+                come, in float32.
 
         Raises:
             ValueError: A record has more positions than `CountedSums` counts.
@@ -139,6 +142,8 @@ class OuterUse(Use):
                 f"a record has {self.positions:,} positions in a layer, and rounding is counted for at most "
                 f"{MOST_POSITIONS:,}; cut records into shorter ones"
             )
+        if block and self.forms_sums and self.positions >= _FORMED_POSITIONS:
+            return self.formed_totals(clip, block)
         kept, inputs = clip.kept, self.h
         if kept is not None and inputs.is_floating_point():
             inputs = finite_rows(inputs, kept)
@@ -156,6 +161,13 @@ class OuterUse(Use):
                 [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
             )
         return totals
+
+    def formed_totals(self, clip: Clip, block: int) -> list[Tensor]:
+        """Return the same, where gradients of some records at once are formed in float32, and then added.
+
+        What forming rounds is in the norms, so that only the sum over records counts, as that of single products.
+        """
+        raise NotImplementedError
 
     def signals(self) -> Tensor:
         """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
@@ -214,6 +226,8 @@ class LinearUse(OuterUse):
         bias: b, or None.
     """
 
+    forms_sums = True
+
     def __init__(self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.wrt = [weight] if bias is None else [weight, bias]
@@ -243,15 +257,7 @@ class LinearUse(OuterUse):
         return [weight] if self.bias is None else [weight, Part(s)]
 
     @override
-    def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
-    ) -> list[Tensor]:
-        """See OuterUse. In blocks, gradients of records of several positions are formed in float32, then added.
-
-        What forming rounds is in the norms, so that only the sum over records counts, as that of single products.
-        """
-        if not block or not _FORMED_POSITIONS <= self.positions <= MOST_POSITIONS:
-            return super().totals(clip, into, block)
+    def formed_totals(self, clip: Clip, block: int) -> list[Tensor]:
         delta, h = clip.finite(self.delta), clip.finite(self.h)
         step = max(1, _FORMED_AT_ONCE // self.weight.numel())
         totals: list[Tensor] = []

@@ -57,11 +57,13 @@ def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
     return "\n".join([*lines, f"Source: {guarantee.source}."])
 
 
-def guarantees_text(guarantees: Sequence[Guarantee], *, seed_stored: bool = False) -> str:
+def guarantees_text(
+    guarantees: Sequence[Guarantee], *, seed_stored: bool = False, count: float | None = None
+) -> str:
     """Return guarantees as a table with a paragraph for each, as wide as the output; see `explain`."""
     rows = [
         {key: cell for key, cell in row.items() if key != "notes"}
-        for row in guarantee_rows(guarantees, seed_stored=seed_stored)
+        for row in guarantee_rows(guarantees, seed_stored=seed_stored, count=count)
     ]
     parts = [table_text(list(rows[0]), [list(row.values()) for row in rows])]
     for guarantee in guarantees:
@@ -180,18 +182,22 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
     return warning.replace("record", "user") if of_users else warning
 
 
-def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False) -> list[dict[str, str]]:
+def guarantee_rows(
+    guarantees: Iterable[Guarantee], *, seed_stored: bool = False, count: float | None = None
+) -> list[dict[str, str]]:
     """Return one row per guarantee: status, epsilon, delta, protects, released, mechanism, notes.
 
     Args:
         guarantees: The guarantees.
         seed_stored: Whether the run keeps its seed (experiment mode), which a finite epsilon forbids.
+        count: Number of records, or of users if these are protected; None if it is private or not known.
     """
     rows = []
     for guarantee in guarantees:
         notes = [guarantee.reason] if guarantee.reason else []
+        number_of = "" if count is None else f" ({count:,.0f} {_plural(guarantee)})"
         if guarantee.adjacency is Adjacency.ZERO_OUT:
-            notes.append(f"at a public number of {'users' if guarantee.unit is Unit.USER else 'records'}")
+            notes.append(f"at a public number of {_plural(guarantee)}")
         if seed_stored and math.isfinite(guarantee.epsilon):
             notes.append("holds for the same run in release mode: here the seed is stored")
         notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
@@ -202,13 +208,17 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
                 "status": guarantee.status.value,
                 "epsilon": number(guarantee.epsilon),
                 "delta": f"{guarantee.delta:g}",
-                "protects": f"{guarantee.unit.value}, {guarantee.adjacency.value}",
+                "protects": f"{guarantee.unit.value}, {guarantee.adjacency.value}{number_of}",
                 "released": guarantee.release.value,
                 "mechanism": guarantee.mechanism,
                 "notes": "; ".join(notes),
             }
         )
     return rows
+
+
+def _plural(guarantee: Guarantee) -> str:
+    return "users" if guarantee.unit is Unit.USER else "records"
 
 
 def number(epsilon: float) -> str:
@@ -327,7 +337,7 @@ class RunFacts:
         finished: Whether the run ended.
         step: Steps in its newest checkpoint, or None if there is no checkpoint.
         versions: The packages that it was started with, and their versions.
-        records: Of the training set, if the number is public; else None.
+        records: Of the training set, if the number is public and records are protected; else None.
     """
 
     finished: bool
@@ -370,6 +380,15 @@ class Statement(Shown):
         }
 
     @property
+    def public_number(self) -> float | None:
+        """The number of records, of users if these are protected; None if it is private or not known."""
+        first = next((one for one in self.guarantees if one.is_proven), self.guarantees[0])
+        if first.adjacency is Adjacency.ADD_OR_REMOVE_ONE:
+            return None
+        told = None if self.run is None else self.run.records
+        return self.mechanisms[0].public_records if told is None and self.mechanisms else told
+
+    @property
     def warnings(self) -> tuple[WarningCode, ...]:
         """What limits every guarantee here; `WARNINGS` has the sentences."""
         records = None if self.run is None else self.run.records
@@ -397,7 +416,9 @@ class Statement(Shown):
         Args:
             without: Warnings to leave out. The paragraphs have what experiment mode limits.
         """
-        stated = guarantees_text(self.guarantees, seed_stored="experiment" in self.warnings)
+        stated = guarantees_text(
+            self.guarantees, seed_stored="experiment" in self.warnings, count=self.public_number
+        )
         shown = [code for code in self.warnings if code not in ("experiment", *without)]
         mode = wrapped(f"mode: {self.mode} ({_MODES[self.mode]})", indent="  ")
         return "\n".join([mode, stated, *(wrapped(WARNINGS[code], indent="  ") for code in shown)])

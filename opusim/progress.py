@@ -35,8 +35,8 @@ class Progress:
 
     Off a terminal, the first line comes with the first unit of work, and only if the work takes more than 5 s. Later
     ones are at least 10 s apart. The first unit also sets things up (kernels are compiled, caches filled). Its pace
-    gives an estimate only if it took more than a minute; else the line says that the time left is not known yet. Later
-    estimates leave the first unit out.
+    gives an estimate only if it took more than a minute; else the line says that the time left is not known yet, and
+    the next one comes with the second unit, whose pace tells. Later estimates leave the first unit out.
 
         >>> with Progress("audit", "trials") as progress:
         ...     progress.start(2)
@@ -70,6 +70,7 @@ class Progress:
         self._started = clock()
         self._set_up: tuple[int, float] | None = None  # units done and seconds spent after the first report
         self._last_line: float | None = None
+        self._without_estimate = False
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
 
@@ -149,7 +150,7 @@ class Progress:
         if self._set_up is None and counted > 0:
             self._set_up = self._done, spent
         if self._last_line is not None:
-            is_due = self._clock() - self._last_line >= BETWEEN_LINES_S
+            is_due = self._without_estimate or self._clock() - self._last_line >= BETWEEN_LINES_S
         else:
             is_due = spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
         if self._cell is not None:
@@ -191,6 +192,7 @@ class Progress:
     ) -> None:
         pace = " at the pace of the first" if is_rough else ""
         left = "" if left_s is None else f", about {duration(left_s)} left{pace}"
+        self._without_estimate = is_set_up
         if is_set_up:
             left = "; the time left is not known yet"
         self._write(f"{self._done:,} of {self._total:,} {self._unit}{left}{f' ({news})' if news else ''}")

@@ -52,7 +52,7 @@ ROWS = {
 RATES = {"users": (0.03, 0.1, 0.3), "records": (0.3, 1.0, 3.0), "conversion": (0.3, 1.0, 3.0)}
 RATES |= dict.fromkeys(RULES, (1.0, 3.0))
 TUNING_SEED, MOST = 9, 1.1
-TIMED_USERS, REPEATS = 25, 20
+TIMED_USERS, REPEATS = 25, 60
 
 
 def network(seed: int) -> nn.Module:

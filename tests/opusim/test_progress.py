@@ -54,13 +54,15 @@ def test_lines_come_at_once_and_then_ten_seconds_apart_at_least(total: int, seco
     assert found[0][0] == pytest.approx(seconds)  # the first unit of work gives the first estimate
     *during, (_, last) = found
     assert last == f"audit: done after {duration(total * seconds)}"
+    if seconds < 60:  # the second unit tells the pace
+        assert SET_UP.match(during[0][1]), during[0]
+        assert during[1][0] == pytest.approx(2 * seconds)
+        assert LINE.match(during[1][1]), during[1]
+        del during[0]
     gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(during)]
     assert all(gap >= BETWEEN_LINES_S for gap in gaps)
     assert all(gap <= BETWEEN_LINES_S + 2 * seconds for gap in gaps)
-    for number, (moment, line) in enumerate(during):
-        if number == 0 and seconds < 60:
-            assert SET_UP.match(line), line
-            continue
+    for moment, line in during:
         match = LINE.match(line)
         assert match, line
         unit = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0}[match[4]]
@@ -88,9 +90,10 @@ def test_set_up_in_the_first_unit_is_left_out_of_estimates() -> None:
         for number in range(120):
             clock.now += 0.4 if number else 8.0
             progress.advance()
-    first, second, *_ = stream.getvalue().splitlines()
+    first, second, third, *_ = stream.getvalue().splitlines()
     assert first == "audit: 1 of 120 trials; the time left is not known yet"
-    assert second == "audit: 26 of 120 trials, about 38 s left"
+    assert second == "audit: 2 of 120 trials, about 47 s left"
+    assert third == "audit: 28 of 120 trials, about 37 s left"
 
 
 def test_work_that_reports_nothing_is_followed_from_outside() -> None:

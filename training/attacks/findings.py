@@ -66,6 +66,7 @@ class Role(StrEnum):
     NULL = "null control"
     PROTECTED = "protected control"
     BROKEN = "broken control"
+    ARRIVAL = "arrival control"
 
     @property
     def error(self) -> float:
@@ -341,6 +342,52 @@ def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
     return max((bound.power for bound in bounds if bound.power is not None), default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """The arrival control: whether what canaries contribute is in the sums of the steps that drew them.
+
+    A drawn canary adds its sign, in units of C. If the run drops its rows, an audit finds nothing, whatever else is
+    wrong.
+
+    Attributes:
+        share: Mean of what arrived over what was contributed, 1 if all arrives; 0 without draws.
+        error: Its standard error.
+        draws: Times that a step drew a canary.
+        expected: Expected number of draws.
+    """
+
+    share: float
+    error: float
+    draws: int
+    expected: float
+    role: Literal[Role.ARRIVAL] = Role.ARRIVAL
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def holds(self) -> bool:
+        """Whether half of it arrives, within five standard errors; and some is drawn if ten draws are expected."""
+        if not self.draws:
+            return self.expected < 10
+        return self.share + 5 * self.error >= 0.5
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def says(self) -> str:
+        """The control in a few words."""
+        if self.holds:
+            return "canaries arrive, as required" if self.draws else "too few draws are expected to tell"
+        return f"the run drops rows: {self.share:.2f} of what its canaries contribute arrives"
+
+    def row(self) -> dict[str, str]:
+        """Return its row of the table of an audit."""
+        empty = dict.fromkeys(_COLUMNS, "–")
+        drawn = {
+            "trials": f"{self.draws:,} draws",
+            "evidence": f"{self.expected:,.0f} expected, {self.share:.2f} of each arrives",
+        }
+        return {**empty, **drawn, "subject": self.role.value, "finding": self.says}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Shown):
     """The audit of a run.
@@ -357,6 +404,7 @@ class Audit(Shown):
         seed: Repeats the audit.
         looks: How often the scores were read, with other numbers of trainings or at other deltas, this time included.
         cpu_s: Processor seconds of the trainings.
+        arrival: Whether crafted gradients reached the sums; None if none were crafted.
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
     """
 
@@ -371,6 +419,7 @@ class Audit(Shown):
     crafted: str = ""
     looks: int = 1
     cpu_s: float = 0.0
+    arrival: Arrival | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -433,12 +482,13 @@ class Audit(Shown):
         return self.played is not Played.PROTECTION
 
     @property
-    def failed_controls(self) -> list[Finding]:
+    def failed_controls(self) -> list[Finding | Arrival]:
         """The findings of controls that did not behave as required."""
         broken = self.of(Role.BROKEN)
         missed = [] if any(one.refutes for one in broken) else [one for one in broken if one.expected]
         false = [one for one in self.of(Role.NULL) if one.result.epsilon_lower > 0]
-        return [*missed, *false, *(one for one in self.of(Role.PROTECTED) if one.refutes)]
+        lost = [] if self.arrival is None or self.arrival.holds else [self.arrival]
+        return [*lost, *missed, *false, *(one for one in self.of(Role.PROTECTED) if one.refutes)]
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -512,7 +562,8 @@ def _of_version_1(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def audit_rows(audit: Audit) -> list[dict[str, str]]:
     """Return the table of an audit: each bound on the run, then each control."""
-    return [{key: row[key] for key in _COLUMNS} for finding in audit.findings for row in finding.rows()]
+    rows = [{key: row[key] for key in _COLUMNS} for finding in audit.findings for row in finding.rows()]
+    return rows if audit.arrival is None else [*rows, audit.arrival.row()]
 
 
 _WEAK = 0.5
@@ -530,7 +581,7 @@ def paragraphs(audit: Audit) -> list[str]:
         *_statements(audit),
         _anytime(audit),
         _beside(audit),
-        _power(audit),
+        f"{power_text(audit)} {_weakness(audit)}".strip(),
     ]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
 
@@ -554,7 +605,7 @@ def verdict(audit: Audit) -> str:
     share = bound / claim.epsilon if claim.epsilon else 1.0
     weak = _weakness(audit)
     if not audit.scores() and ceiling <= claim.epsilon:
-        weak = f"So few trials cannot show more than {ceiling:.2f}, so they could not refute it."
+        weak = f"By errors alone, so few trials cannot show more than {ceiling:.2f}."
     ideal = f"; ideal scores would typically show {ceiling:.2f}" if audit.scores() else ""
     return (
         f"Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} of "
@@ -788,7 +839,8 @@ def _weakness(audit: Audit) -> str:
     )
 
 
-def _power(audit: Audit) -> str:
+def power_text(audit: Audit) -> str:
+    """Return the probability with which the audit finds half of the noise missing; empty if it is not known."""
     power = audit.power
     if power is None:
         return ""
@@ -797,7 +849,7 @@ def _power(audit: Audit) -> str:
         f"claim with probability {power:.2f} in as many {audit.played.counted}"
     )
     normal = " (by normal scores only if they pass the test of normality then)" if audit.scores() else ""
-    return f"{text}{normal}. {_weakness(audit)}".rstrip()
+    return f"{text}{normal}."
 
 
 _COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."
@@ -817,6 +869,8 @@ def _controls(audit: Audit) -> str:
     if all(finding.role is Role.RUN for finding in audit.findings):  # as older versions kept it
         return ""
     text = f"Controls: {_CONTROLS[audit.played]}"
+    if audit.arrival is not None:
+        text += " In the arrival control, what canaries contribute must be in the sums of the steps that drew them."
     chance = f"A control that must find nothing fails by chance with probability at most {Role.NULL.error:g}."
     return f"{text} {chance} {headline(audit) or 'All controls behaved as required.'}"
 
@@ -826,10 +880,10 @@ def headline(audit: Audit) -> str:
     failed = " and the ".join(sorted({finding.role.value for finding in audit.failed_controls}))
     if not failed:
         return ""
-    return (
-        f"DO NOT RELY ON THIS AUDIT: the {failed} did not behave as required. Repeat it with more "
-        f"{audit.played.counted} and another seed."
-    )
+    remedy = f"Repeat it with more {audit.played.counted} and another seed."
+    if audit.arrival is not None and not audit.arrival.holds:
+        remedy = f"It can find nothing, since {audit.arrival.says}. Repair that, then repeat it."
+    return f"DO NOT RELY ON THIS AUDIT: the {failed} did not behave as required. {remedy}"
 
 
 def perfect_guesses(result: OneRunResult) -> str:

@@ -74,7 +74,7 @@ def applicable_attacks(
         run: The audited run.
         plan: The run as it is played.
         noiseless: The noiseless step, or None if there is none.
-        batch_size: Expected number of records in a batch.
+        batch_size: Expected number of rows in a batch: its records, or k of each of its users.
     """
     algorithm, protected = plan.algorithm, plan.protects != "nothing"
     layers = [LayerShape(**layer) for layer in run.network_facts.get("layers", [])]
@@ -310,7 +310,7 @@ def _of_step(
     played = meant
     if role is Role.BROKEN:  # a device's noise hides records too, and is not what the control is about
         played = (without_noise(meant) or meant).with_silent_device()
-    batch = meant.sampler.expected_batch_size
+    batch = meant.sampler.expected_batch_size * meant.algorithm.config.group  # rows, k of each user
     with noiseless_steps(run, meant) as noiseless, replayed_step(run, played) as step:
         # the attacker does not know that the broken run is broken
         attacks = applicable_attacks(run, meant, noiseless, batch_size=batch)

@@ -189,8 +189,8 @@ def caution(config: RunConfig) -> str | None:
     return f"release mode: stop it with Ctrl-C only; {protection.cost_of_a_kill}"
 
 
-_ENOUGH_RECORDS = 200
-"""Expected records of a batch from which no hint is given."""
+_ENOUGH = 200
+"""Expected records of a batch, or users, from which no hint is given."""
 
 
 def small_batch(config: RunConfig) -> str | None:
@@ -199,11 +199,13 @@ def small_batch(config: RunConfig) -> str | None:
     pays_by_step = (
         protection.protects == "records" and protection.poisson and sampler.sampling_probability is None
     )
-    if not pays_by_step or sampler.batch_size >= _ENOUGH_RECORDS:
+    if not pays_by_step or sampler.batch_size >= _ENOUGH:
         return None
+    counted = "users" if config.of_users else "records"
     return (
-        f"hint: sampler.batch_size = {sampler.batch_size} is small under this protection, because a step's noise does "
-        "not shrink with its batch; several hundred records and fewer steps often learn more at the same epsilon"
+        f"hint: sampler.batch_size = {sampler.batch_size} {counted} is small under this protection, because a step's "
+        f"noise does not shrink with its batch; several hundred {counted} and fewer steps often learn more at the same "
+        "epsilon"
     )
 
 
@@ -262,14 +264,14 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
-    from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows, print_rows
+    from opusim.accounting.explanation import SEED_REBUILDS, print_rows
     from opusim.tables import wrapped
-    from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row
+    from opusim.training.reports.run_report import RELEASE_DASHES, run_name, stated_rows, summary_row
 
     print_rows([summary_row(run, run_name(run))])
     if run.config.mode == "release":
         typer.echo(wrapped(RELEASE_DASHES))
-    print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
+    print_rows(stated_rows(run))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
     typer.echo(f"assumptions: opusim account run {quoted(run.folder.path)}")
     if run.device_note is not None:

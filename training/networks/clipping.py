@@ -85,8 +85,8 @@ class CountedSums:
     sizes, u = 2^-24 (Higham 2002, section 3.1). For an outer product s u^T, and for a gradient that was formed, these
     have the norm of the contribution itself: over n records of norm C all layers together are off by gamma_m n C.
     With blocks of k records, whose sums are added in float32, m is k plus their number. Records of several positions,
-    whose products may cancel to 1 / 128 of their sizes (`MILD`), are added in float64 instead. Each of two neighbouring
-    batches is off by that much.
+    whose products may cancel to 1 / 128 of their sizes (`MILD`), are added in float64 instead, or their gradients are
+    formed first (`LinearUse.formed_totals`). Each of two neighbouring batches is off by that much.
 
     Records beyond `records` are added in float64, and the whole sum then stays float64 until it is rounded with its
     noise. So the bound holds for every batch of at most 2^16 records, or twice as many as are counted on, whatever

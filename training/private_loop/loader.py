@@ -10,7 +10,8 @@ that shapes do not tell how many were drawn. The collate function sees the recor
 them. Else a batch without records has tensors without rows and is a step like any other.
 
 Where users are drawn, each drawn user has k rows, which copies of its first record fill. The collate function is called
-on the records of one user at a time, so that a row is its user's whatever that function does.
+on the records of one user at a time, so that a row is its user's whatever that function does; torch's own, which stacks
+rows, is called once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from opusim.accounting.guarantee import BudgetExceeded
 from opusim.accounting.mechanisms.records import RecordCentral
@@ -105,7 +113,7 @@ class PrivateLoader:
         seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
         self.sampler = PoissonSampler(drawn, settings.sample_rate, seed=seed)
         self.users = None if users is None else replace(users, seed=seed)
-        if users is None:
+        if users is None or loader.collate_fn is default_collate:
             require_separate_rows(loader)
         empty: Any = None
         if physical.count is None:
@@ -369,28 +377,54 @@ class _CollateFilled:
         self, collate: Callable[[list[Any]], Any], one: Any, two: Any, empty: Any, each: int | None
     ) -> None:
         self._collate, self._one, self._two, self._empty, self._each = collate, one, two, empty, each
-        _filled([one], one, two, [0])
+        _joined([one], one, two, [_Kept([0])])
 
     def __call__(self, rows: list[Any]) -> _Handed:
         if not rows:
             return 0, 0 if self._each is None else [], self._empty
         each = self._each or len(rows)
         found = [
-            [row for row in rows[n : n + each] if not isinstance(row, _Row)]
-            for n in range(0, len(rows), each)
+            [row for row in rows[n : n + each] if type(row) is not _Row] for n in range(0, len(rows), each)
         ]
-        own = [self._padded(records, each) for records in found if records]
-        drawn = [len(records) for records in found if records]
-        if self._each is None and own:
-            return len(rows), drawn[0], own[0]
-        kept = [*range(each * len(own)), *[0] * (len(rows) - each * len(own))]
-        whole = _filled(own or [self._one], self._one, self._two, kept)
-        return len(rows), 0 if self._each is None else drawn, whole
+        found = [records for records in found if records]
+        drawn = [len(records) for records in found]
+        if found and self._collate is default_collate:
+            whole = [row for records in found for row in records + records[:1] * (each - len(records))]
+            whole += whole[:1] * (len(rows) - len(whole))
+            if _are_alike(whole):
+                return len(rows), sum(drawn) if self._each is None else drawn, self._collate(whole)
+        batches = [self._collate(records) for records in found] or [self._one]
+        kept = [_Kept([*range(n), *[0] * (each - n)]) for n in drawn] or [_Kept([0] * each)]
+        if left := len(rows) - each * len(kept):
+            batches.append(batches[0])
+            kept.append(_Kept([0] * left))
+        whole = _joined(batches, self._one, self._two, kept)
+        return len(rows), sum(drawn) if self._each is None else drawn, whole
 
-    def _padded(self, records: list[Any], rows: int) -> Any:
-        """Return a batch of some records, its first row in those that are left."""
-        kept = [*range(len(records)), *[0] * (rows - len(records))]
-        return _filled([self._collate(records)], self._one, self._two, kept)
+
+def _are_alike(records: list[Any]) -> bool:
+    """Whether records are tuples with tensors or numbers of one kind at each place, of which batches stack rows."""
+    if set(map(type, records)) != {tuple} or len(set(map(len, records))) > 1:
+        return False
+    kinds = [set(map(type, column)) for column in zip(*records, strict=True)]
+    return all(len(kind) == 1 and kind <= {Tensor, int, float} for kind in kinds)
+
+
+class _Kept:
+    """The rows of a batch that are kept, in their order; at least one.
+
+    Attributes:
+        rows: Their numbers.
+        least: Rows that the batch must have.
+    """
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows, self.least = rows, max(rows) + 1
+        self._as_they_are = rows == list(range(len(rows)))
+
+    def are_all(self, count: int) -> bool:
+        """Whether they are the rows of a batch of a size as they stand."""
+        return self._as_they_are and len(self.rows) == count
 
 
 _TOO_FEW = (
@@ -398,8 +432,8 @@ _TOO_FEW = (
 )
 
 
-def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
-    """Return some rows of batches that follow each other; rows are where a batch of one record and of it twice differ.
+def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -> Any:
+    """Return some rows of each batch, one after the other; rows are where batches of a record and of it twice differ.
 
     Raises:
         ValueError: Rows cannot be told, or have other shapes in one batch than in another.
@@ -415,8 +449,7 @@ def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
         return one
 
     def leaf(values: Sequence[Any], one: Any, two: Any, where: str) -> Any:
-        value = values[0]
-        if _has_entries(one) and type(value) is type(one):
+        if _has_entries(one) and all(type(value) is type(one) for value in values):
             sizes = zip(one.shape, two.shape, strict=True)
             place = next((n for n, pair in enumerate(sizes) if pair == (1, 2)), None)
             if place is None:
@@ -427,21 +460,38 @@ def _filled(batches: Sequence[Any], one: Any, two: Any, kept: list[int]) -> Any:
                     f"data_loader: its collate function, called on the records of one user at a time, gives rows of "
                     f"several shapes (batch{where}); pad all records to one length"
                 )
-            if sum(each.shape[place] for each in values) <= max(kept, default=-1):
-                raise ValueError(_TOO_FEW.format(where=where))
-            if isinstance(value, Tensor):
-                whole = value if len(values) == 1 else torch.cat(list(values), dim=place)
-                return whole.index_select(place, torch.tensor(kept, device=value.device))
-            return np.concatenate(values, axis=place).take(kept, axis=place)
+            counts = [each.shape[place] for each in values]
+            numbers = _numbers(counts, kept, where)
+            if isinstance(one, Tensor):
+                whole = values[0] if len(values) == 1 else torch.cat(list(values), dim=place)
+                if numbers is None:
+                    return whole
+                return whole.index_select(place, torch.tensor(numbers, device=whole.device))
+            joined = np.concatenate(values, axis=place)
+            return joined if numbers is None else joined.take(numbers, axis=place)
         if one is None or isinstance(one, str | bytes | bool | int | float):
             return constant(values, one, where)
         raise ValueError(
-            f"data_loader: its collate function puts a {type(value).__name__} into batches (batch{where}), whose rows "
+            f"data_loader: its collate function puts a {type(one).__name__} into batches (batch{where}), whose rows "
             "cannot be filled; return tensors with a row for each record, or lists, tuples and mappings of these, or "
             "give fixed_batches=False"
         )
 
     return _rebuilt(batches, one, two, kept, leaf, "")
+
+
+def _numbers(counts: Sequence[int], kept: Sequence[_Kept], where: str) -> list[int] | None:
+    """Return the numbers of kept rows in batches that stand one after the other; None if all are kept.
+
+    Raises:
+        ValueError: A batch has too few.
+    """
+    if any(count < own.least for count, own in zip(counts, kept, strict=True)):
+        raise ValueError(_TOO_FEW.format(where=where))
+    if all(own.are_all(count) for count, own in zip(counts, kept, strict=True)):
+        return None
+    starts = itertools.accumulate(counts[:-1], initial=0)
+    return [start + row for start, own in zip(starts, kept, strict=True) for row in own.rows]
 
 
 def empty_batch(one: Any, two: Any) -> Any:
@@ -475,10 +525,12 @@ _Leaf = Callable[[Sequence[Any], Any, Any, str], Any]
 stand."""
 
 
-def _rebuilt(batches: Sequence[Any], one: Any, two: Any, kept: list[int], leaf: _Leaf, where: str) -> Any:
-    """Return some rows of batches that follow each other: containers entry by entry, and what grows row by row."""
-    batch = batches[0]
-    if isinstance(batch, Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
+def _rebuilt(
+    batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept], leaf: _Leaf, where: str
+) -> Any:
+    """Return some rows of each batch: containers entry by entry, and what grows row by row."""
+    kind: Any = type(one)
+    if isinstance(batches[0], Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
         if list(one) == list(two):
             if any(set(each) != set(one) for each in batches):
                 raise ValueError(
@@ -489,18 +541,16 @@ def _rebuilt(batches: Sequence[Any], one: Any, two: Any, kept: list[int], leaf: 
                 key: _rebuilt([b[key] for b in batches], one[key], two[key], kept, leaf, f"{where}[{key!r}]")
                 for key in one
             }
-            return _like(batch, entries)
-    elif isinstance(one, list | tuple) and type(batch) is type(one) is type(two):
-        kind: Any = type(batch)
+            return _like(batches[0], entries)
+    elif isinstance(one, list | tuple) and set(map(type, (*batches, two))) == {kind}:
         if len(one) == 1 and len(two) == 2:
-            rows = [row for b in batches for row in b]
-            if len(rows) <= max(kept, default=-1):
-                raise ValueError(_TOO_FEW.format(where=where))
-            return kind([copy.copy(rows[n]) for n in kept])
-        if len(one) == len(two) == len(batch):
+            rows = list(itertools.chain.from_iterable(batches))
+            numbers = _numbers([len(each) for each in batches], kept, where) if kept else []
+            return kind([copy.copy(rows[n]) for n in (range(len(rows)) if numbers is None else numbers)])
+        if set(map(len, (*batches, two))) == {len(one)}:
             parts = enumerate(zip(zip(*batches, strict=True), one, two, strict=True))
             found = [_rebuilt(*part, kept, leaf, f"{where}[{n}]") for n, part in parts]
-            return kind(*found) if hasattr(batch, "_fields") else kind(found)
+            return kind(*found) if hasattr(one, "_fields") else kind(found)
     return leaf(batches, one, two, where)
 
 

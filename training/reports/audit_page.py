@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -68,6 +68,11 @@ _CONTROLS = {
 """The same of the controls."""
 
 Table = list[dict[str, str]]
+Block = tuple[Literal["text", "note", "pairs", "table", "list", "code"], Any]
+"""A part of a text, and its kind."""
+_LOOKS: dict[str, dict[str, Any]] = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
+_SHARES = {2: (0.28, 0.72), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
+"""Shares of the page's width that the columns of a block's table take, by their number; others take equal ones."""
 
 
 class Audited(NamedTuple):
@@ -296,6 +301,19 @@ class Page:
             look = {"fontweight": "bold", "color": "#4a525b"} if number_ == 0 else {}
             self._row(cells, edges, self.size - 0.5, [look] * len(shares))
             self.y -= 0.002
+
+    def block(self, kind: str, content: Any) -> None:
+        """Write a block of a text; the first line of a list is its heading."""
+        if kind == "pairs":
+            self.pairs(content, names=0.2)
+        elif kind == "table":
+            columns = len(content[0])
+            self.table(content, _SHARES.get(columns, (1 / columns,) * columns))
+        else:
+            for line, text in enumerate(content if kind == "list" else [content]):
+                look: dict[str, Any] = {"fontweight": "bold"} if kind == "list" and not line else {}
+                self.text(text, **_LOOKS.get(kind, look))
+                self.y -= 0.003
 
     def _row(
         self, cells: Sequence[str], edges: Sequence[float], size: float, looks: Sequence[Mapping[str, Any]]

@@ -32,17 +32,18 @@ from opusim.accounting.explanation import (
 from opusim.accounting.guarantee import Adjacency, Guarantee, Unit, to_json
 from opusim.accounting.ledger import LEDGER_FILE
 from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.theorems import Theorem, known_theorems
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
-from opusim.training.attacks.findings import Audit, audit_rows, headline, paragraphs, verdict
+from opusim.training.attacks.findings import Audit, audit_rows, headline, paragraphs, power_text, verdict
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
 from opusim.training.private_loop.folder import SETTINGS_FILE, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.clipping import FLAT
-from opusim.training.reports.audit_page import AUDIT_COLUMNS, Page
+from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
 from opusim.training.reports.run_report import (
     command_of,
     kept_audits,
@@ -388,10 +389,10 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     """Return what stands above all else: failed audits, then what limits the statement."""
     statement, audits = facts.statement, facts.audits.items()
     leads = [
-        f"{_AUDITED} {audit.played} ({file}): {said}" for file, audit in audits if (said := headline(audit))
-    ]
-    leads += [
-        f"{_AUDITED} {audit.played} ({file}): {verdict(audit)}" for file, audit in audits if audit.refuted
+        f"{_AUDITED} {audit.played} ({file}): {said}"
+        for file, audit in audits
+        for said in (headline(audit), verdict(audit) if audit.refuted else "")
+        if said
     ]
     leads += [
         f"Status {each.status.value!r}: {_meaning(each)}"
@@ -483,26 +484,28 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
     )
     audited = [
-        f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}"
+        f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)} {power_text(each)}".strip()
         for file, each in facts.audits.items()
     ]
+    terms = {key: text.format(noun=noun) for key, text in common["terms"].items()}
+    sampled = any(isinstance(each, ClippedRecords) for each in statement.mechanisms)
     texts |= {
         "noun": noun,
         "released": released,
         "adversary": f"The attacker sees {released}, knows {others}, all settings and the code, and has unlimited "
         f"computing power. The attacker does not see the noise, its seed, or which {noun}s a step drew.",
-        "epsilon": " ".join(_about_epsilon(facts)),
+        "epsilon": " ".join(_about_epsilon(facts, noun, terms["epsilon"])),
         "epsilon_state": "answered" if first.is_proven else "not covered",
         "proof_state": "in part" if first.is_proven else "not covered",
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
-        f"Source: {first.source}.",
+        f"{terms['sampled'] if sampled else ''} Proven by: {first.source}. "
+        f"{terms['interval'] if 'interval' in first.source else ''}",
         "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
         f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
-        "on_trust": " ".join(
-            f"{state}: {'; '.join(f'({at}) {text}' for at, text in enumerate(each, 1))}."
-            for state, each in (("Fails", failed), ("On trust", on_trust))
-            if each
-        ),
+        "failing": "".join(f" Fails: {text}." for text in failed),
+        "versions": "The folder keeps no versions of packages."
+        if facts.run is None
+        else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
         "code_trusted": "in part" if checked else "yes",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
         "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
@@ -514,7 +517,21 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         **_about_rounding(first, common["absent"]),
         **_about_utility(facts, common["absent"]),
     }
-    return texts | _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
+    texts |= _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
+    parties, channels = ([_filled(each, texts) for each in common[key]] for key in ("trust", "channels"))
+    open_ones = [each for each in channels if each["state"] != "covered"]
+    return texts | {
+        "parties": _grouped(parties, "trusted", "party", common["trusted"]),
+        "open_channels": _grouped(open_ones, "state", "channel", {}),
+    }
+
+
+def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
+    """Return the names of rows after the words for their states."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(words.get(row[state], row[state]), []).append(row[name])
+    return " ".join(f"{key.capitalize()}: {'; '.join(names)}." for key, names in found.items())
 
 
 def _own_code(run: StoredRun) -> list[str]:
@@ -527,23 +544,19 @@ def _own_code(run: StoredRun) -> list[str]:
     return found
 
 
-def _about_epsilon(facts: _Facts) -> Iterator[str]:
+def _about_epsilon(facts: _Facts, noun: str, terms: str) -> Iterator[str]:
     """Yield what each guarantee says, what experiment mode takes away, and what delta means for so many records."""
-    first, count = facts.first, _public_number(facts)
+    first, count = facts.first, facts.statement.public_number
     for each in facts.statement.guarantees:
         status = each.status.value.capitalize()
-        yield f"{status}: epsilon {number(each.epsilon)} at delta {each.delta:g}. In words: {_meaning(each)}"
+        yield f"{status}: epsilon {number(each.epsilon)} at delta {each.delta:g}."
+        if each is first:
+            yield terms
+        yield f"In words: {_meaning(each)}"
     if first.is_proven and facts.statement.mode == "experiment":
         yield "This holds for the same run in release mode only."
     if first.is_proven and count is not None:
-        noun = "users" if first.unit is Unit.USER else "records"
-        yield f"Delta times the {count:,.0f} {noun} is {first.delta * count:.2g}; it must be far below 1."
-
-
-def _public_number(facts: _Facts) -> float | None:
-    """Return the number of records, of users if these are protected, or None if it is private or not known."""
-    hidden = facts.first.adjacency is Adjacency.ADD_OR_REMOVE_ONE
-    return None if hidden else facts.statement.mechanisms[0].public_records
+        yield f"Delta times the {count:,.0f} {noun}s is {first.delta * count:.2g}; it must be far below 1."
 
 
 def _about_rounding(first: Guarantee, absent: Mapping[str, str]) -> dict[str, str]:
@@ -587,7 +600,7 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         found["data set"] = "that of the program, which the folder does not name"
     mechanism = facts.statement.mechanisms[0]
     if facts.per_user is not None:
-        users = _public_number(facts)
+        users = facts.statement.public_number
         found["users"] = "their number is private" if users is None else f"{users:,.0f}"
         found["records of a user in a step (k)"] = f"at most {facts.per_user}"
     if (probability := getattr(mechanism, "sampling_probability", None)) is not None:
@@ -639,8 +652,6 @@ def _command(facts: _Facts) -> str:
 
 # The page and the PDF
 
-Block = tuple[Literal["text", "note", "pairs", "table", "list", "code"], Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
@@ -680,53 +691,51 @@ def _of_work(work: Work) -> Iterator[Section]:
         blocks=[("pairs", [(each.question, each.answer) for each in work.answers])],
     )
     statement = Statement.from_json(work.statement)
-    seeded = statement.mode == "experiment"
-    blocks: list[Block] = []
-    for each, row in zip(
-        statement.guarantees, guarantee_rows(statement.guarantees, seed_stored=seeded), strict=True
-    ):
-        said = explain(each, seed_stored=seeded).splitlines()
-        blocks += [
-            ("pairs", [pair for pair in row.items() if pair[1]]),
-            ("text", said[0]),
-            ("text", said[-1]),
-        ]
-    yield Section(title="Statement", blocks=blocks)
-    yield Section(title="Mechanism", blocks=[("pairs", list(each.items())) for each in work.mechanisms])
+    rows = guarantee_rows(
+        statement.guarantees, seed_stored=statement.mode == "experiment", count=statement.public_number
+    )
+    yield Section(
+        title="Statement", blocks=[("pairs", [pair for pair in row.items() if pair[1]]) for row in rows]
+    )
+    hidden = {"what ran"} if len(work.mechanisms) == 1 else set[str]()  # question 5 says it
+    mechanisms = [[pair for pair in each.items() if pair[0] not in hidden] for each in work.mechanisms]
+    yield Section(title="Mechanism, as the ledger names it", blocks=[("pairs", each) for each in mechanisms])
     hypotheses = [{"state": states[each.holds], "hypothesis": each.text} for each in work.hypotheses]
     if hypotheses:
         yield Section(title="Hypotheses", blocks=[("table", hypotheses)])
     yield Section(
         title="Proof",
-        blocks=[("list", text.splitlines()) for text in work.proofs]
+        blocks=[("list", _without(text.splitlines(), work.hypotheses)) for text in work.proofs]
         or [("text", "No theorem is cited: nothing is proven.")],
     )
-    blocks = []
+    blocks: list[Block] = []
     for audit in work.audits:
-        blocks.append(
-            ("note" if audit.refuted or not audit.controls_hold else "text", f"{audit.file}: {audit.verdict}")
-        )
+        blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has the result and the power."))
         rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
-        blocks += [("table", rows), *(("text", text) for text in audit.paragraphs)]
+        more = [text for text in audit.paragraphs if not text.startswith("Power: ")]
+        blocks += [("table", rows), *(("text", text) for text in more)]
     yield Section(title="Audits", blocks=blocks or [("text", "None was found.")])
-    yield Section(title="Data and unit", blocks=[("pairs", list(work.data.items()))])
-    yield Section(title="Choice of settings", blocks=[("text", work.tuning)])
     yield Section(title="Who is trusted", blocks=[("table", _rows(work.trust))])
     yield Section(title="Side channels", blocks=[("table", _rows(work.side_channels))])
     for standard in work.standards:
         rows = _rows(standard.headings)
         shown = [{key: cell for key, cell in row.items() if any(each[key] for each in rows)} for row in rows]
         yield Section(title=standard.title, blocks=[("text", standard.source), ("table", shown)])
-    used = ", ".join(f"{name} {version}" for name, version in work.versions.items())
     yield Section(
         title="To repeat and to check it",
         blocks=[
             ("code", work.command),
             ("code", f"opusim account run {quoted(work.folder)}"),
-            ("text", f"Started with {used}." if used else "The folder keeps no versions of packages."),
             ("table", _rows(work.files)),
         ],
     )
+
+
+def _without(lines: list[str], hypotheses: Sequence[Hypothesis]) -> list[str]:
+    """Return a theorem's lines without the hypotheses that stand in a table, and without lists that are then empty."""
+    told = {f"- {one.text}" for one in hypotheses}
+    kept = "\n".join(line for line in lines if line not in told)
+    return re.sub(r"Hypotheses [^\n]*\n(?!- )", "", kept).splitlines()
 
 
 def _rows(records: Iterable[Any]) -> list[dict[str, str]]:
@@ -734,28 +743,10 @@ def _rows(records: Iterable[Any]) -> list[dict[str, str]]:
     return [{key: str(value) for key, value in to_json(each).items()} for each in records]
 
 
-_LOOKS: dict[str, dict[str, Any]] = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
-_SHARES = {2: (0.28, 0.72), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
-"""Shares of the page's width that the columns of a table take, by their number; others take equal ones."""
-
-
 def _pdf(title: str, sections: Sequence[Section]) -> bytes:
-    """Return the sections as A4 pages."""
-    page = Page(8.0, flowing=True)
-    page.text(title, size=14.0, fontweight="bold")
-    for section in sections:
-        page.heading(section.title)
-        for kind, content in section.blocks:
-            if kind == "pairs":
-                page.pairs(content, names=0.2)
-            elif kind == "table":
-                columns = len(content[0])
-                page.table(content, _SHARES.get(columns, (1 / columns,) * columns))
-            else:
-                for line, text in enumerate(content if kind == "list" else [content]):
-                    look: dict[str, Any] = {"fontweight": "bold"} if kind == "list" and not line else {}
-                    page.text(text, **_LOOKS.get(kind, look))
-                    page.y -= 0.003
+    """Return the sections as A4 pages, after a list of them with their pages."""
+    _, pages = _laid_out(title, sections, [0] * len(sections))
+    page, _ = _laid_out(title, sections, pages)
     buffer = io.BytesIO()
     with PdfPages(buffer, metadata={"Title": title, "CreationDate": None}) as document:
         for place, figure in enumerate(page.figures, 1):
@@ -763,3 +754,17 @@ def _pdf(title: str, sections: Sequence[Section]) -> bytes:
             figure.text(0.93, 0.012, said, fontsize=7, ha="right", color="#4a525b")
             document.savefig(figure)
     return buffer.getvalue()
+
+
+def _laid_out(title: str, sections: Sequence[Section], pages: Sequence[int]) -> tuple[Page, list[int]]:
+    """Return the pages, and the number of the page of each section."""
+    page, found = Page(8.0, flowing=True), list[int]()
+    page.text(title, size=14.0, fontweight="bold")
+    for section, number_ in zip(sections, pages, strict=True):
+        page.text(f"{section.title}, page {number_}")
+    for section in sections:
+        page.heading(section.title)
+        found.append(len(page.figures))
+        for kind, content in section.blocks:
+            page.block(kind, content)
+    return page, found

@@ -24,7 +24,7 @@ from opusim.training.runs.drawing import (
     main_figure,
     noise_curves,
 )
-from opusim.training.runs.folder import RunFolder, StoredRun, read_run
+from opusim.training.runs.folder import RunFolder, StoredRun, read_run, stated
 from opusim.training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"
@@ -116,6 +116,12 @@ def write_comparison(
     return path
 
 
+def stated_rows(run: StoredRun) -> list[dict[str, str]]:
+    """Return a row for each guarantee of a run."""
+    found = stated(run.folder.path)
+    return guarantee_rows(found.guarantees, seed_stored=found.mode == "experiment", count=found.public_number)
+
+
 def run_name(run: StoredRun) -> str:
     """Name a run by its trainer, data set and device."""
     kind = run.config.trainer.kind
@@ -170,11 +176,7 @@ def _page(
         devices=distinct([(name, _device_rows(run)) for name, run in named if run.facts["device"]]),
         takes=[row for name, run in named for row in _device_time_rows(run, name)],
         data_sets=distinct([(name, run.facts["data"]) for name, run in named]),
-        guarantees=[
-            {"run": name, **row}
-            for name, run in named
-            for row in guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
-        ],
+        guarantees=[{"run": name, **row} for name, run in named for row in stated_rows(run)],
         device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
         rebuilds=SEED_REBUILDS,
         fresh_noise=dict.fromkeys(run.fresh_noise_note for run in runs if run.fresh_noise_note is not None),

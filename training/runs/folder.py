@@ -670,7 +670,8 @@ def stated(path: Path, *, delta: float | None = None) -> Statement:
         with suppress(RunFolderError, AttributeError):  # a bad configuration, which no guarantee needs
             started_with = {str(key): str(value) for key, value in folder.read_facts()["versions"].items()}
         with suppress(RunFolderError, ConfigError, KeyError, TypeError, ValueError):
-            if folder.read_config().counts_are_public:
+            config = folder.read_config()
+            if config.counts_are_public and not config.of_users:
                 records = int(folder.read_facts()["data"]["n_train"])
         step = None if header is None else header.step
         run = RunFacts(finished=folder.finished, step=step, versions=started_with, records=records)

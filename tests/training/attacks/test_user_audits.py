@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,12 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import opusim
-from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.one_run import Method
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Role, read_audit
 from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.attacks.one_run.audit import audit_one_training, audit_private_folder
+from opusim.training.attacks.one_run.observers import Canaries, EntryObserver
 from opusim.training.cli.app import app
 from tests.support.faults.base import replaced
 from tests.support.faults.users import FAULTS
@@ -69,7 +72,7 @@ def test_an_audit_of_users_sees_whole_users(tmp_path: Path) -> None:
         opusim.audit_private_loop(unknown_to_the_audit, run_epoch, canaries=40, seed=1)
 
 
-def test_an_audit_whose_canaries_do_not_arrive_says_so(tmp_path: Path) -> None:
+def dropped() -> AbstractContextManager[None]:
     """Planted: users with more than k records bring no row, so that no other fault could show."""
 
     def chosen(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,9 +80,57 @@ def test_an_audit_whose_canaries_do_not_arrive_says_so(tmp_path: Path) -> None:
             [] if len(self.records[user]) > self.most else before(self, user, step)
         )
 
-    dropped = replaced("opusim.training.data.users:Users.chosen", chosen)
-    with dropped, pytest.raises(NoGuarantee, match="0.00 of what they contribute"):
-        opusim.audit_private_loop(builder(tmp_path), run_epoch, canaries=40, seed=1)
+    return replaced("opusim.training.data.users:Users.chosen", chosen)
+
+
+def test_an_audit_whose_canaries_do_not_arrive_has_a_failed_control(tmp_path: Path) -> None:
+    with dropped():
+        found = opusim.audit_private_loop(builder(tmp_path), run_epoch, canaries=40, seed=1)
+    assert found.arrival is not None
+    assert (found.arrival.share, found.arrival.draws) == (0.0, 0)
+    assert found.failed_controls[0] is found.arrival
+    assert found.to_json()["controls_hold"] is False
+    assert found.to_json()["arrival"]["holds"] is False
+    assert read_audit(tmp_path / "one-run.json") == found
+    assert not found.refuted
+
+
+def test_a_dropped_canary_is_exit_code_3_and_a_headline(tmp_path: Path) -> None:
+    ids = torch.arange(60) // 3
+    with private_loop(tmp_path, user_ids=ids, records_per_user=EACH, sample_rate=1.0) as private:
+        run_epoch(private)
+    asked = ["audit", str(tmp_path), "--canaries", "40", "--seed", "1", "--json"]
+    with dropped():
+        shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 3, shown.output
+    headline = "DO NOT RELY ON THIS AUDIT: the arrival control did not behave as required."
+    assert headline in " ".join(shown.stderr.split())
+    assert headline in " ".join((tmp_path / "report.html").read_text().split())
+    assert json.loads(shown.stdout)["arrival"]["holds"] is False
+
+
+def lost(y: np.ndarray, drawn: np.ndarray) -> EntryObserver:
+    """What has read sums of some steps."""
+    observer = object.__new__(EntryObserver)
+    inside = torch.ones(y.shape[1], dtype=torch.bool)
+    observer._canaries = Canaries(inside=inside, entries=(), first=0, replaces=False)
+    observer._readings, observer._drawn = list(y), list(drawn)
+    return observer
+
+
+@pytest.mark.parametrize(("share", "holds"), [(1.0, True), (0.6, True), (0.3, False), (0.0, False)])
+def test_arrival_is_read_within_five_standard_errors(share: float, holds: bool) -> None:
+    draws = np.random.default_rng(0)
+    drawn = (draws.random((50, 100)) < 0.2).astype(float)
+    y = share * drawn + 0.5 * draws.standard_normal(drawn.shape)  # an error of 0.016 over 1,000 draws
+    mechanism = SimpleNamespace(sampling_probability=0.2)
+    found = lost(y, drawn).arrival(mechanism)
+    assert found.holds is holds
+    assert abs(found.share - share) < 5 * found.error
+    assert found.expected == pytest.approx(1000)
+    none = lost(0 * y, 0 * drawn)
+    assert not none.arrival(mechanism).holds
+    assert none.arrival(SimpleNamespace(sampling_probability=1e-3)).holds
 
 
 @pytest.mark.slow
@@ -133,12 +184,16 @@ def test_runs_that_protect_users_are_audited_by_users(tmp_path: Path, fixed: boo
     """Whole users are told apart at noise of 0.2 C, by both games; neither control fails."""
     given = trained(tmp_path, 0.2, fixed_batches=fixed)
     step = opusim.audit_run(tmp_path, **given, trials=40)
+    assert step.arrival is None
     assert step.of(Role.RUN)[0].auc > 0.99
     assert step.of(Role.RUN)[0].result.plan.pair.startswith("a user in the step's batch")
     assert not step.refuted
     assert not step.failed_controls
     whole = audit_one_training(tmp_path, **given, canaries=40)
     assert whole.scores()["all updates"].auc > 0.99
+    assert whole.arrival is not None
+    assert abs(whole.arrival.share - 1) < 5 * whole.arrival.error
+    assert whole.arrival.draws == whole.arrival.expected
     assert not whole.refuted
     assert "users (at most 2 records each a step)" in whole.game
 

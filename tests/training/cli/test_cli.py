@@ -227,3 +227,6 @@ def test_a_small_batch_under_record_is_said_before_training() -> None:
     ):
         config = RunConfig.model_validate({**config, "sampler": {"batch_size": size}})
         assert (small_batch(config) is not None) is said
+    users = {"kind": "record", "unit": "user", "records_per_user": 5, "epsilon": 3.0}
+    config = RunConfig.model_validate({**record, "protection": users, "sampler": {"batch_size": 64}})
+    assert "batch_size = 64 users" in str(small_batch(config))

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import opusim
-from opusim.accounting import Unit
+from opusim.accounting import Adjacency, Unit
 from opusim.training.engine.plan import RunPlan
 from opusim.training.errors import RunInterrupted
-from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.folder import RunFolder, stated
 
 COUNT, EACH, CLIP = 90, 3, 0.2
 
@@ -85,9 +85,12 @@ def test_a_run_takes_the_clipped_means_of_users(tmp_path: Path, fixed: bool) -> 
                 p -= 0.5 * sum_ / 6
     for p, q in zip(parameters, run.model.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5)
-    (stated,) = run.guarantees
-    assert stated.unit is Unit.USER
-    assert "users (at most 3 records each a step)" in stated.mechanism
+    (found,) = run.guarantees
+    assert found.unit is Unit.USER
+    assert "users (at most 3 records each a step)" in found.mechanism
+    number = stated(tmp_path / "run").public_number
+    is_public = found.adjacency is Adjacency.ZERO_OUT
+    assert number == (pytest.approx(len(users)) if is_public else None)
 
 
 def test_a_column_names_the_users_who_are_held_out_as_a_whole(tmp_path: Path) -> None:

@@ -126,6 +126,30 @@ def layers(records: int) -> Iterator[tuple[str, Contributions, Tensor]]:
     yield "gradients that are formed", found, use.rows(slice(None))[0].double().flatten(1)
 
 
+@pytest.mark.parametrize(("records", "each"), [(25, 20), (200, 20), (100, 2)])
+def test_users_stay_within_it(records: int, each: int) -> None:
+    """Gradients of users are formed if k is large enough, and added in float32; against a float64 loop over users."""
+    generator = torch.Generator().manual_seed(4)
+    weight, bias = nn.Parameter(torch.zeros(24, 40)), nn.Parameter(torch.zeros(24))
+    delta = torch.randn(records, each, 24, generator=generator)
+    delta[::5, 1::2] = -delta[::5, :1]  # users whose records nearly cancel
+    inputs = torch.rand(records, each, 40, generator=generator) + 1
+    found = Contributions([([weight, bias], [LinearUse(delta, inputs, weight, bias)])], records)
+    counted = CountedSums.of(records, processes=1)
+    factors = bounded_factors(found.squared_norms().sum(dim=0).sqrt(), 1.0)
+    totals = found.totals(factors.expand(1, -1), block=counted.block)
+    assert totals[0][1].dtype == (torch.float32 if each == 20 else torch.float64)
+    wanted, longest = torch.zeros(24, 41, dtype=torch.float64), 0.0
+    for own, signal, h in zip(factors, delta.double(), inputs.double(), strict=True):
+        gradient = torch.cat([signal.T @ h, signal.sum(dim=0)[:, None]], dim=1)
+        wanted += float(own) * gradient
+        longest = max(longest, float(own * gradient.norm()))
+    assert 0.999 < longest <= 1 + 1e-6
+    total = torch.cat([totals[0][1], totals[1][1][:, None]], dim=1).double()
+    formed = records * each * 2.0**-24 * float(delta.norm(dim=2).max() * inputs.norm(dim=2).max())
+    assert float((total - wanted).norm()) <= counted.error / 2 + formed
+
+
 @pytest.mark.parametrize("records", [256, 1220, 3600])
 def test_layers_stay_within_it_on_this_machine(records: int) -> None:
     """Against float64 sums of the contributions; a factor that rounds to float32 is no error of the sum."""

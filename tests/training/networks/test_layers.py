@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opusim.training.networks.clipping import measured
+from opusim.training.networks.clipping import measured, resolved
 from opusim.training.networks.contributions import uses
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
@@ -94,10 +94,47 @@ def test_both_ways_to_a_norm_agree(positions: int) -> None:
     ]
     wanted = torch.stack([m.double().norm() for m in expected])
     use = LinearUse(signal.mT, patch.mT, nn.Parameter(torch.zeros(6, 7)))
-    for found in (*measured(use.matrices(slice(None))), uses.measured_by_gram(*use.pairs(slice(None)))):
+    pairs = use.pairs(slice(None))
+    for found in (
+        *measured(use.matrices(slice(None))),
+        uses.measured_by_gram(*map(torch.Tensor.double, pairs)),
+    ):
         torch.testing.assert_close(found.norms.double(), wanted, rtol=1e-5, atol=1e-6)
     whole = Contributions([([use.weight], [use])], 5).squared_norms()[0].sqrt()
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
+
+
+POSITIONS = 20
+
+
+def columns(kind: str) -> tuple[Tensor, Tensor]:
+    """Signals and inputs of 16 records as columns, shapes (16, 1, 128, P) and (16, 1, 785, P)."""
+    generator = torch.Generator().manual_seed(8)
+    s, u = (torch.randn(16, 1, n, POSITIONS, generator=generator) for n in (128, 785))
+    if kind == "positions that cancel":  # alike but for signs and last digits
+        s = s[..., :1] * torch.tensor([1.0, -1.0]).repeat(POSITIONS // 2) * (1 + 1e-6 * s)
+        u = u[..., :1] * (1 + 1e-6 * u)
+    scales = {"numbers whose squares vanish": 2.0**-70, "large numbers": 2.0**40}
+    return s * scales.get(kind, 1.0), u
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["random", "positions that cancel", "numbers whose squares vanish", "large numbers"]
+)
+def test_norms_by_gram_matrices_are_bounds_in_any_precision(
+    kind: str, precise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 sums of outer products; float32 products that leave no room for rounding are no bounds."""
+    monkeypatch.setattr(uses, "_GRAM_RAISES", 0.0 if precise else uses._GRAM_RAISES)
+    s, u = columns(kind)
+    exact = torch.einsum("ngap,ngbp->nab", s.double(), u.double()).flatten(1).norm(dim=1)
+    found = resolved([uses.measured_by_gram(s, u)])[0]
+    assert bool((found >= exact).all())
+    if kind in ("random", "large numbers"):
+        assert float((found / exact).max()) < 1 + (1e-6 if precise else 2.0**-9)
+    plain = ((s.mT @ s).double() * (u.mT @ u).double()).sum(dim=(-3, -2, -1)).clamp_min(0).sqrt()
+    assert bool((plain < exact).any())  # the planted fault
 
 
 def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytest.MonkeyPatch) -> None:

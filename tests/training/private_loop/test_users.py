@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import opusim
 from opusim.accounting import Unit
@@ -167,6 +167,34 @@ def test_batches_of_every_kind_are_joined_user_by_user(tmp_path: Path) -> None:
         torch.testing.assert_close(gradients(first.module), gradients(second.module), rtol=1e-4, atol=1e-6)
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_default_collate_function_is_called_once_with_the_same_rows(tmp_path: Path, fixed: bool) -> None:
+    """A user's rows are its records, then copies of its first one, as where each user is collated by itself."""
+    calls: list[int] = []
+
+    def counted(records: list[Any]) -> Any:
+        calls.append(len(records))
+        return default_collate(records)
+
+    model, optimizer, criterion, loader = parts(batch_size=6)
+    own = DataLoader(loader.dataset, batch_size=6, collate_fn=counted)
+    once = of_users(tmp_path / "once", fixed_batches=fixed)
+    each = of_users(tmp_path / "each", (model, optimizer, criterion, own), fixed_batches=fixed)
+    x, y = loader.dataset.tensors  # type: ignore[attr-defined]
+    for step, (batch, again) in enumerate(zip(once.data_loader, each.data_loader, strict=True)):
+        users = once.data_loader.sampler.indices(step).tolist()
+        chosen = [once.data_loader.users.chosen(user, step) for user in users]
+        rows = [n for found in chosen for n in found + found[:1] * (EACH - len(found))]
+        assert torch.equal(batch[0][: len(rows)], x[rows])
+        assert torch.equal(batch[1][: len(rows)], y[rows])
+        assert all(torch.equal(a, b) for a, b in zip(batch, again, strict=True))
+        for private, (inputs, labels) in ((once, batch), (each, again)):
+            private.criterion(private.module(inputs), labels).backward()
+    assert len(calls) > len(users)
+    once.close()
+    each.close()
 
 
 def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ SMALL: dict[str, Any] = {
     **{"trainer": {"kind": "bp"}, "optimizer": {"name": "sgd"}, "sampler": {"scheme": "poisson"}},
 }
 
+GUARANTEE = "1. Which guarantee is proven: epsilon, delta, unit?"
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -63,8 +65,14 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
         one.text: one.holds for one in guarantee.assumptions
     }
     answers = {one["question"]: one["answer"] for one in work["answers"]}
-    assert f"epsilon {guarantee.epsilon:.3f} at delta 1e-05" in answers["Which epsilon is proven?"]
-    assert answers["Does it hold for the run in this folder?"].startswith("No.")
+    assert f"epsilon {guarantee.epsilon:.3f} at delta 1e-05" in answers[GUARANTEE]
+    assert "One record, features and label together" in answers[GUARANTEE]
+    assert answers["4. Does it hold for the run in this folder?"].startswith("No.")
+    assert "standard deviation of the noise" in answers["5. Which mechanism, and who proves it?"]
+    assert answers["11. Who is trusted?"].startswith("Trusted: Who collects the records")
+    assert "Not covered: Choice of settings" in answers["12. Which side channels are open?"]
+    assert "torch" in answers["13. Which code, versions and files?"]
+    assert [question.split(".")[0] for question in answers] == [str(n) for n in range(1, 15)]
     # no other epsilon stands anywhere in the text, so none can claim more
     told = json.dumps({key: value for key, value in work.items() if key not in ("statement", "proofs")})
     assert set(re.findall(r"epsilon (\d+\.\d+)", told)) == {f"{guarantee.epsilon:.3f}"}
@@ -89,8 +97,8 @@ def test_a_run_that_protects_nothing_claims_nothing(tmp_path: Path, mode: str) -
     (work,) = content["works"]
     assert work["leads"][0].startswith("Status 'none': no finite number")
     answers = {one["question"]: one["answer"] for one in work["answers"]}
-    assert answers["What is protected?"].startswith("Nothing")
-    assert answers["What may be released?"] == "No proof covers any release."
+    assert "Nothing is protected" in answers[GUARANTEE]
+    assert answers["7. What may be released?"] == "No proof covers any release."
     assert "holds for the same run in release mode only" not in page
     states = [one["state"] for one in work["side_channels"]]
     assert "covered" not in states
@@ -114,6 +122,28 @@ def test_what_the_program_gave_and_a_device_of_features_take_part(tmp_path: Path
         assert said in row["why"]
 
 
+def told_twice(page: str) -> set[str]:
+    """The cells and paragraphs of more than 60 letters that stand twice on a page."""
+    blocks = re.findall(r"<(?:p|td)[^>]*>([^<]{60,})</(?:p|td)>", page)
+    return {text for text in blocks if blocks.count(text) > 1}
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, tmp_path: Path) -> None:
+    training.audit_run(run.folder.path, trials=40, seed=1, out=tmp_path / "audit")
+    page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit"])
+    links = re.findall(r'<li><a href="#(s\d+)">([^<]*)</a>', page)
+    assert links == re.findall(r'<h2 id="(s\d+)">([^<]*)</h2>', page)
+    assert page.index(links[0][1]) < page.index("<h2")
+    assert not told_twice(page)
+    answer = content["works"][0]["answers"][0]["answer"]
+    assert told_twice(f"{page}<p>{answer}</p>") == {answer}  # the planted fault
+    # tables of prose stand cell under cell on a narrow page
+    assert page.count("<table") == page.count('<table class="stacked">') + page.count("<table><tr><th style")
+    told = content["works"][0]["answers"][7]["answer"]
+    assert "would refute the claim with probability" in told
+
+
 @pytest.mark.usefixtures("without_pdf")
 def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the broken control keeps its noise, so that no attack can find it."""
@@ -122,7 +152,7 @@ def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit"])
     (work,) = content["works"]
     assert "DO NOT RELY ON THIS AUDIT" in work["leads"][0]
-    assert page.index("DO NOT RELY") < page.index("Questions and answers")
+    assert page.index("DO NOT RELY") < page.index("Questions and answers</h2>")
     (kept,) = work["audits"]
     assert not kept["controls_hold"]
     testing = [one for one in work["standards"][1]["headings"] if "membership" in one["heading"]]
@@ -166,7 +196,7 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
     content = json.loads((tmp_path / "both.json").read_bytes())
     jsonschema.validate(content, dossier_schema())
     assert [work["statement"]["mode"] for work in content["works"]] == ["experiment", "release"]
-    first = (tmp_path / "both.html").read_text().partition("Questions and answers")[0]
+    first = (tmp_path / "both.html").read_text().partition("Questions and answers</h2>")[0]
     assert "add up" in first
     assert "1. bp on digits: Experiment mode" in first
     assert "2. bp on digits: No audit was found" in first

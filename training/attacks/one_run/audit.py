@@ -254,6 +254,7 @@ def play_one_run(
         crafted="gradients" if protected else "records",
         steps=observer.steps,
         cpu_s=spent,
+        arrival=observer.arrival(mechanism),
     )
 
 
@@ -650,6 +651,7 @@ def audit_private_loop(
         crafted="gradients",
         steps=observer.steps,
         cpu_s=spent,
+        arrival=observer.arrival(mechanism),
     )
     found.keep(Path(private.folder))
     return found

@@ -28,6 +28,7 @@ from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import WEIGHTS_AND_STATE, Adversary, Descent
+from opusim.training.attacks.findings import Arrival
 from opusim.training.attacks.update_attacks import row_space
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import Sampler
@@ -380,6 +381,14 @@ class Observer(Callback, ABC):
         """
         return {}
 
+    def arrival(self, mechanism: Any) -> Arrival | None:
+        """Return whether crafted gradients reached the sums; None if none were crafted.
+
+        Args:
+            mechanism: What the ledger says that one step released.
+        """
+        return None
+
     @abstractmethod
     def look(self, step: int) -> None:
         """Look at the weights after so many steps."""
@@ -476,7 +485,6 @@ class EntryObserver(Observer):
     @override
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         y = np.array(self._readings)
-        self._require_arrived(y, mechanism)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
         return {
             self._seeing(ALL_UPDATES): self._log_ratios(y, mechanism),
@@ -484,28 +492,16 @@ class EntryObserver(Observer):
             FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
-    def _require_arrived(self, y: np.ndarray, mechanism: Any) -> None:
-        """Refuse an audit whose canaries are missing from the sums: it would find nothing, whatever else is wrong.
-
-        A canary that is drawn adds its sign, in units of C. Half of it must arrive, on average, within five standard
-        errors; and some must be drawn if ten are expected.
-
-        Raises:
-            NoGuarantee: They do not arrive.
-        """
-        drawn = np.array(self._drawn)
-        at, expected = (
-            drawn != 0,
-            float(self._canaries.inside.sum() * len(y) * mechanism.sampling_probability),
+    @override
+    def arrival(self, mechanism: Any) -> Arrival:
+        y, drawn = np.array(self._readings), np.array(self._drawn)
+        at, count = drawn != 0, int(np.count_nonzero(drawn))
+        return Arrival(
+            share=float((y * drawn)[at].mean()) if count else 0.0,
+            error=float(y[~at].std()) / math.sqrt(count) if 0 < count < at.size else 0.0,
+            draws=count,
+            expected=float(len(self._canaries.planted) * len(y) * mechanism.sampling_probability),
         )
-        count = int(at.sum())
-        arrived = float((y * drawn)[at].mean()) if count else 0.0
-        error = float(y[~at].std()) / math.sqrt(count) if 0 < count < at.size else 0.0
-        if (count or expected >= 10) and arrived + 5 * error < 0.5:
-            raise NoGuarantee(
-                f"canaries: {arrived:.2f} of what they contribute is in the sums of steps that drew them ({count} "
-                f"draws, {expected:.0f} expected); the run drops their rows, so this audit can find nothing"
-            )
 
     @override
     def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:

@@ -286,8 +286,6 @@ class _Joint:
         parts = chunked(self.records, numbers, self.wrt[0].device)
         found = [measured_by_gram(*_joined_pairs(uses, part)) for part in parts]
         positions = sum(use.positions for use in uses)
-        a, b = uses[0].sizes
-        gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
         magnitudes = []
         for use in uses:
             s, u, factor = use.sizes_of()
@@ -295,7 +293,7 @@ class _Joint:
             magnitudes.append(bounds[0] * bounds[1] * factor)
         size = Measured(torch.stack(magnitudes).sum(dim=0).float(), 2.0**-22, 0.0)
         norms = found[0] if len(found) == 1 else joined(found)
-        weight = Part(norms, size, None, CANCELLED + gram)
+        weight = Part(norms, size, None, CANCELLED)
         with_bias = [use for use in uses if use.bias is not None]
         if not with_bias:
             return [weight]

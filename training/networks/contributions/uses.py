@@ -31,7 +31,13 @@ from opusim.training.networks.clipping import (
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _GRAM_COST = 2
-"""Time of products of Gram matrices, which need float64, in that of products in float32."""
+"""Time of products of Gram matrices, in that of the products of a gradient."""
+_GRAM_RAISES = 2.0**-8
+"""Twice the largest share by which Gram matrices in float32 may raise a norm if positions are orthogonal."""
+_FORMED_POSITIONS = 8
+"""Positions of a record from which its gradient is formed in less time than its products are summed in float64."""
+_FORMED_AT_ONCE = 2**19
+"""Numbers of gradients that are formed at once and added, so that they stay in a processor's cache."""
 _EXACT_ROWS = 4096
 """Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
 _NUMBERS_LIMIT = 2**24
@@ -91,8 +97,10 @@ class OuterUse(Use):
         reach: sum_p |s_p| |u_p| over |delta| |h|, at most (Cauchy and Schwarz).
         delta: Signals, float32, shape (records, ...).
         h: Inputs, float32, or indices, shape (records, ...).
+        forms_sums: Whether it has `formed_totals`.
     """
 
+    forms_sums = False
     weight: Tensor
     bias: Tensor | None
     sizes: tuple[int, int]
@@ -129,8 +137,9 @@ class OuterUse(Use):
         Args:
             clip: The factors.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: Records whose products are summed at once in float32, if they have one position each; 0 for float64,
-                whose sums go by blocks of some thousand rows. None sums all as they come, in float32.
+            block: Records whose products are summed at once in float32, if they have one position each, or are formed
+                (`formed_totals`); 0 for float64, whose sums go by blocks of some thousand rows. None sums all as they
+                come, in float32.
 
         Raises:
             ValueError: A record has more positions than `CountedSums` counts.
@@ -140,6 +149,8 @@ class OuterUse(Use):
                 f"a record has {self.positions:,} positions in a layer, and rounding is counted for at most "
                 f"{MOST_POSITIONS:,}; cut records into shorter ones"
             )
+        if block and self.forms_sums and self.positions >= _FORMED_POSITIONS:
+            return self.formed_totals(clip, block)
         kept, inputs, signals = clip.kept, self.h, self.delta
         exact = block == 0 or (block is not None and self.positions > 1)
         if not exact:
@@ -159,6 +170,13 @@ class OuterUse(Use):
                 [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
             )
         return totals
+
+    def formed_totals(self, clip: Clip, block: int) -> list[Tensor]:
+        """Return the same, where gradients of some records at once are formed in float32, and then added.
+
+        What forming rounds is in the norms, so that only the sum over records counts, as that of single products.
+        """
+        raise NotImplementedError
 
     def signals(self) -> Tensor:
         """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
@@ -197,8 +215,6 @@ class OuterUse(Use):
         s, u = measured(self.delta, self.h, coarsely=True)
         rounding = product_slack(p)
         slack = rounding * (2 if formed else 1)  # the formed sum rounds too
-        if not formed:  # the square of the norm rounds, and may cancel
-            slack += ((a + b + p**2) * 2.0**-52) ** 0.5
         formed_norms = found[0] if len(found) == 1 else joined(found)
         weight = Part(formed_norms, s, u, slack * self.reach, MILD * self.reach)
         if self.bias is None:
@@ -218,6 +234,7 @@ class LinearUse(OuterUse):
     """
 
     single = True
+    forms_sums = True
 
     def __init__(self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
@@ -235,6 +252,23 @@ class LinearUse(OuterUse):
     @override
     def signals(self) -> Tensor:
         return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
+
+    @override
+    def formed_totals(self, clip: Clip, block: int) -> list[Tensor]:
+        delta, h = clip.finite(self.delta), clip.finite(self.h)
+        step = max(1, _FORMED_AT_ONCE // self.weight.numel())
+        totals: list[Tensor] = []
+        for start in range(0, self.records, block):
+            stop = min(start + block, self.records)
+            weight = delta.new_zeros(self.weight.numel())
+            for first in range(start, stop, step):
+                part = slice(first, min(first + step, stop))
+                weight.addmv_(torch.bmm(delta[part].mT, h[part]).flatten(1).t(), clip.rounded[part])
+            added = [weight.view_as(self.weight)]
+            if self.bias is not None:
+                added.append(clip.rounded[start:stop] @ delta[start:stop].sum(dim=1))
+            totals = [t.double() + more for t, more in zip(totals, added, strict=True)] if totals else added
+        return totals
 
     def matrices(self, part: slice) -> Tensor:
         """See OuterUse; of one group."""
@@ -416,10 +450,28 @@ def joined(found: Sequence[Measured]) -> Measured:
 
 
 def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
-    """Measure sum_p s_p u_p^T of each record, over all groups, by Gram matrices in float64."""
-    s, u = s.double(), u.double()
-    squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
-    return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
+    """Bound the norm of sum_p s_p u_p^T of each record, over all groups, by Gram matrices.
+
+    Its square is the sum over p and q of (s_p . s_q) (u_p . u_q). A computed product s_p . s_q is off by at most gamma
+    |s_p| |s_q|, gamma of as many terms as s has numbers (Higham 2002, section 3.1), and by what vanishes. By Cauchy and
+    Schwarz all of them move the square by at most (gamma_s + gamma_u) |s|^2 |u|^2, which is added. The sum over
+    orthogonal positions is |s| |u| / sqrt(P) long, so this raises its norm by P (gamma_s + gamma_u) / 2 of itself:
+    float32 serves up to `_GRAM_RAISES`, else the products are float64.
+
+    Args:
+        s: Signals as columns, float32 or float64, shape (records, groups, a, P).
+        u: Inputs, shape (records, groups, b, P).
+    """
+    terms, positions = s.shape[-2] + u.shape[-2] + 8, s.shape[-1]
+    unit = 2.0**-24
+    if s.dtype == torch.float64 or positions * terms * unit > _GRAM_RAISES:
+        s, u, unit = s.double(), u.double(), 2.0**-53
+    own, other = (s.mT @ s).double(), (u.mT @ u).double()
+    # what vanishes, products below 2^-126, changes |s|^2 by less than P 2^-100 after the factor
+    sizes = [gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) + positions * 2.0**-100 for gram in (own, other)]
+    error = 1.02 * terms * unit + positions**2 * 2.0**-52
+    squares = torch.addcmul((own * other).sum(dim=(-2, -1)), *sizes, value=error)
+    return Measured(squares.clamp_min(0.0).sum(dim=-1).sqrt().float(), 2.0**-22, 0.0)
 
 
 def _merged(columns: Tensor, records: int) -> Tensor:

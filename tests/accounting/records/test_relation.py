@@ -13,6 +13,7 @@ import pytest
 from scipy.stats import binom
 
 from opusim.accounting.composition import guarantees
+from opusim.accounting.explanation import explain, guarantee_rows
 from opusim.accounting.guarantee import Adjacency, Guarantee
 from opusim.accounting.journal import Journal
 from opusim.accounting.ledger import read_ledger
@@ -66,6 +67,18 @@ def test_both_relations_have_one_number_and_each_names_what_it_rests_on(make: Ma
     assert (holds(null, NUMBER_IS_UNUSED), holds(null, NUMBER_IS_PUBLIC)) == ([], [None])
     assert holds(only(make(ADDED)), NUMBER_IS_UNUSED) == [None]  # parameters alone: nobody checked
     assert Guarantee.from_json(json.loads(json.dumps(null.to_json()))) == null
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_the_printed_statement_names_the_public_number(make: Maker) -> None:
+    text = explain(only(make(NULL), enforced=True))
+    assert "or its place was empty" in text
+    trusted = text.partition("Taken on trust, not checked:")[2].partition("Checked:")[0]
+    assert NUMBER_IS_PUBLIC in trusted
+    assert "or its place was empty" not in explain(only(make(ADDED)))
+    (row,) = guarantee_rows([only(make(NULL))])
+    assert row["protects"] == "record, zero_out"
+    assert row["notes"] == "at a public number of records"
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

@@ -1,7 +1,7 @@
 """Execute the notebooks of docs/notebooks, and keep their outputs.
 
 python .ci/notebooks.py [NAME ...]                      # in place
-python .ci/notebooks.py --install dist/opusim-0.2.0-py3-none-any.whl    # copies that install this first; keeps nothing
+python .ci/notebooks.py --install dist/opusim-0.3.0-py3-none-any.whl    # copies that install this first; keeps nothing
 
 Each notebook runs in an empty folder, in a kernel of this Python. Its seconds of processor time are printed.
 """

@@ -112,7 +112,7 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
             assert code == 0
             assert f"{expected:.3f}" in out
             assert "Checked:" in out
-            assert ("This run stored the seed" in " ".join(out.split())) is (mode == "experiment")
+            assert ("This run stored its seed" in " ".join(out.split())) is (mode == "experiment")
         content = json.loads(account("run", str(folder), "--json", "--delta", "1e-6")[1])
         assert content["guarantees"][0]["epsilon"] > expected
 

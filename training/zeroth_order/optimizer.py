@@ -174,7 +174,7 @@ class ZerothOrder(torch.optim.Optimizer):
             if not self._sides.at_once:
                 self._perturbation.restore()
         sums, _, _ = release.sums(((_checked(plus), minus) for plus, minus in found), keep=keep)
-        return sums.cpu(), found[0][0]
+        return torch.stack(sums).cpu(), found[0][0]
 
     def add(self, sums: Tensor, records: float) -> None:
         """Add sums of loss differences to the next step.

@@ -141,7 +141,7 @@ class ScalarRelease:
 
     def sums(
         self, losses: Iterable[tuple[Tensor, Tensor]], *, keep: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return sums over records of their clipped loss differences along each of n directions.
 
         Args:
@@ -149,7 +149,7 @@ class ScalarRelease:
             keep: Marks the records that count, bool, shape (batch,); None for all.
 
         Returns:
-            The sums, float64; numbers of clipped records; numbers of losses that are not finite; shapes (n,).
+            The sums, float64; numbers of clipped records; numbers of losses that are not finite; n tensors each.
         """
         found = [loss_differences(*each, LARGEST_DIFFERENCE if self.joint else self.clip) for each in losses]
         if self.joint and self.clip is not None:
@@ -158,9 +158,9 @@ class ScalarRelease:
         if self.clip is not None:  # the bounds hold for the sums as computed
             values = [toward_zero(value, bound=self.clip, count=_MOST_RECORDS) for value in values]
         return (
-            torch.stack([value.sum() for value in values]),
-            torch.stack([each.clipped for each in found]),
-            torch.stack([each.non_finite for each in found]),
+            [value.sum() for value in values],
+            [each.clipped for each in found],
+            [each.non_finite for each in found],
         )
 
     def drawn(self, directions: int, step: int) -> RoundedNoise | None:
@@ -453,8 +453,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
                     figures.extend((loss, right.sum()))
                 yield plus, minus
 
-        found = self.release.sums(losses())
-        return torch.cat([each.double() for each in (*found, torch.stack([one.double() for one in figures]))])
+        sums, clipped, non_finite = self.release.sums(losses())
+        return torch.stack([one.double() for one in (*sums, *clipped, *non_finite, *figures)])
 
     def _outputs(self, x: Tensor) -> Tensor:
         """Return the model's outputs, shape (batch, n_classes); no pass for an empty batch."""

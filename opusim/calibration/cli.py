@@ -83,7 +83,7 @@ def calibrate_command(
     outputs: Annotated[int, typer.Option("--outputs", help="Outputs of the window.")] = 4000,
     inputs: _INPUTS = 64,
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 64,
-    readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
+    readings: Annotated[int, typer.Option("--readings", help="Readings of each of five inputs.")] = 500,
     confidence: Annotated[float, typer.Option(help="Confidence of each single interval.")] = 0.95,
     warm_c: Annotated[
         float | None,
@@ -206,7 +206,7 @@ def check_command(
     name: _NAME,
     certificate: Annotated[Path, typer.Argument(help="The device's certificate.")],
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 32,
-    readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
+    readings: Annotated[int, typer.Option("--readings", help="Readings of each of five inputs.")] = 500,
     seed: _SEED = 1,
 ) -> None:
     """Compare a device with its certificate; exit with 3 if its noise is below the certified one."""

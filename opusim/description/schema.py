@@ -435,7 +435,10 @@ class DeviceDescription(Shown, StrictSection):
         if self.camera is None:
             return self
         if self.noise is not None:
-            raise ValueError("noise: a camera's noise comes from its stages; remove it")
+            raise ValueError(
+                "noise: a camera's noise comes from its stages; set camera.light or camera.sensor instead (leave out "
+                "--sigma)"
+            )
         shown = self.camera.frames_per_projection
         if self.frames.frames_per_projection != shown:
             how = "" if self.camera.reference_beam is None else " with this reference beam"

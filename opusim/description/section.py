@@ -14,9 +14,9 @@ import inspect
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -138,8 +138,14 @@ def first_problem(
             for each in problems
             if each["type"] == kind
         ]
+        if len(missing) > 1:
+            return ConfigError(origin, ", ".join(missing), "missing; add them")
+        field = None if section is None else _field(section, keys[-1])
+        words = (
+            () if field is None or get_origin(field.annotation) is not Literal else get_args(field.annotation)
+        )
         return ConfigError(
-            origin, ", ".join(missing), "missing; add " + ("it" if len(missing) == 1 else "them")
+            origin, key, "missing; add it" + (": " + " or ".join(map(str, words)) if words else "")
         )
     if kind == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
@@ -258,6 +264,14 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 def default_of(field: FieldInfo) -> Any:
     """Return a field's default; pydantic 2.7 has no other argument, and no factory here takes one."""
     return field.get_default(call_default_factory=True)
+
+
+def nested_keys(section: type[BaseModel]) -> Iterator[str]:
+    """Yield the dotted keys of a section and of those in it."""
+    for name in keys_of(section):
+        field = _field(section, name)
+        parts = () if field is None else variants_of(field.annotation)
+        yield from (f"{name}.{key}" for part in parts for key in nested_keys(part)) if parts else (name,)
 
 
 def _inner_key(

@@ -171,11 +171,21 @@ def options(
     ] = None,
 ) -> None:
     """List the keys of the configuration, with defaults and meanings: all, those of a topic, or of a search."""
+    from opusim.description.schema import DeviceDescription
+    from opusim.description.section import nested_keys
     from opusim.tables import print_table, wrapped
 
     rows = key_rows(topic, search=search)
-    if not rows:
+    of_device = dict.fromkeys(key for key in nested_keys(DeviceDescription) if search and search in key)
+    if not rows and not of_device:
         raise ValueError(f"--search {search}: no key has this word; leave --search or the topic out")
+    if of_device and topic is None:
+        named = ", ".join(f"device.{key}" for key in of_device)
+        typer.echo(
+            wrapped(f"Keys of a device's description (`opusim device show NAME` has values): {named}.")
+        )
+    if not rows:
+        return
     print_table("Keys for --set and for TOML files", ("key", "default", "meaning"), rows)
     if topic is None:
         typer.echo(wrapped(f"Topics: {', '.join(topics())}."))

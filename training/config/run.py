@@ -17,7 +17,8 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, Validati
 
 from opusim.accounting.composition import Budget
 from opusim.accounting.guarantee import Adjacency
-from opusim.description.section import BadKey, default_of, first_problem, flat, merged, parse_setting
+from opusim.description.schema import DeviceDescription
+from opusim.description.section import BadKey, default_of, first_problem, flat, keys_of, merged, parse_setting
 from opusim.errors import ConfigError
 from opusim.files import parse_json, parse_toml, read_text
 from opusim.randomness.seeds import derive_seed
@@ -483,6 +484,11 @@ def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) 
                 kind = section.get("kind") if name in KINDS and isinstance(section, Mapping) else None
                 if kind is not None and kind in KINDS[name].names():
                     sections[name] = KINDS[name].find(kind)
+        of_device = keys_of(DeviceDescription)
+        for problem in error.errors(include_url=False):
+            if problem["type"] == "extra_forbidden" and problem["loc"][0] in of_device:
+                key = ".".join(map(str, problem["loc"]))
+                raise ConfigError(origin, key, f"unknown key; did you mean 'device.{key}'?") from error
         raise first_problem(error, RunConfig, origin, sections=sections) from error
     except BadKey as error:
         raise ConfigError(origin, error.key, error.reason) from error

@@ -190,11 +190,15 @@ def _again(result: SweepResult, point: Point) -> str:
 
 def _pictures(result: SweepResult) -> list[dict[str, str]]:
     """Draw each figure that has something to show, and write its data next to it."""
+    on_noise = curves.accuracy_against_noise(result)
+    shown = {curve.name for curve in (*on_noise, *curves.references(result))}
+    left_out = [name for name in result.series if name not in shown]
+    without = f"; without {', '.join(left_out)}: {result.noise_key} is no axis there" if left_out else ""
     drawn: dict[str, tuple[str, Figure | None, Sequence[Curve]]] = {
         "accuracy-noise": (
-            "Accuracy against noise: mean over seeds and its standard error",
+            f"Accuracy against noise: mean over seeds and its standard error{without}",
             accuracy_noise(result),
-            curves.accuracy_against_noise(result),
+            on_noise,
         ),
         "epsilon-noise": (
             "Epsilon against noise: claimed by a paper's formula, proven, and found by an audit",

@@ -179,3 +179,17 @@ def test_merging_goes_key_by_key() -> None:
 
 def test_the_name_of_a_trainer_is_a_configuration() -> None:
     assert load_config("zo", ["epochs=2"]) == load_config({"trainer": {"kind": "zo"}, "epochs": 2})
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "word"),
+    [
+        ("camera.sensor.read_noise_e=20", "camera", "device.camera"),
+        ("n_outputs=20", "n_outputs", "device.n_outputs"),
+    ],
+)
+def test_a_key_of_a_device_is_shown_its_place(setting: str, key: str, word: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        load_config(None, [setting])
+    assert found.value.key == key
+    assert word in found.value.reason

@@ -107,14 +107,19 @@ class Diagnosis:
             [
                 p.name,
                 *(f"{value:+.3f}" for value in (p.signal_alignment, p.update_alignment)),
-                *(f"{value:.3g}" for value in (p.signal_to_noise, p.scale, p.change)),
+                *(
+                    f"{value:.3g}" if math.isfinite(value) else "-"
+                    for value in (p.signal_to_noise, p.scale, p.change)
+                ),
             ]
             for p in self.points
         ]
-        step = (
-            f"{self.rows:,} rows and {self.frames:,} frames a step ({self.seconds:.3g} s of device time), "
-            f"{self.shown:.0%} of the entries shown"
+        device = (
+            f" and {self.frames:,} frames a step ({self.seconds:.3g} s of device time)"
+            if self.frames
+            else " a step"
         )
+        step = f"{self.rows:,} rows{device}, {self.shown:.0%} of the entries shown"
         widths = column_widths([columns, *cells], output_width())
         if widths is None:
             return f"{as_records('', columns, cells)}\n{step}"

@@ -109,6 +109,13 @@ class ZerothOrder(torch.optim.Optimizer):
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes a context around each pass of the module, such as one that puts back what the pass changed."""
 
+    def __repr__(self) -> str:
+        (group,), move = self.param_groups, self._perturbation
+        return (
+            f"{type(self).__name__}(lr={group['lr']:g}, perturbation={move.phi:g}, "
+            f"directions={self._directions}, rank={move.rank}, seed={group['seed']}, steps={group['steps']})"
+        )
+
     @property
     def module(self) -> nn.Module:
         """What it trains."""

@@ -350,7 +350,7 @@ class Arrival:
     wrong.
 
     Attributes:
-        share: Mean of what arrived over what was contributed, 1 if all arrives; 0 without draws.
+        share: Mean of what arrived over what a sound clip leaves, 1 if all arrives; 0 without draws.
         error: Its standard error.
         draws: Times that a step drew a canary.
         expected: Expected number of draws.
@@ -375,7 +375,8 @@ class Arrival:
     def says(self) -> str:
         """The control in a few words."""
         if self.holds:
-            return "canaries arrive, as required" if self.draws else "too few draws are expected to tell"
+            arrives = self.draws and self.share > 5 * self.error
+            return "canaries arrive, as required" if arrives else "too few draws are expected to tell"
         return f"the run drops rows: {self.share:.2f} of what its canaries contribute arrives"
 
     def row(self) -> dict[str, str]:

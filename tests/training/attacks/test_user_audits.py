@@ -114,7 +114,7 @@ def lost(y: np.ndarray, drawn: np.ndarray) -> EntryObserver:
     observer = object.__new__(EntryObserver)
     inside = torch.ones(y.shape[1], dtype=torch.bool)
     observer._canaries = Canaries(inside=inside, entries=(), first=0, replaces=False)
-    observer._readings, observer._drawn = list(y), list(drawn)
+    observer._readings, observer._drawn, observer.writer = list(y), list(drawn), None
     return observer
 
 
@@ -131,6 +131,33 @@ def test_arrival_is_read_within_five_standard_errors(share: float, holds: bool) 
     none = lost(0 * y, 0 * drawn)
     assert not none.arrival(mechanism).holds
     assert none.arrival(SimpleNamespace(sampling_probability=1e-3)).holds
+
+
+def test_arrival_counts_the_noise_if_every_step_draws_every_canary() -> None:
+    """The mean of 20 draws is off by 2.2 C at a noise of 10 C: an honest run does not fail, and nothing is shown."""
+    noise, mechanism = np.random.default_rng(0), SimpleNamespace(sampling_probability=1.0)
+    for share in (0.0, 1.0):
+        for _ in range(50):
+            drawn = np.ones((1, 20))
+            found = lost(share * drawn + 10 * noise.standard_normal(drawn.shape), drawn).arrival(mechanism)
+            assert found.holds
+            assert found.says == "too few draws are expected to tell"
+    assert not lost(0.1 * noise.standard_normal((1, 20)), np.ones((1, 20))).arrival(mechanism).holds
+
+
+def test_arrival_is_in_units_of_what_the_clip_of_a_layer_leaves(tmp_path: Path) -> None:
+    """Canaries fit into 1 of 10 layers, whose own bound is C / sqrt(10)."""
+
+    def build(plant: Callable[..., Any]) -> opusim.PrivateTraining:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3), *[nn.Linear(3, 3) for _ in range(8)])
+        loader = DataLoader(plant(records(60)), batch_size=24)
+        given = model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss(), loader
+        return private_loop(tmp_path, given, clipping="per_layer", noise_multiplier=0.1)
+
+    found = opusim.audit_private_loop(build, run_epoch, canaries=20, seed=1)
+    assert found.arrival is not None
+    assert abs(found.arrival.share - 1) < 5 * found.arrival.error < 0.5
 
 
 @pytest.mark.slow

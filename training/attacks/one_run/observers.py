@@ -207,6 +207,8 @@ class CraftedGradients(WrappedGradients):
         """What other records contributed along each canary's direction in the last step, in units of C, shape (m,)."""
         self.drawn = np.zeros(len(canaries.inside))
         """What each canary contributed in the last step if the clip is sound: its sign or 0, shape (m,)."""
+        self.reach = 1.0
+        """What a sound clip leaves of it, in units of C: less if layers without canaries have bounds of their own."""
 
     @override
     def _write(
@@ -234,6 +236,7 @@ class CraftedGradients(WrappedGradients):
             group = max(1, self._rows_of(len(records)) // found.records)
             found = self._planting(found, rows, numbers, group)
             rows = rows.div(group, rounding_mode="floor")
+        self.reach = self._reach_in(found)
         self.others = self._others(found, rows)
         self._writer.set_gradients([found], records=records, public_inputs=public_inputs)
 
@@ -284,6 +287,17 @@ class CraftedGradients(WrappedGradients):
         if found.padding is not None:
             planted.leave_out(found.padding)
         return planted
+
+    def _reach_in(self, found: Contributions) -> float:
+        if self._clipping.kind != "per_layer":
+            return 1.0
+        owners = {p.data_ptr(): n for n, (parameters, _) in enumerate(found.layers) for p in parameters}
+        norms = self._clipping.layer_norms or [self._clip_norm / math.sqrt(len(found.layers))] * len(
+            found.layers
+        )
+        entries = self._canaries.entries
+        own = [norms[owners[self._network.tensors[entry.name].data_ptr()]] for entry in entries]
+        return sum(own) / math.sqrt(len(entries)) / self._clip_norm
 
     def _others(self, found: Contributions, canaries: Tensor) -> np.ndarray:
         """Return the clipped sum of the other records along each canary's direction, in units of C, shape (m,)."""
@@ -495,10 +509,14 @@ class EntryObserver(Observer):
     @override
     def arrival(self, mechanism: Any) -> Arrival:
         y, drawn = np.array(self._readings), np.array(self._drawn)
-        at, count = drawn != 0, int(np.count_nonzero(drawn))
+        count, reach = int(np.count_nonzero(drawn)), 1.0 if self.writer is None else self.writer.reach
+        mean = float((y * drawn).sum()) / count if count else 0.0
+        spread = (
+            float((y - mean * drawn).std()) if count else 0.0
+        )  # of the noise, also if all canaries are drawn
         return Arrival(
-            share=float((y * drawn)[at].mean()) if count else 0.0,
-            error=float(y[~at].std()) / math.sqrt(count) if 0 < count < at.size else 0.0,
+            share=mean / reach,
+            error=spread / math.sqrt(max(count, 1)) / reach,
             draws=count,
             expected=float(len(self._canaries.planted) * len(y) * mechanism.sampling_probability),
         )

@@ -573,6 +573,7 @@ class MeasuredModule(ModuleInLoop):
     | --- | --- |
     | `measure` on other rows than the loader's batch, or twice on a batch | refused |
     | losses that are not what the private criterion returned | refused |
+    | a part of the module in training mode; rows of a filled batch in another order | refused |
     | a backward pass that reaches a trained parameter | refused |
     | several batches before a step | allowed: the mean of their noised sums |
     | a step without a measured batch | refused |
@@ -598,9 +599,14 @@ class MeasuredModule(ModuleInLoop):
         self._running = False
         self._outputs: list[tuple[Tensor, int]] = []
         self._losses: list[Tensor] = []
+        self._given: list[Any] = []
         with optimizer.evaluation_mode():
             super().__init__(module, given, steps=steps, points=points, most_rows=most_rows)
-        optimizer.prepare(self._first_rows, given.values)
+        try:
+            optimizer.prepare(self._first_rows, given.values)
+        except BaseException:
+            self.close()
+            raise
         optimizer.zero_grad()
         optimizer.private, optimizer.around = self._measure, partial(preserved_state, module, fixed=True)
 
@@ -628,7 +634,11 @@ class MeasuredModule(ModuleInLoop):
         if not self._running:
             with preserved_state(self.module, follow_hooks=False):
                 return self.module._call_impl(*args, **kwargs)
-        require_rows(tree_leaves((args, kwargs)), self.records)
+        given = tree_leaves((args, kwargs))
+        self.probed.require_same_modes()
+        require_rows(given, self.records)
+        if self._given:
+            require_order(given, self._given)
         if not self.tape.has_followed(args, kwargs):
             raise _NewShapes(args, kwargs)
         output = self.module._call_impl(*args, **kwargs)
@@ -669,43 +679,43 @@ class MeasuredModule(ModuleInLoop):
             require_order(leaves, self._handed_out)
         self.probed.require_same()
         # 2. Its clipped sums. What the module does with arguments of new shapes is found out on invented ones.
-        parts = self._parts_of(at_hand.records) or [slice(0)]
         try:
             while True:
                 try:
-                    found = [self._sums(losses, batch, at_hand.records, part) for part in parts]
+                    found, first = self._sums(losses, batch, at_hand.records)
                     break
                 except _NewShapes as new:
                     with self._optimizer.evaluation_mode():
                         self.tape.follow(*new.given)
             # 3. Their noise.
-            sums = torch.stack([each for each, _ in found]).sum(dim=0)
             noise = self._release.drawn(self._optimizer.directions, at_hand.step)
-            released = sums if noise is None else noise.added_to(sums)
+            released = found if noise is None else noise.added_to(found)
         except BaseException:
             at_hand.failed += 1  # nothing was released; it may be tried again
             raise
-        self._optimizer.add(released, self._release.divisor)
         at_hand.written = True
+        self._optimizer.add(released, self._release.divisor)
         self.unused_gradients += 1
-        first = torch.cat([each for _, each in found])
         if self.padding is None:
             return first.mean() if len(first) else first.sum()
         return torch.where(self.padding, 0.0, first).sum() / (~self.padding).sum().clamp_min(1)
 
     def _sums(
-        self, losses: Callable[..., Tensor], batch: tuple[Any, ...], records: int, part: slice
+        self, losses: Callable[..., Tensor], batch: tuple[Any, ...], records: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the clipped sums of some rows, and their losses on the plus side of the first direction."""
-        place = self.trained_parameters[0].device
+        """Return the clipped sums of the batch at hand, and its losses on the plus side of the first direction.
+
+        Moving the parameters to a side and back rounds them, and no noise protects that. So they move as often whatever
+        was drawn: all parts run on a side before the next.
+        """
+        place, at_once = self.trained_parameters[0].device, self._optimizer.at_once
+        parts = self._parts_of(records) or [slice(0)]
+        cut = partial(cut_rows, batch, records=records)
 
         def own(*rows: Any) -> Tensor:
-            self._running, self.records, self._outputs, self._losses = (
-                True,
-                rows_of(tree_leaves(rows)) or 0,
-                [],
-                [],
-            )
+            leaves = tree_leaves(rows)
+            self._running, self.records, self._outputs, self._losses = True, rows_of(leaves) or 0, [], []
+            self._given = leaves if self._handed_out else []
             try:
                 if not self.records:  # no pass for a batch without records
                     return torch.zeros(0, device=place)
@@ -718,11 +728,23 @@ class MeasuredModule(ModuleInLoop):
                 return found
             finally:
                 self._running, self.records, self._outputs, self._losses = False, records, [], []
+                self._given = []
 
-        keep = None if self.padding is None else ~self.padding[part]
-        return self._optimizer.sums(
-            self._release, own, cut_rows(batch, records=records, part=part), keep=keep
-        )
+        if not at_once:
+            keep = None if self.padding is None else ~self.padding
+            return self._optimizer.sums(
+                self._release,
+                lambda *rows: torch.cat([own(*cut_rows(rows, records=records, part=part)) for part in parts]),
+                batch,
+                keep=keep,
+            )
+        found = [
+            self._optimizer.sums(
+                self._release, own, cut(part=part), keep=None if self.padding is None else ~self.padding[part]
+            )
+            for part in parts
+        ]
+        return torch.stack([sums for sums, _ in found]).sum(dim=0), torch.cat([first for _, first in found])
 
 
 class _Caught:

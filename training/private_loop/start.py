@@ -293,8 +293,14 @@ def _require_measurable(
     """Refuse what zeroth-order steps do not protect.
 
     Raises:
-        ValueError: The optimizer trains another module, or users or another clip than a joint one are asked for.
+        ValueError: The optimizer trains another module, or users or another clip than a joint one are asked for, or
+            several processes train.
     """
+    if Ranks().world > 1:
+        raise ValueError(
+            "optimizer: ZerothOrder trains in one process, and this one is in a group; use opusim train zo, which "
+            "shares its batches among processes"
+        )
     if optimizer.module is not module:
         raise ValueError("optimizer: is a ZerothOrder of another module; build it with the module given here")
     if user_ids is not None:

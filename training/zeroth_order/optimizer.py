@@ -126,6 +126,11 @@ class ZerothOrder(torch.optim.Optimizer):
         """K."""
         return self._directions
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a pass evaluates several directions, without moving the parameters."""
+        return self._sides.at_once
+
     @torch.no_grad()
     def measure(self, losses: Callable[..., Tensor], *batch: Any) -> Tensor:
         """Evaluate a batch on both sides of the next step's directions, which add up until `step`.

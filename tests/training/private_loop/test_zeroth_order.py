@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
+from opusim.training.private_loop import start
 from opusim.training.private_loop.module import MeasuredModule
 from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.trainer import ZoTrainer
@@ -224,6 +226,17 @@ def test_large_batches_run_in_parts(tmp_path: Path) -> None:
     assert torch.allclose(whole, parted, atol=1e-5)
 
 
+def test_parameters_do_not_tell_in_how_many_parts_a_batch_ran(tmp_path: Path) -> None:
+    """Moving them to a side and back rounds them: without steps, they are the same to the bit."""
+    found = []
+    for size in (None, 4):
+        module, _, criterion, loader = parts()
+        given = (module, ZerothOrder(module, lr=0.0, directions=2), criterion, loader)
+        private = private_loop(tmp_path / f"{size}", given, max_grad_norm=CLIP, max_physical_batch_size=size)
+        found.append(run(private, 3))
+    assert torch.equal(*found)
+
+
 def test_rows_of_other_shapes_are_followed(tmp_path: Path) -> None:
     """A module that takes any number of tokens meets a new one in the loop."""
 
@@ -280,6 +293,59 @@ def test_what_is_not_private_is_refused(tmp_path: Path) -> None:
     private.close()
     assert optimizer.private is None
     assert float(optimizer.step(lambda x, y: plain(module(x), y), x, y)) > 0  # plain again
+
+
+def test_training_mode_within_a_measured_pass_is_refused(tmp_path: Path) -> None:
+    """Frozen batch statistics would become those of the batch, which mix its records."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 3))
+    private = loop_of(tmp_path / "loop", model=module)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        module.train()
+        return private.criterion(module(x), y)
+
+    batch = next(iter(private.data_loader))
+    with pytest.raises(RuntimeError, match="is in training mode now"):
+        private.optimizer.step(losses, *batch)
+    private.optimizer.step(losses_of(private), *batch)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_rows_of_a_filled_batch_in_another_order_are_refused(tmp_path: Path, rank: int | None) -> None:
+    """Else a record whose copies fill the batch would count several times."""
+    private = loop_of(tmp_path / "loop", rank=rank, fixed_batches=True)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return private.criterion(private.module(x.flip(0)), y.flip(0))
+
+    batch = next(iter(private.data_loader))
+    with pytest.raises(ValueError, match="rows of the loader's batch in another order"):
+        private.optimizer.step(losses, *batch)
+    private.optimizer.step(losses_of(private), *batch)
+
+
+def test_a_loop_that_cannot_start_gives_the_module_back(tmp_path: Path) -> None:
+    class Refusing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 3 and not self.training:
+                raise AssertionError("three records")
+            return super().forward(x)
+
+    module = Refusing(8, 3)
+    with pytest.raises(AssertionError, match="three records"):
+        loop_of(tmp_path / "loop", rank=1, model=module)
+    module(torch.ones(2, 8)).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_a_group_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that was made after the optimizer, as make_private makes it under torchrun."""
+    module = network()
+    optimizer = ZerothOrder(module, lr=0.1)
+    monkeypatch.setattr(start, "Ranks", lambda: SimpleNamespace(world=2))
+    with pytest.raises(ValueError, match="ZerothOrder trains in one process"):
+        start._require_measurable(optimizer, module, clipping="flat", user_ids=None)
 
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:

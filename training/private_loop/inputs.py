@@ -462,6 +462,7 @@ class ProbedParts:
         self._parameters = {id(p) for p in module.parameters() if p.requires_grad}
         self._parts = dict(module.named_modules())
         self._modes = {name: part.training for name, part in self._parts.items()}
+        self._runs = {name: (type(part), vars(part).get("forward")) for name, part in self._parts.items()}
         owners: list[tuple[Any, str]] = [(part, name) for part in module.modules() for name in HOOKS]
         self._owners = [*owners, *((torch_module, f"_global{name}") for name in HOOKS)]
         # They are held, so that no later hook has the identity of one of these.
@@ -470,7 +471,7 @@ class ProbedParts:
         }
 
     def require_same(self) -> None:
-        """Refuse other parameters that learn, other parts, and further hooks; hooks may have been removed.
+        """Refuse other learning parameters, other parts or code, and further hooks; hooks may have been removed.
 
         Raises:
             RuntimeError: There are some.
@@ -485,6 +486,12 @@ class ProbedParts:
                 raise RuntimeError(
                     f"module: part {name!r} ({type(part).__name__}) is new since make_private, which has not probed "
                     "whether it mixes records; exchange parts before make_private"
+                )
+            kind, forward = self._runs[name]
+            if type(part) is not kind or vars(part).get("forward") is not forward:
+                raise RuntimeError(
+                    f"module: part {name!r} has another class or forward function since make_private, which has not "
+                    "probed whether it mixes records; change it before make_private"
                 )
         if any(
             (id(owner), id(hook)) not in self._hooks

@@ -163,11 +163,13 @@ def test_the_loader_hands_out_what_the_sampler_drew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_empty_batches_are_steps_like_any_other(tmp_path: Path, workers: int) -> None:
     given = parts(count=20, batch_size=1, num_workers=workers)
+    ran: list[int] = []
+    first = given[0][0]
+    forward = first.forward
+    first.forward = lambda x: ran.append(len(x)) or forward(x)
     private = private_loop(tmp_path, given)
     model, optimizer, criterion, loader = private
-    ran: list[int] = []
-    forward = model[0].forward
-    model[0].forward = lambda x: ran.append(len(x)) or forward(x)
+    ran.clear()  # of the probes
     sizes, moved = [], []
     for x, y in loader:
         before = model[0].weight.detach().clone()

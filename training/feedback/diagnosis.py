@@ -302,6 +302,7 @@ class Control:
             remedies = [
                 *(["normalised=True"] if not chosen["normalised"] else []),
                 *(["fewer points"] if len(chosen["points"]) > 1 else []),
+                *(["less noise of the device"] if self._feedback.noisy_device is not None else []),
                 "a lower learning rate",
                 "or train without feedback",
             ]

@@ -237,7 +237,7 @@ def write_dossier(
         The paths of HTML, PDF and JSON.
 
     Raises:
-        RunFolderError: A folder holds no such work, or was changed.
+        RunFolderError: A folder holds no such work, or was changed; or an audit attacked another unit or mechanism.
         LedgerCorrupt: A ledger was changed, cut or reordered.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
         OSError: A file cannot be written.
@@ -323,6 +323,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
                 f"audits: {folder} holds no audit; give a folder that `opusim audit --out` wrote"
             )
         audits |= {str(folder / file): audit for file, audit in kept.items()}
+    audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
     return _Facts(
         path=path,
         kind="private loop" if settings is not None else "search" if kind == "search" else "run",
@@ -333,6 +334,45 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         settings=settings,
         from_folder=not isinstance(source, PrivateTraining),
     )
+
+
+def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Audit:
+    """Return an audit that says in which numbers what it attacked differs from what a ledger states.
+
+    The descriptions of two mechanisms are compared, which name unit, clip, noise multiplier, rate, steps and divisor.
+
+    Raises:
+        RunFolderError: It attacked another unit, relation or mechanism.
+    """
+    trials = {getattr(each, "rests_on", "") for each in statement.mechanisms} - {""}  # of a search
+    like = [
+        (theirs, ours)
+        for theirs in audit.guarantees
+        for ours in statement.guarantees
+        if (theirs.unit, theirs.adjacency) == (ours.unit, ours.adjacency)
+        and (_form(theirs.mechanism) == _form(ours.mechanism) or theirs.theorem in trials)
+    ]
+    if not like:
+        attacked = _claims(audit.guarantees) or "no stated guarantee"
+        raise RunFolderError(
+            f"audits: {file} is no audit of {path}: it attacked {attacked}; the ledger states "
+            f"{_claims(statement.guarantees)}; leave it out, or audit this folder: opusim audit {quoted(path)}"
+        )
+    if any(theirs.mechanism == ours.mechanism for theirs, ours in like):
+        return replace(audit, differs="")
+    theirs, ours = like[0]
+    return replace(audit, differs=f"{theirs.mechanism}, in place of {ours.mechanism}")
+
+
+def _form(description: str) -> str:
+    """Return the description of a mechanism without its numbers, and without what plurals depend on them."""
+    return re.sub(r"s\b", "", re.sub(r"\d[\d,.]*(e[+-]?\d+)?", "#", description))
+
+
+def _claims(guarantees: Sequence[Guarantee]) -> str:
+    """Return the units, relations and mechanisms of guarantees."""
+    found = (f"{one.mechanism} (unit {one.unit.value}, {one.adjacency.value})" for one in guarantees)
+    return "; ".join(dict.fromkeys(found))
 
 
 def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:

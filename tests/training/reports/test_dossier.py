@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 from opusim import training
 from opusim.accounting.explanation import Statement
 from opusim.training.attacks import run_audit
+from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
+from opusim.training.errors import RunFolderError
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
@@ -157,6 +159,36 @@ def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert not kept["controls_hold"]
     testing = [one for one in work["standards"][1]["headings"] if "membership" in one["heading"]]
     assert [one["state"] for one in testing] == ["not covered"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tmp_path: Path) -> None:
+    users = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
+    for name, batch, given in (
+        ("users", 5, users),
+        ("records", 12, {}),
+        ("other", 12, {"noise_multiplier": 2.0}),
+    ):
+        with private_loop(tmp_path / name, parts(batch_size=batch), **given) as private:
+            run_epoch(private, steps=2)
+    for name in ("records", "other"):
+        audit_private_folder(tmp_path / name, out=tmp_path / f"of {name}", canaries=20, seed=1)
+    with pytest.raises(
+        RunFolderError, match=r"attacked records clipped.*unit record.*states users.*unit user"
+    ):
+        written(tmp_path / "users", audits=[tmp_path / "of records"])
+    (tmp_path / "users" / "one-run.json").write_bytes((tmp_path / "of records" / "one-run.json").read_bytes())
+    with pytest.raises(RunFolderError, match="is no audit of"):
+        written(tmp_path / "users")
+    (own,) = written(tmp_path / "records", audits=[tmp_path / "of records"])[1]["works"][0]["audits"]
+    assert "of the run; ideal" in own["verdict"]
+    assert own["document"]["differs"] == ""
+    (other,) = written(tmp_path / "records", audits=[tmp_path / "of other"])[1]["works"][0]["audits"]
+    assert "like code with other numbers" in other["verdict"]
+    assert "multiplier 2," in other["document"]["differs"]
+    texts = [json.dumps({**one, "document": ""}) for one in (own, other)]
+    for claimed in ("of the run;", "the run's own", '"this run"'):
+        assert [claimed in text for text in texts] == [True, False], claimed
 
 
 @pytest.mark.usefixtures("without_pdf")

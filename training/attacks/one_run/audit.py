@@ -659,7 +659,7 @@ def audit_private_loop(
 
 _STAND_IN = (
     "Module, records and loop are stand-ins of the auditor; sampling, clip, noise, unit and number of steps are those "
-    "of the folder. Your own module, criterion and loop are audited by opusim.audit_private_loop."
+    "of the folder that was audited. Your own module, criterion and loop are audited by opusim.audit_private_loop."
 )
 
 

@@ -29,7 +29,7 @@ from opusim.accounting.audit import (
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
 from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
-from opusim.tables import Shown, html_table
+from opusim.tables import Shown, html_table, output_width, table_text, wrapped
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (
@@ -322,8 +322,10 @@ _COLUMNS = (
     *("epsilon", "ceiling", "power", LOW, "finding"),
 )
 """The columns of the table of an audit."""
-NARROW = ("read as", "trials", "members", "others", "AUC", "evidence", "power", LOW)
+_NARROW = ("read as", "trials", "members", "others", "AUC", "evidence", "power", LOW)
 """Those that a narrow page leaves out."""
+_WIDE_PAGE = 140
+"""Columns of text from which the table of an audit has all but one of its columns; the pages always have them."""
 
 
 def _reading(result: OneRunResult, bound: OneRunBound) -> str:
@@ -447,8 +449,18 @@ class Audit(Shown):
             "played": repr(self.played.value),
             "trials": self.trials,
             "failed_controls": len(self.failed_controls) or None,
+            "differs": repr(self.differs) if self.differs else None,
             "seed": self.seed,
         }
+
+    def __str__(self) -> str:
+        """Return the table and the paragraphs, as `opusim audit` prints them; `to_json` has every fact."""
+        rows = audit_rows(self)
+        hidden = _NARROW if output_width() < _WIDE_PAGE else (LOW,)
+        columns = [key for key in rows[0] if key not in hidden]
+        table = table_text(columns, [[row[key] for key in columns] for row in rows])
+        above = f"{wrapped(headline(self))}\n" if headline(self) else ""
+        return above + "\n".join([table, *(f"{wrapped(text)}\n" for text in paragraphs(self))]).rstrip("\n")
 
     def _repr_html_(self) -> str:
         """Return the table of the bounds on the run and of the controls, for a notebook."""

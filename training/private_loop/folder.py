@@ -163,6 +163,26 @@ class PrivacySettings:
         )
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether the noise multiplier is the least that keeps `epochs` within `target_epsilon`."""
+        if self.target_epsilon is None or self.total_steps is None:
+            return False
+        return self.calibrated().noise_multiplier == self.noise_multiplier
+
+    def calibrated(self) -> Self:
+        """Return the settings with the least noise that keeps `epochs` within `target_epsilon`, which both are given.
+
+        Raises:
+            NoGuarantee: No noise reaches it.
+        """
+        found, _ = calibrate_noise(
+            replace(self, noise_multiplier=1.0).mechanism.repeated(self.total_steps or 1),
+            target_epsilon=self.target_epsilon or math.inf,
+            delta=self.target_delta,
+        )
+        return replace(self, noise_multiplier=found.noise_multiplier)
+
+    @property
     def budget(self) -> Budget | None:
         """What may be spent, or None without `target_epsilon`."""
         if self.target_epsilon is None:
@@ -204,13 +224,7 @@ class PrivacySettings:
             raise ValueError(
                 "noise_multiplier is missing; give it, or target_epsilon and epochs, for which the least noise is found"
             )
-        guess = cls(noise_multiplier=1.0, **given)
-        found, _ = calibrate_noise(
-            guess.mechanism.repeated(guess.total_steps or 1),
-            target_epsilon=given["target_epsilon"],
-            delta=given["target_delta"],
-        )
-        return cls(noise_multiplier=found.noise_multiplier, **given)
+        return cls(noise_multiplier=1.0, **given).calibrated()
 
     def begin(self, folder: Path) -> None:
         """Write the settings of a new private loop into its folder.

@@ -29,7 +29,7 @@ from opusim.accounting.explanation import (
     guarantee_rows,
     number,
 )
-from opusim.accounting.guarantee import Adjacency, Guarantee, Unit, to_json
+from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Unit, to_json
 from opusim.accounting.ledger import LEDGER_FILE
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
@@ -40,7 +40,7 @@ from opusim.training.attacks.findings import Audit, audit_rows, headline, paragr
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
-from opusim.training.private_loop.folder import SETTINGS_FILE, PrivacySettings
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
@@ -140,11 +140,21 @@ class Standard:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file of the folder, its bytes, and the SHA-256 of its content."""
+    """A file of the folder.
+
+    Attributes:
+        name: Its name.
+        bytes: Its size.
+        sha256: Digest of its content.
+        holds: What it holds.
+        publish: Whether it may be published.
+    """
 
     name: str
     bytes: int
     sha256: str
+    holds: str
+    publish: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +178,7 @@ class Work:
         side_channels: What an attacker may look at besides the release.
         standards: The headings of public texts.
         versions: The packages that it was started with.
-        files: The files of the folder that the statement rests on.
+        files: The files of the folder that the statement rests on, and those that hold a model.
         command: How to repeat it.
     """
 
@@ -405,7 +415,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             for each in common["standards"]
         ],
         versions={} if facts.run is None else dict(facts.run.facts["versions"]),
-        files=list(_files(facts)),
+        files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
 
@@ -557,6 +567,8 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         **_about_rounding(first, common["absent"]),
         **_about_utility(facts, common["absent"]),
     }
+    saves = ", ".join(path.name for path in _saves(facts))
+    texts["saves"] = common["saves"]["some" if saves else "none"].format(names=saves)
     texts |= _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
     parties, channels = ([_filled(each, texts) for each in common[key]] for key in ("trust", "channels"))
     open_ones = [each for each in channels if each["state"] != "covered"]
@@ -650,19 +662,45 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     return found
 
 
-def _files(facts: _Facts) -> Iterator[StoredFile]:
-    """Yield the files that the statement rests on: the newest checkpoint, and no save of a loop's own values."""
-    paths = [
-        facts.path / name
-        for name in ("config.json", SETTINGS_FILE, LEDGER_FILE, "ledger.head", "summary.json")
+_MODEL_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pkl")
+
+
+def _saves(facts: _Facts) -> list[Path]:
+    """Return the files that hold a model: the newest checkpoint, and those of the folder itself."""
+    newest = [] if facts.run is None else list_checkpoints(facts.run.folder.checkpoints)[-1:]
+    own = [path for path in sorted(facts.path.iterdir()) if path.suffix in _MODEL_FILES]
+    return [path for path in (*newest, *own) if path.is_file()]
+
+
+def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[StoredFile]:
+    """Yield the files that the statement rests on, and those that hold a model."""
+    first, kinds = facts.first, texts[facts.statement.mode]
+    kept = {"config.json": "settings", SETTINGS_FILE: "settings", LEDGER_FILE: "ledger"}
+    kept |= {"ledger.head": "ledger", "summary.json": "summary"}
+    paths = [(facts.path / name, kind) for name, kind in kept.items()]
+    for path in _saves(facts):
+        own = "save" if facts.kind == "private loop" and path.name == CHECKPOINT_FILE else "other"
+        paths.append((path, own if path.parent == facts.path else "checkpoint"))
+    paths += [
+        (facts.path / file if Path(file).name == file else Path(file), "audit") for file in facts.audits
     ]
-    if facts.run is not None:
-        paths += list_checkpoints(facts.run.folder.checkpoints)[-1:]
-    paths += [facts.path / file if Path(file).name == file else Path(file) for file in facts.audits]
-    for path in paths:
+    model = "yes" if first.is_proven else "no: no proof covers it"
+    if first.is_proven and first.release is Release.LAST_ITERATE:
+        model = "yes, of a finished run the last one only"
+    named = {"model": model, "audit": "yes"}
+    if any(audit.holds_private_records for audit in facts.audits.values()):
+        named["audit"] = "no: figures of private records"
+    for path, kind in paths:
         if path.is_file():
+            holds, publish = kinds[kind]
             content = path.read_bytes()
-            yield StoredFile(name=path.name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+            yield StoredFile(
+                name=path.name,
+                bytes=len(content),
+                sha256=hashlib.sha256(content).hexdigest(),
+                holds=holds,
+                publish=publish.format(**named),
+            )
 
 
 def _command(facts: _Facts) -> str:

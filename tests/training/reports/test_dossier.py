@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import runpy
@@ -87,6 +88,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
         ]
         assert all(one["answer"] for one in standard["headings"])
         assert "not read" in standard["source"]
+    assert "step-0000000005.safetensors" in answers["7. What may be released?"]
     names = {one["name"] for one in work["files"]}
     assert {"config.json", "ledger.jsonl", "summary.json", "step-0000000005.safetensors"} <= names
 
@@ -209,6 +211,31 @@ def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
     assert "records_per_user=2" in outside["works"][0]["command"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_the_saves_of_a_loop_are_named_with_digest_and_content(tmp_path: Path, mode: str) -> None:
+    seed = {"seed": None} if mode == "release" else {}
+    with private_loop(tmp_path / "loop", mode=mode, **seed) as private:
+        run_epoch(private, steps=1)
+        _, before = written(private)
+        file = private.save()
+        (tmp_path / "loop" / "model.pth").write_bytes(b"weights")
+        _, after = written(private)
+    told = [
+        next(one["answer"] for one in content["works"][0]["answers"] if one["question"].startswith("7."))
+        for content in (before, after)
+    ]
+    assert "The folder holds no model." in told[0]
+    assert "Models in the folder: model.pth, private.pt." in told[1]
+    rows = {one["name"]: one for one in after["works"][0]["files"]}
+    assert rows["private.pt"]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert "optimizer" in rows["private.pt"]["holds"]
+    assert ("generators" in rows["private.pt"]["holds"]) is (mode == "experiment")
+    assert rows["private.pt"]["publish"].startswith("no")
+    assert rows["model.pth"]["publish"] == "not covered"
+    assert rows["private.json"]["publish"].startswith("no" if mode == "experiment" else "yes")
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 import time
 import tomllib
@@ -247,7 +248,8 @@ def write_dossier(
         The paths of HTML, PDF and JSON.
 
     Raises:
-        RunFolderError: A folder holds no such work, or was changed; or an audit attacked another unit or mechanism.
+        RunFolderError: A folder holds no such work, or was changed; an audit attacked another unit or mechanism; or the
+            dossier there has more hypotheses of the same work that code checked.
         LedgerCorrupt: A ledger was changed, cut or reordered.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
         OSError: A file cannot be written.
@@ -268,12 +270,37 @@ def write_dossier(
     default = facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
     page = default if out is None else Path(out)
     document, data = page.with_suffix(".pdf"), page.with_suffix(".json")
+    _require_no_better(found, page, data)
     several = common["several"].format(count=len(works)) if len(works) > 1 else ""
     sections = list(_sections(found, several))
     write_file(page, html_page("dossier.html", title=found.title, sections=sections).encode())
     write_file(document, _pdf(found.title, sections))
     write_file(data, json_content(to_json(found)))
     return page, document, data
+
+
+def _require_no_better(found: Dossier, page: Path, data: Path) -> None:
+    """Refuse to replace a dossier that has more checked hypotheses of the same work.
+
+    Raises:
+        RunFolderError: There is one.
+    """
+    try:
+        before = json.loads(data.read_bytes())
+        kept = {
+            str(work["name"]): sum(one["holds"] is True for one in work["hypotheses"])
+            for work in before["works"]
+        }
+    except (OSError, ValueError, KeyError, TypeError):  # none, or none of ours
+        return
+    for work in found.works:
+        checked = sum(one.holds is True for one in work.hypotheses)
+        if kept.get(work.name, 0) > checked:
+            raise RunFolderError(
+                f"{page}: the dossier of {work.name} there has {kept[work.name]} checked hypotheses, this one would "
+                f"have {checked}; write elsewhere (--out), or write it in the program that trains: "
+                "write_dossier(private, audits=[...])"
+            )
 
 
 # What is known of a run

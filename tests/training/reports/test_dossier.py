@@ -201,6 +201,10 @@ def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_
     with private_loop(tmp_path / "loop", parts(batch_size=5), **given) as private:
         run_epoch(private, steps=1)
         _, inside = written(private)
+    kept = (tmp_path / "loop" / "dossier.json").read_bytes()
+    with pytest.raises(RunFolderError, match=r"checked hypotheses, this one would have 0; .*--out.*audits="):
+        written(tmp_path / "loop")
+    assert (tmp_path / "loop" / "dossier.json").read_bytes() == kept
     page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
     checked = [
         sum(one["holds"] is True for one in content["works"][0]["hypotheses"])

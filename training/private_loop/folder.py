@@ -111,6 +111,7 @@ class PrivacySettings:
         users: Digest of which records are one user's. None in release mode, which keeps nothing of the records.
         clipping: How a gradient is brought within C.
         directions: K of a loop with `ZerothOrder`, which releases sums of loss differences; None for gradients.
+        device: Whether a device computes feedback in the module; None if that is not known.
     """
 
     mode: Mode
@@ -127,6 +128,7 @@ class PrivacySettings:
     users: str | None = None
     clipping: Clipping = FLAT
     directions: int | None = None
+    device: bool | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -268,7 +270,8 @@ class PrivacySettings:
             )
         stored = type(self).stored(folder)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
-        known = {*found, *(("users",) if stored.users is None else ())}  # a version before 0.3 kept no digest
+        # a version before 0.3 kept no digest of users, and said nothing of a device
+        known = {*found, *(name for name in ("users", "device") if getattr(stored, name) is None)}
         changed = [name for name in ours if ours[name] != theirs[name] and name not in known]
         if changed == ["users"]:
             raise RunFolderError(

@@ -431,7 +431,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
         audits=[_kept(file, audit) for file, audit in facts.audits.items()],
         data=_data(facts, texts["unit"]),
         tuning=texts["tuning"],
-        trust=[Party(**_filled(each, texts)) for each in common["trust"]],
+        trust=[Party(**each) for each in _trust(common, texts)],
         side_channels=[Channel(**_filled(each, texts)) for each in common["channels"]],
         standards=[
             Standard(
@@ -445,6 +445,12 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
         files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
+
+
+def _trust(common: Mapping[str, Any], texts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return who is trusted; a device that took no part in a loop is left out."""
+    rows = [_filled(each, texts) for each in common["trust"]]
+    return [each for each in rows if each["party"]]
 
 
 def _parameters(mechanism: Mechanism) -> dict[str, str]:
@@ -529,7 +535,9 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     features = None if facts.run is None else facts.run.facts["data"].get("features", {}).get("device")
     searches = [each.describe() for each in statement.mechanisms if each.kind == "private_selection"]
     loop = facts.kind == "private loop"
-    kind_of_device = "loop" if loop else "unearned" if device else "features" if features else "absent"
+    kind_of_device = "unearned" if device else "features" if features else "absent"
+    if facts.settings is not None and facts.settings.device is not False:
+        kind_of_device = "loop" if facts.settings.device is None else "unearned"
     device = device or features
     if any(each.credits_device for each in statement.mechanisms):
         kind_of_device = "certified" if statement.certificates else "assumed"
@@ -548,7 +556,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "noun": noun,
         "k": k,
         "own": "; ".join(code),
-        "device_name": "the device" if device is None else device["name"],
+        "device_name": "the device" if device is None else repr(device["name"]),
         "search": "; ".join(searches),
         "fresh_noise": ""
         if facts.run is None or facts.run.fresh_noise_note is None
@@ -583,7 +591,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "versions": "The folder keeps no versions of packages."
         if facts.run is None
         else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
-        "code_trusted": "in part" if checked else "yes",
+        "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
         "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
         "audited": " ".join(audited) or common["absent"]["audits"],
@@ -597,7 +605,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     saves = ", ".join(path.name for path in _saves(facts))
     texts["saves"] = common["saves"]["some" if saves else "none"].format(names=saves)
     texts |= _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
-    parties, channels = ([_filled(each, texts) for each in common[key]] for key in ("trust", "channels"))
+    parties, channels = _trust(common, texts), [_filled(each, texts) for each in common["channels"]]
     open_ones = [each for each in channels if each["state"] != "covered"]
     return texts | {
         "parties": _grouped(parties, "trusted", "party", common["trusted"]),
@@ -742,7 +750,7 @@ def _command(facts: _Facts) -> str:
     names = ["module", "optimizer", "criterion", "data_loader", "folder"]
     own = [f"{name}=..." for name in names + (["user_ids"] if facts.per_user is not None else [])]
     given = {} if facts.settings is None else to_json(facts.settings)
-    for name in ("batch_size", "users", "clipping"):
+    for name in ("batch_size", "users", "clipping", "device"):
         given.pop(name, None)
     if given.get("target_epsilon") is not None:
         given.pop("noise_multiplier")

@@ -17,6 +17,7 @@ import pytest
 from torch import nn
 from typer.testing import CliRunner
 
+import opusim
 from opusim import training
 from opusim.accounting.explanation import Statement
 from opusim.training.attacks import run_audit
@@ -27,7 +28,7 @@ from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
 from opusim.training.runs.run import Run
-from tests.support.private_loops import parts, private_loop, run_epoch
+from tests.support.private_loops import network, parts, private_loop, run_epoch
 
 SMALL: dict[str, Any] = {
     **{"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1, "seed": 1},
@@ -210,11 +211,32 @@ def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_
         sum(one["holds"] is True for one in content["works"][0]["hypotheses"])
         for content in (inside, outside)
     ]
+    for content, count in zip((inside, outside), checked, strict=True):
+        (row,) = [one for one in content["works"][0]["trust"] if one["party"] == "The code of opusim"]
+        assert row["trusted"] == "yes"
+        assert f"it checked {count} of" in row["why"]
     assert checked[0] > checked[1]
     assert any("from the folder only" in lead for lead in outside["works"][0]["leads"])
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
     assert "records_per_user=2" in outside["works"][0]["command"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("device", [False, True])
+def test_a_loop_without_a_device_says_nothing_of_one(tmp_path: Path, device: bool) -> None:
+    module = network()
+    if device:
+        opened = opusim.open_device("gaussian", n_inputs=3, n_outputs=6, seed=1)
+        opusim.FeedbackAlignment(module, ["1"], device=opened)
+    with private_loop(tmp_path / "loop", parts(module)) as private:
+        run_epoch(private, steps=1)
+    page, content = written(tmp_path / "loop")
+    parties = [one["party"] for one in content["works"][0]["trust"]]
+    assert ("The optical device" in parties) is device
+    assert ("step times, frames, energy" in page) is device
+    settings = tmp_path / "loop" / "private.json"
+    assert json.loads(settings.read_bytes())["device"] is device
 
 
 @pytest.mark.usefixtures("without_pdf")

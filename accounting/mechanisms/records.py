@@ -41,7 +41,7 @@ _CHECKED = (
     "each record's contribution is clipped to norm C before the sum, across all layers together",
     "the sum is divided by a public constant, never by the batch's own size",
 )
-STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
+STANDARDISED = "features are standardised, if at all, with public constants, not with statistics of the data"
 _SAMPLED = "every record enters every batch independently with probability q"
 _SECRET_BATCHES = "batches stay secret"
 _TRUSTED = ("neither the noise nor the seed that it came from is ever revealed",)

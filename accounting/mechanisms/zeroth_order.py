@@ -44,7 +44,7 @@ _CHECKED = (
     "each record's loss difference, or the vector of all its differences, is clipped to the stated bound before the "
     "sum, and one that is not finite counts as the bound; it is rounded toward zero so that the sum is exact",
     "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
-    "the features were standardised with public constants, not with statistics of the data",
+    "features are standardised, if at all, with public constants, not with statistics of the data",
     "the noise is fresh for each scalar, from a stream separate from the directions'",
 )
 _TRUSTED = (

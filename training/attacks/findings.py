@@ -29,7 +29,7 @@ from opusim.accounting.audit import (
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
 from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
-from opusim.tables import Shown, html_table
+from opusim.tables import Shown, html_table, output_width, table_text, wrapped
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (
@@ -322,8 +322,10 @@ _COLUMNS = (
     *("epsilon", "ceiling", "power", LOW, "finding"),
 )
 """The columns of the table of an audit."""
-NARROW = ("read as", "trials", "members", "others", "AUC", "evidence", "power", LOW)
+_NARROW = ("read as", "trials", "members", "others", "AUC", "evidence", "power", LOW)
 """Those that a narrow page leaves out."""
+_WIDE_PAGE = 140
+"""Columns of text from which the table of an audit has all but one of its columns; the pages always have them."""
 
 
 def _reading(result: OneRunResult, bound: OneRunBound) -> str:
@@ -407,6 +409,7 @@ class Audit(Shown):
         cpu_s: Processor seconds of the trainings.
         arrival: Whether crafted gradients reached the sums; None if none were crafted.
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
+        differs: In which numbers the audited mechanism differs from that of the run it speaks for; empty if in none.
     """
 
     findings: tuple[Finding, ...]
@@ -422,6 +425,7 @@ class Audit(Shown):
     cpu_s: float = 0.0
     arrival: Arrival | None = None
     note: str = ""
+    differs: str = ""
 
     def __post_init__(self) -> None:
         if not self.of(Role.RUN):
@@ -446,8 +450,18 @@ class Audit(Shown):
             "played": repr(self.played.value),
             "trials": self.trials,
             "failed_controls": len(self.failed_controls) or None,
+            "differs": repr(self.differs) if self.differs else None,
             "seed": self.seed,
         }
+
+    def __str__(self) -> str:
+        """Return the table and the paragraphs, as `opusim audit` prints them; `to_json` has every fact."""
+        rows = audit_rows(self)
+        hidden = _NARROW if output_width() < _WIDE_PAGE else (LOW,)
+        columns = [key for key in rows[0] if key not in hidden]
+        table = table_text(columns, [[row[key] for key in columns] for row in rows])
+        above = f"{wrapped(headline(self))}\n" if headline(self) else ""
+        return above + "\n".join([table, *(f"{wrapped(text)}\n" for text in paragraphs(self))]).rstrip("\n")
 
     def _repr_html_(self) -> str:
         """Return the table of the bounds on the run and of the controls, for a notebook."""
@@ -564,6 +578,10 @@ def _of_version_1(content: Mapping[str, Any]) -> dict[str, Any]:
 def audit_rows(audit: Audit) -> list[dict[str, str]]:
     """Return the table of an audit: each bound on the run, then each control."""
     rows = [{key: row[key] for key in _COLUMNS} for finding in audit.findings for row in finding.rows()]
+    if audit.differs:
+        for row in rows:
+            row["subject"] = row["subject"].replace(Role.RUN.value, "audited run")
+            row["finding"] = row["finding"].replace("the run's", "the audited run's")
     return rows if audit.arrival is None else [*rows, audit.arrival.row()]
 
 
@@ -576,6 +594,7 @@ def paragraphs(audit: Audit) -> list[str]:
     attacked = audit.of(Role.RUN) if audit.scores() else []
     who = [f"Adversary {one.attack!r} {one.adversary}." for one in attacked]
     texts = [
+        f"{_other_numbers(audit)}." if audit.differs else "",
         _game(audit),
         *who,
         _result(audit),
@@ -595,30 +614,41 @@ def verdict(audit: Audit) -> str:
         f"The strongest attack ({best.attack}) shows an epsilon of at least {bound:.2f}; all bounds together hold with "
         f"{100 * audit.confidence:.0f} % confidence"
     )
-    whose = "one step" if best.scope == "step" else "the run"
+    whose = "one step" if best.scope == "step" else _whole(audit)
+    start = f"{_other_numbers(audit)}. " if audit.differs else ""
     if audit.refuted:
         says = _refutation(audit)
         if claim is not None and bound > claim.epsilon:
             says = says or f"That is above the {claim.status.value} {number(claim.epsilon)} of {whose}."
-        return " ".join(text for text in (f"REFUTED. {found}.", says, _won(audit)) if text)
+        return " ".join(text for text in (f"{start}REFUTED. {found}.", says, _won(audit)) if text)
     if claim is None or math.isinf(claim.epsilon):
-        return f"{found}. No theorem gives a finite epsilon to compare it with."
+        return f"{start}{found}. No theorem gives a finite epsilon to compare it with."
     share = bound / claim.epsilon if claim.epsilon else 1.0
     weak = _weakness(audit)
     if not audit.scores() and ceiling <= claim.epsilon:
         weak = f"By errors alone, so few trials cannot show more than {ceiling:.2f}."
     ideal = f"; ideal scores would typically show {ceiling:.2f}" if audit.scores() else ""
     return (
-        f"Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} of "
-        f"{whose}{ideal}.{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
+        f"{start}Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} "
+        f"of {whose}{ideal}.{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
     )
+
+
+def _other_numbers(audit: Audit) -> str:
+    return f"This is an audit of like code with other numbers: {audit.differs}"
+
+
+def _whole(audit: Audit) -> str:
+    """Return whose claim an audit of more than a step tests."""
+    return "the audited run" if audit.differs else "the run"
 
 
 def _game(audit: Audit) -> str:
     result = audit.strongest.result
     plan = result.plan
     if audit.scores():
-        parts = f"the run's own sampler, clip, noise, optimizer and ledger ({audit.game})"
+        own = "like" if audit.differs else "the run's own"
+        parts = f"{own} sampler, clip, noise, optimizer and ledger ({audit.game})"
         played = (
             f"one training of {audit.steps} steps with {parts}, and {audit.trials} canaries with crafted "
             f"{audit.crafted}. A fair coin put each canary in or left it out, independently. Each adversary scores "
@@ -671,7 +701,7 @@ def _result(audit: Audit) -> str:
         return "Found: nothing. A better attack may exist; an audit never proves privacy."
     run = audit.played is Played.PROTECTION
     what, member, other, whose = (
-        ("the protected value", "trials of the first world", "of the second for the first", "the run")
+        ("the protected value", "trials of the first world", "of the second for the first", _whole(audit))
         if run
         else ("membership", "members", "others for members", "a single step")
     )
@@ -730,7 +760,9 @@ def _statements(audit: Audit) -> list[str]:
             if best.refutes
             else f"The bound reaches {result.epsilon_lower / claim.epsilon:.2f} of it and does not contradict it."
         )
-        texts.append(f"The run's {claim.status.value} epsilon is {number(claim.epsilon)}. {says}")
+        texts.append(
+            f"{_whole(audit).capitalize()}'s {claim.status.value} epsilon is {number(claim.epsilon)}. {says}"
+        )
     elif claim is not None:
         says = (
             "It is REFUTED: the step does not do what the theorem assumes. The guarantee of the run rests on that "

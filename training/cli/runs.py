@@ -643,10 +643,6 @@ def _play_final_model(
     )
 
 
-_WIDE_PAGE = 140
-"""Columns from which the table of an audit has all its columns; the pages always have them."""
-
-
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     """Write report and pages of what was found, and print the findings and what they mean.
 
@@ -672,19 +668,15 @@ def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
     Raises:
         typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
     """
-    from opusim.accounting.explanation import print_rows
-    from opusim.tables import output_width, wrapped
-    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, headline, paragraphs
+    from opusim.tables import wrapped
+    from opusim.training.attacks.findings import headline
 
-    if not found.controls_hold:
-        typer.echo(wrapped(headline(found)), err=as_json)
     if as_json:
+        if not found.controls_hold:
+            typer.echo(wrapped(headline(found)), err=True)
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
-        print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
-        for text in paragraphs(found):
-            typer.echo("\n" + wrapped(text))
-        typer.echo("\n" + "\n".join(places))
+        typer.echo(f"{found}\n\n" + "\n".join(places))
     if found.refuted or not found.controls_hold:
         raise typer.Exit(1 if found.refuted else 3)
 

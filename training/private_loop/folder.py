@@ -111,6 +111,7 @@ class PrivacySettings:
         users: Digest of which records are one user's. None in release mode, which keeps nothing of the records.
         clipping: How a gradient is brought within C.
         directions: K of a loop with `ZerothOrder`, which releases sums of loss differences; None for gradients.
+        device: Whether a device computes feedback in the module; None if that is not known.
     """
 
     mode: Mode
@@ -127,6 +128,7 @@ class PrivacySettings:
     users: str | None = None
     clipping: Clipping = FLAT
     directions: int | None = None
+    device: bool | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -161,6 +163,26 @@ class PrivacySettings:
             clipping=self.clipping.kind,
             count_noise=self.clipping.count_noise,
         )
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the noise multiplier is the least that keeps `epochs` within `target_epsilon`."""
+        if self.target_epsilon is None or self.total_steps is None:
+            return False
+        return self.calibrated().noise_multiplier == self.noise_multiplier
+
+    def calibrated(self) -> Self:
+        """Return the settings with the least noise that keeps `epochs` within `target_epsilon`, which both are given.
+
+        Raises:
+            NoGuarantee: No noise reaches it.
+        """
+        found, _ = calibrate_noise(
+            replace(self, noise_multiplier=1.0).mechanism.repeated(self.total_steps or 1),
+            target_epsilon=self.target_epsilon or math.inf,
+            delta=self.target_delta,
+        )
+        return replace(self, noise_multiplier=found.noise_multiplier)
 
     @property
     def budget(self) -> Budget | None:
@@ -204,13 +226,7 @@ class PrivacySettings:
             raise ValueError(
                 "noise_multiplier is missing; give it, or target_epsilon and epochs, for which the least noise is found"
             )
-        guess = cls(noise_multiplier=1.0, **given)
-        found, _ = calibrate_noise(
-            guess.mechanism.repeated(guess.total_steps or 1),
-            target_epsilon=given["target_epsilon"],
-            delta=given["target_delta"],
-        )
-        return cls(noise_multiplier=found.noise_multiplier, **given)
+        return cls(noise_multiplier=1.0, **given).calibrated()
 
     def begin(self, folder: Path) -> None:
         """Write the settings of a new private loop into its folder.
@@ -254,7 +270,8 @@ class PrivacySettings:
             )
         stored = type(self).stored(folder)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
-        known = {*found, *(("users",) if stored.users is None else ())}  # a version before 0.3 kept no digest
+        # a version before 0.3 kept no digest of users, and said nothing of a device
+        known = {*found, *(name for name in ("users", "device") if getattr(stored, name) is None)}
         changed = [name for name in ours if ours[name] != theirs[name] and name not in known]
         if changed == ["users"]:
             raise RunFolderError(

@@ -218,6 +218,7 @@ def make_private(
             users = Users.of(user_ids, count=count, most=group, name="user_ids")
             count = len(users)
         given["users"] = users.digest if users is not None and mode == "experiment" else None
+        given["device"] = _takes_device(module, optimizer, points)
         settings = ranks.on_first(
             lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
         )
@@ -311,6 +312,16 @@ def _require_measurable(
         raise ValueError(
             f"clipping = {clipping!r}: ZerothOrder clips a record's loss differences jointly; leave clipping out"
         )
+
+
+def _takes_device(
+    module: nn.Module, optimizer: torch.optim.Optimizer, points: Sequence[FeedbackAlignment]
+) -> bool | None:
+    """Return whether a device computes feedback; None if a part of opusim, or a measured loss, may use one."""
+    if any(each.noisy_device is not None for each in points):
+        return True
+    own = any(type(part).__module__.startswith("opusim") for part in module.modules())
+    return None if points or own or isinstance(optimizer, ZerothOrder) else False
 
 
 def _one_loop_less(points: FeedbackAlignment) -> None:

@@ -71,7 +71,12 @@ Table = list[dict[str, str]]
 Block = tuple[Literal["text", "note", "pairs", "table", "list", "code"], Any]
 """A part of a text, and its kind."""
 _LOOKS: dict[str, dict[str, Any]] = {"note": {"color": "#8a1c1c"}, "code": {"family": "monospace"}}
-_SHARES = {2: (0.28, 0.72), 3: (0.26, 0.14, 0.6), 4: (0.22, 0.08, 0.12, 0.58)}
+_SHARES = {
+    2: (0.28, 0.72),
+    3: (0.26, 0.14, 0.6),
+    4: (0.22, 0.08, 0.12, 0.58),
+    5: (0.17, 0.07, 0.26, 0.3, 0.2),
+}
 """Shares of the page's width that the columns of a block's table take, by their number; others take equal ones."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 import time
 import tomllib
@@ -29,7 +30,7 @@ from opusim.accounting.explanation import (
     guarantee_rows,
     number,
 )
-from opusim.accounting.guarantee import Adjacency, Guarantee, Unit, to_json
+from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Unit, to_json
 from opusim.accounting.ledger import LEDGER_FILE
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
@@ -40,7 +41,7 @@ from opusim.training.attacks.findings import Audit, audit_rows, headline, paragr
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
-from opusim.training.private_loop.folder import SETTINGS_FILE, PrivacySettings
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
@@ -140,11 +141,21 @@ class Standard:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file of the folder, its bytes, and the SHA-256 of its content."""
+    """A file of the folder.
+
+    Attributes:
+        name: Its name.
+        bytes: Its size.
+        sha256: Digest of its content.
+        holds: What it holds.
+        publish: Whether it may be published.
+    """
 
     name: str
     bytes: int
     sha256: str
+    holds: str
+    publish: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +179,7 @@ class Work:
         side_channels: What an attacker may look at besides the release.
         standards: The headings of public texts.
         versions: The packages that it was started with.
-        files: The files of the folder that the statement rests on.
+        files: The files of the folder that the statement rests on, and those that hold a model.
         command: How to repeat it.
     """
 
@@ -237,7 +248,8 @@ def write_dossier(
         The paths of HTML, PDF and JSON.
 
     Raises:
-        RunFolderError: A folder holds no such work, or was changed.
+        RunFolderError: A folder holds no such work, or was changed; an audit attacked another unit or mechanism; or the
+            dossier there has more hypotheses of the same work that code checked.
         LedgerCorrupt: A ledger was changed, cut or reordered.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
         OSError: A file cannot be written.
@@ -258,12 +270,37 @@ def write_dossier(
     default = facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
     page = default if out is None else Path(out)
     document, data = page.with_suffix(".pdf"), page.with_suffix(".json")
+    _require_no_better(found, page, data)
     several = common["several"].format(count=len(works)) if len(works) > 1 else ""
     sections = list(_sections(found, several))
     write_file(page, html_page("dossier.html", title=found.title, sections=sections).encode())
     write_file(document, _pdf(found.title, sections))
     write_file(data, json_content(to_json(found)))
     return page, document, data
+
+
+def _require_no_better(found: Dossier, page: Path, data: Path) -> None:
+    """Refuse to replace a dossier that has more checked hypotheses of the same work.
+
+    Raises:
+        RunFolderError: There is one.
+    """
+    try:
+        before = json.loads(data.read_bytes())
+        kept = {
+            str(work["name"]): sum(one["holds"] is True for one in work["hypotheses"])
+            for work in before["works"]
+        }
+    except (OSError, ValueError, KeyError, TypeError):  # none, or none of ours
+        return
+    for work in found.works:
+        checked = sum(one.holds is True for one in work.hypotheses)
+        if kept.get(work.name, 0) > checked:
+            raise RunFolderError(
+                f"{page}: the dossier of {work.name} there has {kept[work.name]} checked hypotheses, this one would "
+                f"have {checked}; write elsewhere (--out), or write it in the program that trains: "
+                "write_dossier(private, audits=[...])"
+            )
 
 
 # What is known of a run
@@ -323,6 +360,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
                 f"audits: {folder} holds no audit; give a folder that `opusim audit --out` wrote"
             )
         audits |= {str(folder / file): audit for file, audit in kept.items()}
+    audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
     return _Facts(
         path=path,
         kind="private loop" if settings is not None else "search" if kind == "search" else "run",
@@ -333,6 +371,45 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         settings=settings,
         from_folder=not isinstance(source, PrivateTraining),
     )
+
+
+def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Audit:
+    """Return an audit that says in which numbers what it attacked differs from what a ledger states.
+
+    The descriptions of two mechanisms are compared, which name unit, clip, noise multiplier, rate, steps and divisor.
+
+    Raises:
+        RunFolderError: It attacked another unit, relation or mechanism.
+    """
+    trials = {getattr(each, "rests_on", "") for each in statement.mechanisms} - {""}  # of a search
+    like = [
+        (theirs, ours)
+        for theirs in audit.guarantees
+        for ours in statement.guarantees
+        if (theirs.unit, theirs.adjacency) == (ours.unit, ours.adjacency)
+        and (_form(theirs.mechanism) == _form(ours.mechanism) or theirs.theorem in trials)
+    ]
+    if not like:
+        attacked = _claims(audit.guarantees) or "no stated guarantee"
+        raise RunFolderError(
+            f"audits: {file} is no audit of {path}: it attacked {attacked}; the ledger states "
+            f"{_claims(statement.guarantees)}; leave it out, or audit this folder: opusim audit {quoted(path)}"
+        )
+    if any(theirs.mechanism == ours.mechanism for theirs, ours in like):
+        return replace(audit, differs="")
+    theirs, ours = like[0]
+    return replace(audit, differs=f"{theirs.mechanism}, in place of {ours.mechanism}")
+
+
+def _form(description: str) -> str:
+    """Return the description of a mechanism without its numbers, and without what plurals depend on them."""
+    return re.sub(r"s\b", "", re.sub(r"\d[\d,.]*(e[+-]?\d+)?", "#", description))
+
+
+def _claims(guarantees: Sequence[Guarantee]) -> str:
+    """Return the units, relations and mechanisms of guarantees."""
+    found = (f"{one.mechanism} (unit {one.unit.value}, {one.adjacency.value})" for one in guarantees)
+    return "; ".join(dict.fromkeys(found))
 
 
 def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
@@ -354,7 +431,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
         audits=[_kept(file, audit) for file, audit in facts.audits.items()],
         data=_data(facts, texts["unit"]),
         tuning=texts["tuning"],
-        trust=[Party(**_filled(each, texts)) for each in common["trust"]],
+        trust=[Party(**each) for each in _trust(common, texts)],
         side_channels=[Channel(**_filled(each, texts)) for each in common["channels"]],
         standards=[
             Standard(
@@ -365,9 +442,15 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             for each in common["standards"]
         ],
         versions={} if facts.run is None else dict(facts.run.facts["versions"]),
-        files=list(_files(facts)),
+        files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
+
+
+def _trust(common: Mapping[str, Any], texts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return who is trusted; a device that took no part in a loop is left out."""
+    rows = [_filled(each, texts) for each in common["trust"]]
+    return [each for each in rows if each["party"]]
 
 
 def _parameters(mechanism: Mechanism) -> dict[str, str]:
@@ -452,7 +535,9 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     features = None if facts.run is None else facts.run.facts["data"].get("features", {}).get("device")
     searches = [each.describe() for each in statement.mechanisms if each.kind == "private_selection"]
     loop = facts.kind == "private loop"
-    kind_of_device = "loop" if loop else "unearned" if device else "features" if features else "absent"
+    kind_of_device = "unearned" if device else "features" if features else "absent"
+    if facts.settings is not None and facts.settings.device is not False:
+        kind_of_device = "loop" if facts.settings.device is None else "unearned"
     device = device or features
     if any(each.credits_device for each in statement.mechanisms):
         kind_of_device = "certified" if statement.certificates else "assumed"
@@ -471,7 +556,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "noun": noun,
         "k": k,
         "own": "; ".join(code),
-        "device_name": "the device" if device is None else device["name"],
+        "device_name": "the device" if device is None else repr(device["name"]),
         "search": "; ".join(searches),
         "fresh_noise": ""
         if facts.run is None or facts.run.fresh_noise_note is None
@@ -506,7 +591,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "versions": "The folder keeps no versions of packages."
         if facts.run is None
         else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
-        "code_trusted": "in part" if checked else "yes",
+        "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
         "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
         "audited": " ".join(audited) or common["absent"]["audits"],
@@ -517,8 +602,10 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         **_about_rounding(first, common["absent"]),
         **_about_utility(facts, common["absent"]),
     }
+    saves = ", ".join(path.name for path in _saves(facts))
+    texts["saves"] = common["saves"]["some" if saves else "none"].format(names=saves)
     texts |= _filled(common["proof"]["proven" if first.is_proven else "none"], texts)
-    parties, channels = ([_filled(each, texts) for each in common[key]] for key in ("trust", "channels"))
+    parties, channels = _trust(common, texts), [_filled(each, texts) for each in common["channels"]]
     open_ones = [each for each in channels if each["state"] != "covered"]
     return texts | {
         "parties": _grouped(parties, "trusted", "party", common["trusted"]),
@@ -610,19 +697,45 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     return found
 
 
-def _files(facts: _Facts) -> Iterator[StoredFile]:
-    """Yield the files that the statement rests on: the newest checkpoint, and no save of a loop's own values."""
-    paths = [
-        facts.path / name
-        for name in ("config.json", SETTINGS_FILE, LEDGER_FILE, "ledger.head", "summary.json")
+_MODEL_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pkl")
+
+
+def _saves(facts: _Facts) -> list[Path]:
+    """Return the files that hold a model: the newest checkpoint, and those of the folder itself."""
+    newest = [] if facts.run is None else list_checkpoints(facts.run.folder.checkpoints)[-1:]
+    own = [path for path in sorted(facts.path.iterdir()) if path.suffix in _MODEL_FILES]
+    return [path for path in (*newest, *own) if path.is_file()]
+
+
+def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[StoredFile]:
+    """Yield the files that the statement rests on, and those that hold a model."""
+    first, kinds = facts.first, texts[facts.statement.mode]
+    kept = {"config.json": "settings", SETTINGS_FILE: "settings", LEDGER_FILE: "ledger"}
+    kept |= {"ledger.head": "ledger", "summary.json": "summary"}
+    paths = [(facts.path / name, kind) for name, kind in kept.items()]
+    for path in _saves(facts):
+        own = "save" if facts.kind == "private loop" and path.name == CHECKPOINT_FILE else "other"
+        paths.append((path, own if path.parent == facts.path else "checkpoint"))
+    paths += [
+        (facts.path / file if Path(file).name == file else Path(file), "audit") for file in facts.audits
     ]
-    if facts.run is not None:
-        paths += list_checkpoints(facts.run.folder.checkpoints)[-1:]
-    paths += [facts.path / file if Path(file).name == file else Path(file) for file in facts.audits]
-    for path in paths:
+    model = "yes" if first.is_proven else "no: no proof covers it"
+    if first.is_proven and first.release is Release.LAST_ITERATE:
+        model = "yes, of a finished run the last one only"
+    named = {"model": model, "audit": "yes"}
+    if any(audit.holds_private_records for audit in facts.audits.values()):
+        named["audit"] = "no: figures of private records"
+    for path, kind in paths:
         if path.is_file():
+            holds, publish = kinds[kind]
             content = path.read_bytes()
-            yield StoredFile(name=path.name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+            yield StoredFile(
+                name=path.name,
+                bytes=len(content),
+                sha256=hashlib.sha256(content).hexdigest(),
+                holds=holds,
+                publish=publish.format(**named),
+            )
 
 
 def _command(facts: _Facts) -> str:
@@ -637,7 +750,7 @@ def _command(facts: _Facts) -> str:
     names = ["module", "optimizer", "criterion", "data_loader", "folder"]
     own = [f"{name}=..." for name in names + (["user_ids"] if facts.per_user is not None else [])]
     given = {} if facts.settings is None else to_json(facts.settings)
-    for name in ("batch_size", "users", "clipping"):
+    for name in ("batch_size", "users", "clipping", "device"):
         given.pop(name, None)
     if given.get("target_epsilon") is not None:
         given.pop("noise_multiplier")

@@ -18,6 +18,7 @@ from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Role, read_audit
 from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.cli.app import app
+from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.protections.record import RecordGradients
 from tests.support.faults import NAMED
 from tests.support.private_loops import private_loop, records, run_epoch
@@ -85,6 +86,29 @@ def test_loops_that_cannot_be_audited_are_refused(tmp_path: Path) -> None:
     parts = builder(tmp_path / "parts", max_physical_batch_size=4)
     with pytest.raises(ValueError, match="leave max_physical_batch_size out"):
         opusim.audit_private_loop(parts, five_epochs, canaries=CANARIES)
+
+
+def test_an_audit_names_the_numbers_that_count_its_canaries(tmp_path: Path) -> None:
+    calibrated: dict[str, Any] = {"noise_multiplier": None, "target_epsilon": 8.0, "epochs": 1}
+    rate = {"sample_rate": 0.2}
+    for name, given, arguments in (
+        ("own", rate, None),
+        ("rate", {}, "sample_rate"),
+        ("noise", {**calibrated, **rate}, "noise_multiplier"),
+        ("both", calibrated, "noise_multiplier and sample_rate"),
+    ):
+        found = opusim.audit_private_loop(builder(tmp_path / name, **given), run_epoch, canaries=20, seed=1)
+        text = " ".join(str(found).split())
+        assert ("the run's own sampler" in text) is (arguments is None), name
+        assert "AUC" in text or "ceiling" in text
+        if arguments is None:
+            assert found.differs == ""
+            continue
+        settings = PrivacySettings.stored(tmp_path / name)
+        assert f"z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}" in found.differs
+        assert f"{found.steps} steps" in found.differs
+        assert found.differs.endswith(f"with canaries; give {arguments} as in your loop")
+        assert found.differs in text
 
 
 def test_an_audited_loop_of_fixed_batches_gives_weight_zero_to_what_fills_them(tmp_path: Path) -> None:

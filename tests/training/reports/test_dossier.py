@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import runpy
@@ -16,15 +17,18 @@ import pytest
 from torch import nn
 from typer.testing import CliRunner
 
+import opusim
 from opusim import training
 from opusim.accounting.explanation import Statement
 from opusim.training.attacks import run_audit
+from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
+from opusim.training.errors import RunFolderError
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
 from opusim.training.runs.run import Run
-from tests.support.private_loops import parts, private_loop, run_epoch
+from tests.support.private_loops import network, parts, private_loop, run_epoch
 
 SMALL: dict[str, Any] = {
     **{"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1, "seed": 1},
@@ -85,6 +89,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
         ]
         assert all(one["answer"] for one in standard["headings"])
         assert "not read" in standard["source"]
+    assert "step-0000000005.safetensors" in answers["7. What may be released?"]
     names = {one["name"] for one in work["files"]}
     assert {"config.json", "ledger.jsonl", "summary.json", "step-0000000005.safetensors"} <= names
 
@@ -160,6 +165,36 @@ def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("without_pdf")
+def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tmp_path: Path) -> None:
+    users = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
+    for name, batch, given in (
+        ("users", 5, users),
+        ("records", 12, {}),
+        ("other", 12, {"noise_multiplier": 2.0}),
+    ):
+        with private_loop(tmp_path / name, parts(batch_size=batch), **given) as private:
+            run_epoch(private, steps=2)
+    for name in ("records", "other"):
+        audit_private_folder(tmp_path / name, out=tmp_path / f"of {name}", canaries=20, seed=1)
+    with pytest.raises(
+        RunFolderError, match=r"attacked records clipped.*unit record.*states users.*unit user"
+    ):
+        written(tmp_path / "users", audits=[tmp_path / "of records"])
+    (tmp_path / "users" / "one-run.json").write_bytes((tmp_path / "of records" / "one-run.json").read_bytes())
+    with pytest.raises(RunFolderError, match="is no audit of"):
+        written(tmp_path / "users")
+    (own,) = written(tmp_path / "records", audits=[tmp_path / "of records"])[1]["works"][0]["audits"]
+    assert "of the run; ideal" in own["verdict"]
+    assert own["document"]["differs"] == ""
+    (other,) = written(tmp_path / "records", audits=[tmp_path / "of other"])[1]["works"][0]["audits"]
+    assert "like code with other numbers" in other["verdict"]
+    assert "multiplier 2," in other["document"]["differs"]
+    texts = [json.dumps({**one, "document": ""}) for one in (own, other)]
+    for claimed in ("of the run;", "the run's own", '"this run"'):
+        assert [claimed in text for text in texts] == [True, False], claimed
+
+
+@pytest.mark.usefixtures("without_pdf")
 def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_does_not(
     tmp_path: Path,
 ) -> None:
@@ -167,16 +202,66 @@ def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_
     with private_loop(tmp_path / "loop", parts(batch_size=5), **given) as private:
         run_epoch(private, steps=1)
         _, inside = written(private)
+    kept = (tmp_path / "loop" / "dossier.json").read_bytes()
+    with pytest.raises(RunFolderError, match=r"checked hypotheses, this one would have 0; .*--out.*audits="):
+        written(tmp_path / "loop")
+    assert (tmp_path / "loop" / "dossier.json").read_bytes() == kept
     page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
     checked = [
         sum(one["holds"] is True for one in content["works"][0]["hypotheses"])
         for content in (inside, outside)
     ]
+    for content, count in zip((inside, outside), checked, strict=True):
+        (row,) = [one for one in content["works"][0]["trust"] if one["party"] == "The code of opusim"]
+        assert row["trusted"] == "yes"
+        assert f"it checked {count} of" in row["why"]
     assert checked[0] > checked[1]
     assert any("from the folder only" in lead for lead in outside["works"][0]["leads"])
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
     assert "records_per_user=2" in outside["works"][0]["command"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("device", [False, True])
+def test_a_loop_without_a_device_says_nothing_of_one(tmp_path: Path, device: bool) -> None:
+    module = network()
+    if device:
+        opened = opusim.open_device("gaussian", n_inputs=3, n_outputs=6, seed=1)
+        opusim.FeedbackAlignment(module, ["1"], device=opened)
+    with private_loop(tmp_path / "loop", parts(module)) as private:
+        run_epoch(private, steps=1)
+    page, content = written(tmp_path / "loop")
+    parties = [one["party"] for one in content["works"][0]["trust"]]
+    assert ("The optical device" in parties) is device
+    assert ("step times, frames, energy" in page) is device
+    settings = tmp_path / "loop" / "private.json"
+    assert json.loads(settings.read_bytes())["device"] is device
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_the_saves_of_a_loop_are_named_with_digest_and_content(tmp_path: Path, mode: str) -> None:
+    seed = {"seed": None} if mode == "release" else {}
+    with private_loop(tmp_path / "loop", mode=mode, **seed) as private:
+        run_epoch(private, steps=1)
+        _, before = written(private)
+        file = private.save()
+        (tmp_path / "loop" / "model.pth").write_bytes(b"weights")
+        _, after = written(private)
+    told = [
+        next(one["answer"] for one in content["works"][0]["answers"] if one["question"].startswith("7."))
+        for content in (before, after)
+    ]
+    assert "The folder holds no model." in told[0]
+    assert "Models in the folder: model.pth, private.pt." in told[1]
+    rows = {one["name"]: one for one in after["works"][0]["files"]}
+    assert rows["private.pt"]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert "optimizer" in rows["private.pt"]["holds"]
+    assert ("generators" in rows["private.pt"]["holds"]) is (mode == "experiment")
+    assert rows["private.pt"]["publish"].startswith("no")
+    assert rows["model.pth"]["publish"] == "not covered"
+    assert rows["private.json"]["publish"].startswith("no" if mode == "experiment" else "yes")
 
 
 @pytest.mark.usefixtures("without_pdf")

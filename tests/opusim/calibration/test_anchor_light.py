@@ -95,7 +95,7 @@ def failed(found: Calibration) -> list[str]:
 @pytest.mark.slow
 def test_a_clipped_black_level_moves_no_limit(seed: int) -> None:
     """The blank frames' mean, 3 DN too high, would hide 6 % of the anchor's light."""
-    found = calibrated(LowBlackLevel, "camera", seed, frames=64, outputs=2000)
+    found = calibrated(LowBlackLevel, "camera", seed, frames=128, outputs=2000)
     law = found.certificate.noise
     assert law is not None, failed(found)
     assert law.light_ratio_low < 1 < law.light_ratio_high

@@ -117,7 +117,7 @@ def _without_final(opens: Callable[..., None]) -> Callable[..., None]:
 def _only_for_records(write: Callable[..., None]) -> Callable[..., None]:
     def written(self: Any, parts: Any, **others: Any) -> None:
         before, found = self._noise_std, list(parts)
-        self._noise_std = before if any(part.squared_norms().numel() for part in found) else 0.0
+        self._noise_std = before if any(part.records for part in found) else 0.0
         write(self, found, **others)
         self._noise_std = before
 

@@ -27,7 +27,7 @@ _SET_UP_S = 60.0
 """A first unit that takes less may be set-up for the most part: kernels compile for up to a minute."""
 _POLL_S = 0.5
 _BETWEEN_FRAMES_S = 0.2
-"""Shortest time between two updates of the bar in a notebook, seconds."""
+"""Minimum time between two updates of a progress display in a notebook, seconds."""
 
 
 class Progress:
@@ -222,7 +222,7 @@ class _NotebookBar:
             self._updated = time.monotonic()
 
     def clear(self) -> None:
-        """Delete the bar from the terminal or the notebook."""
+        """Remove the progress display from the terminal or notebook."""
         self._handle.update(self._html(""))
 
 

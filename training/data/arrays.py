@@ -36,7 +36,7 @@ from opusim.training.data.dataset import (
 from opusim.training.data.users import keys_of
 
 Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int] | Sequence[str | None]
-"""An ID for each record: whole numbers or strings; None where a record has no ID."""
+"""An ID for each record: whole numbers or strings; None if a record has no ID."""
 
 
 def seeded_permutation(n: int, seed: int) -> torch.Tensor:

@@ -297,7 +297,7 @@ class Dataset(Shown):
         vocabulary: Number of token values, each below it, if x holds tokens; else None.
         classes: Names of the classes in the order of their numbers, if labels were given as strings.
         columns: Names of the features, if records were given as a table.
-        owners: The user's ID of each training record, None where a record has no ID; empty if no IDs were given.
+        owners: The user's ID of each training record, None if a record has no ID; empty if no IDs were given.
         origin: What `config.json` says of the file that the records were read from: JSON values.
     """
 

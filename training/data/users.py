@@ -97,7 +97,7 @@ class Users:
 
 
 def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
-    """Return each record's ID as text, equal for IDs that count as one; None where a record has no ID.
+    """Return each record's ID as text, equal for IDs that count as one; None if a record has no ID.
 
     See `Users.of` for arguments and errors.
     """

@@ -60,6 +60,10 @@ from opusim.training.runs.storage import (
 )
 
 SETTINGS_FILE = "private.json"
+TAKES_NO_GRADIENTS = (
+    "its optimizer is ZerothOrder, and this audit plants gradients; audit a run of opusim.train with trainer.kind = "
+    "'zo' instead, whose steps are the same"
+)
 _VERSION = 1
 _HIDDEN_NUMBER = (
     "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records is "

@@ -48,6 +48,7 @@ from opusim.training.data.users import Users
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
+    TAKES_NO_GRADIENTS,
     PrivacySettings,
     as_enforced,
     generator_states,
@@ -533,10 +534,7 @@ class PrivateTraining(Shown):
             TypeError: The loop takes no gradients.
         """
         if isinstance(self._private, MeasuredModule):
-            raise TypeError(
-                "private: its optimizer is ZerothOrder, and this audit plants gradients; audit a run of opusim.train "
-                "with trainer.kind = 'zo' instead, whose steps are the same"
-            )
+            raise TypeError(f"private: {TAKES_NO_GRADIENTS}")
         self._private.gradients = wrap(self._private.gradients)
 
     # The folder

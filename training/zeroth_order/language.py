@@ -396,7 +396,7 @@ class PromptClassifier(_LanguageModel):
     def _packed(self, x: Tensor, words: list[int] | slice) -> Tensor:
         """Return class scores from rows that several prompts share, each token of which sees its own prompt only.
 
-        A batch of short prompts then has hardly any padding: 1.5 times fewer tokens on SST-2.
+        A batch of short prompts then has little padding.
         """
         present = x != PAD
         lengths: list[int] = present.sum(dim=1).tolist()

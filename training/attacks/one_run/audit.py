@@ -54,7 +54,7 @@ from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.network import FullyConnected, LayeredNetwork
-from opusim.training.private_loop.folder import PrivacySettings
+from opusim.training.private_loop.folder import TAKES_NO_GRADIENTS, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.private_loop.start import make_private
 from opusim.training.protections.base import PrivateGradients
@@ -724,10 +724,7 @@ def audit_private_folder(
     if not steps:
         raise NoGuarantee(f"folder {folder}: no step was paid for yet; train first")
     if settings.directions is not None:
-        raise NoGuarantee(
-            f"folder {folder}: its optimizer is ZerothOrder, and this audit plants gradients; audit a run of "
-            "opusim.train with trainer.kind = 'zo' instead, whose steps are the same"
-        )
+        raise NoGuarantee(f"folder {folder}: {TAKES_NO_GRADIENTS}")
     seed, each = drawn_seed(seed), settings.records_per_user
     own_seed, side = derive_seed(seed, "stand-in"), math.ceil(math.sqrt(canaries))
     count = max(round(settings.batch_size / settings.sample_rate), 2) * (each or 1)

@@ -72,7 +72,11 @@ def calibrate_command(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="A folder for certificate or description, and report.")],
     name: Annotated[
-        str | None, typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT.")
+        str | None,
+        typer.Argument(
+            help="A device's name, a path ending in .toml, or remote://HOST:PORT. With --recorded: the camera that "
+            "gives the numbers which frames do not tell."
+        ),
     ] = None,
     recorded: Annotated[
         Path | None,
@@ -106,6 +110,9 @@ def calibrate_command(
             "--temperature-c", help="Of --recorded: the sensor's temperature, by default the described one."
         ),
     ] = None,
+    title: Annotated[
+        str | None, typer.Option(help="Of --recorded: what the description is, in one line.")
+    ] = None,
 ) -> None:
     """Calibrate a device from its frames; write a dated certificate (TOML) and a report with the curves.
 
@@ -129,7 +136,7 @@ def calibrate_command(
                 option, "--recorded", "is missing, and this option is for frames in files; give it"
             )
     if recorded is not None:
-        _calibrate_recorded(recorded, out, name, confidence, bits, packing, temperature_c)
+        _calibrate_recorded(recorded, out, name, confidence, bits, packing, temperature_c, title)
         return
     if name is None:
         raise ConfigError("NAME", "--recorded", "is missing too; name a device, or give frames in files")
@@ -160,7 +167,7 @@ def calibrate_command(
 
 _OF_DEVICES = ("outputs", "inputs", "frames", "readings", "warm_c", "beta", "seed")
 """Options of `calibrate_command` that frames in files leave no choice of."""
-_OF_FILES = ("bits", "packing", "temperature_c")
+_OF_FILES = ("bits", "packing", "temperature_c", "title")
 
 
 def _calibrate_recorded(
@@ -171,6 +178,7 @@ def _calibrate_recorded(
     bits: int | None,
     packing: Packing | None,
     temperature_c: float | None,
+    title: str | None,
 ) -> None:
     """Evaluate recorded frames; print the table, and write it with JSON, picture and description."""
     from opusim.calibration.recorded import read_frames
@@ -195,7 +203,9 @@ def _calibrate_recorded(
         typer.echo("to write a description, name the camera that gives its other numbers")
         return
     path = out / f"{base.name}_measured.toml"
-    description, remarks = measured_description(report, base, path.stem, temperature_c)
+    description, remarks = measured_description(
+        report, base, path.stem, title=title, temperature_c=temperature_c
+    )
     path.write_text(to_toml(description.dump()), encoding="utf-8")
     for remark in remarks:
         typer.echo(wrapped(remark))

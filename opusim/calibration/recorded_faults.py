@@ -147,17 +147,28 @@ def _require_line(transfer: RecordedTransfer) -> None:
         return
     worst = int(np.argmax(np.abs(ratio - 1)))
     found = f"the variance is {ratio[worst]:.2f} of what a straight line in the mean gives"
+    cause = (
+        "the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction and compression"
+    )
+    flat = ~transfer.dark[which]
     if not rises:
         found = "the variance does not rise with the light"
     if transfer.light is not None and not transfer.is_light_steady:
         light, lit = transfer.light[transfer.used], transfer.lit[transfer.used]
         exponent = np.polyfit(np.log(light), np.log(lit), 1)[0]
         found += f" and means rise as the {exponent:.2f}th power of the light"
-    raise transfer.frames.refused(
-        transfer.levels[which[worst]].level.name,
-        f"{found}: the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction "
-        "and compression",
-    )
+    elif rises and transfer.light is not None and _is_straight(above[flat], transfer.variances[which][flat]):
+        cause = (
+            "flat frames without the dark ones lie on one, so they were averaged, or dark frames had another gain; "
+            "record both raw, with the same settings"
+        )
+    raise transfer.frames.refused(transfer.levels[which[worst]].level.name, f"{found}: {cause}")
+
+
+def _is_straight(mean: np.ndarray, variance: np.ndarray) -> bool:
+    """Whether variances lie within a tenth of their own line in the mean, of weights that make deviations relative."""
+    fitted = np.polyval(np.polyfit(mean, variance, 1, w=1 / variance), mean)
+    return bool(np.abs(fitted / variance - 1).max() < _MOST_BENT)
 
 
 def _remarks(transfer: RecordedTransfer) -> tuple[str, ...]:
@@ -165,8 +176,8 @@ def _remarks(transfer: RecordedTransfer) -> tuple[str, ...]:
     found = []
     if not transfer.has_dark_slope:
         found.append(
-            "no dark_current_e_per_s: dark frames have one exposure, whose dark charge counts as read noise; record "
-            "dark frames at several exposures"
+            "no dark_current_e_per_s: dark frames have one exposure, whose dark charge is that of the description; "
+            "record dark frames at several exposures"
         )
     elif not transfer.tells_dark_current:
         found.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -196,14 +197,23 @@ class CameraReport:
 
 
 def measured_description(
-    report: CameraReport, base: DeviceDescription, name: str, temperature_c: float | None
+    report: CameraReport,
+    base: DeviceDescription,
+    name: str,
+    *,
+    title: str | None = None,
+    temperature_c: float | None = None,
 ) -> tuple[DeviceDescription, tuple[str, ...]]:
     """Return a camera's description with the measured numbers, and remarks on those that it cannot hold.
+
+    Dark frames of one exposure hold the dark charge d of that exposure, of which they say nothing. The base's d is
+    taken away then: black level - K d in DN, read noise sqrt(r^2 - d) in electrons, at least 0.
 
     Args:
         report: the measurement.
         base: what the numbers that frames do not tell are taken from.
         name: of the new description.
+        title: of the new description; None for the base's, with a word on the frames.
         temperature_c: the sensor's temperature, degrees Celsius; None for that of the base.
 
     Raises:
@@ -242,6 +252,15 @@ def measured_description(
         provenance[key] = {"status": "measured", "source": f"{source}, {limits}"}
     provenance["sensor.adc_bits"] = {"status": "measured", "source": f"{source}, numbers of the frames"}
     values = {key: found[constant].value for key, constant in measured.items()}
+    charge_e = _dark_charge_e(report.transfer, base, temperature_c)
+    if charge_e:
+        share = f", less the {charge_e:.4g} e⁻ that {base.name} describes in the dark"
+        if "sensor.black_level_dn" in values:
+            values["sensor.black_level_dn"] -= charge_e * values["sensor.gain_dn_per_e"]
+            provenance["sensor.black_level_dn"]["source"] += share
+        if "sensor.read_noise_e" in values:
+            values["sensor.read_noise_e"] = math.sqrt(max(values["sensor.read_noise_e"] ** 2 - charge_e, 0))
+            provenance["sensor.read_noise_e"]["source"] += share
     if "pixels.dcnu" in values:
         # the description holds the spread relative to the mean, at most 2
         values["pixels.dcnu"] = min(values["pixels.dcnu"] / found["dark_current_e_per_s"].value, 2.0)
@@ -254,9 +273,21 @@ def measured_description(
     kept = copied(base, base, None, None) if base.name in packaged_names() else base
     sources = {f"camera.{key}": entry for key, entry in provenance.items()}
     content = merged(kept.dump(), changes | {"name": name, "provenance": sources})
-    content["title"] = f"{base.title}; sensor measured from frames"
+    content["title"] = title or f"{base.title}; sensor measured from frames"
     if report.transfer.ends_at_converter:
         # the converter ends first, so that frames do not tell the full well
         content["camera"]["sensor"].pop("full_well_e", None)
         content["provenance"].pop("camera.sensor.full_well_e", None)
     return parse_description(name, content), remarks
+
+
+def _dark_charge_e(
+    transfer: RecordedTransfer, base: DeviceDescription, temperature_c: float | None
+) -> float:
+    """Return the dark charge, electrons, that the base describes in dark frames of one exposure; else 0."""
+    camera = base.camera
+    law = None if camera is None else camera.dark_law()
+    if camera is None or camera.dark is None or law is None or transfer.has_dark_slope:
+        return 0.0
+    at_c = camera.dark.temperature_c if temperature_c is None else temperature_c
+    return float(law.current_e_per_s(at_c) * transfer.seconds[transfer.dark][0])

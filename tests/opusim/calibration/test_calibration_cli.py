@@ -9,7 +9,7 @@ from opusim.cli import app
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
-from tests.oracles.sensor_frames import Sensor, recording
+from tests.oracles.sensor_frames import Pixels, Sensor, recording
 
 pytestmark = pytest.mark.compiled
 
@@ -68,7 +68,7 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     np.savez(tmp_path / "frames.npz", **recording(Sensor(), np.random.default_rng(3), shape=(24, 40)))
     out = tmp_path / "bench"
     words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
-    result = RUNNER.invoke(app, [*words, "--temperature-c", "30"])
+    result = RUNNER.invoke(app, [*words, "--temperature-c", "30", "--title", "My bench"])
     assert result.exit_code == 0, result.output
     assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in " ".join(
         result.stdout.split()
@@ -83,6 +83,7 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
 
     path = out / "camera_low_light_measured.toml"
     found = load_description(path)
+    assert found.title == "My bench"
     assert found.camera.sensor.read_noise_e == float(f"{read_noise['value']:.6g}")
     assert abs(found.camera.dark.doubling.dark_current_ref_e_per_s - 30) < 2
     assert found.camera.dark.temperature_c == found.camera.dark.doubling.temperature_ref_c == 30
@@ -100,6 +101,33 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, again).exit_code == 0
     twice = load_description(out / "camera_low_light_measured_measured.toml")
     assert twice.provenance["camera.light.exposure_us"] == kept
+
+
+def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:
+    # 20 s of exposure at 30 electrons a second: 600 electrons in every dark frame
+    rng, sensor = np.random.default_rng(5), Sensor(read=5.0, dark_spread=1e-3)
+    pixels, light = Pixels(sensor, rng, (60, 80)), np.linspace(200, 4000, 8)
+    arrays = {
+        "dark": pixels.take(0.0, 20.0, 8)[None],
+        "flat": np.stack([pixels.take(photons, 20.0, 8) for photons in light]),
+        "dark_exposure_us": np.array([2e7]),
+        "flat_exposure_us": np.full(8, 2e7),
+        "flat_photons": light,
+        "bits": np.array(12),
+    }
+    np.savez(tmp_path / "frames.npz", **arrays)
+    words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz")]
+    result = RUNNER.invoke(app, [*words, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = load_description(tmp_path / "camera_low_light_measured.toml")
+    limits = json.loads((tmp_path / "camera.json").read_text())["constants"]
+    width = limits["black_level_dn"]["high"] - limits["black_level_dn"]["low"]
+    charge = 600 * (limits["gain_dn_per_e"]["high"] - limits["gain_dn_per_e"]["low"])
+    assert abs(found.camera.sensor.black_level_dn - sensor.black) < 2 * (width + charge)
+    assert abs(found.camera.sensor.read_noise_e**2 - sensor.read**2) < 30
+    assert "less the 600 e⁻ that camera_low_light describes" in (
+        found.provenance["camera.sensor.black_level_dn"].source
+    )
 
 
 def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:

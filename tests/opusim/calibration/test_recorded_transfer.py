@@ -179,6 +179,12 @@ def averaged(dn: np.ndarray) -> np.ndarray:
     return np.rint(found).astype(np.uint16)
 
 
+def quieter(dn: np.ndarray) -> np.ndarray:
+    """Whole numbers whose noise is half as large, as of frames that were averaged and rounded."""
+    mean = dn.mean(axis=1, keepdims=True)
+    return np.rint(mean + (dn - mean) / 2).astype(np.uint16)
+
+
 def interpolated(dn: np.ndarray) -> np.ndarray:
     return ((dn.astype(int) + np.roll(dn, 1, axis=-1)) // 2).astype(np.uint16)
 
@@ -214,6 +220,7 @@ BROKEN = {
     "a frame twice": (FLAT, repeated, 12, "frame 3 repeats the one before"),
     "one frame": (FLAT, lambda dn: dn[:, :1], 12, "1 frame; the noise needs two or more at each level"),
     "averages": (BOTH, lambda dn: dn / 2 + 0.25, 12, "holds fractions, so frames were averaged"),
+    "averaged and rounded flats": (FLAT, quieter, 12, "flat frames without the dark ones lie on one, so they were averaged"),
     "saturation": (FLAT, lambda dn: np.broadcast_to(dn[-1:], dn.shape), 12, "8 lie at the end of the range"),
 }
 

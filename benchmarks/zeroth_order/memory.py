@@ -177,7 +177,7 @@ def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
     ids, y = batch(shape)
-    network = AnyModule(AsScores(build(lora=lora, half=half)), n_inputs=shape[1])
+    network = AnyModule(AsScores(build(lora=lora, half=half)), n_inputs=shape[1], only_trained=True)
     release = ScalarRelease(clip=0.05, divisor=shape[0])
     trainer = zo_trainer(network, config, release, root=1)
     steps = iter(range(10**9))

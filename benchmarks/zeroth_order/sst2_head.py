@@ -169,7 +169,9 @@ def zo_head(law: str, noise: float, clip: float, rate: float, seed: int, batch: 
         private = {"clip": None, "scale": 0.0, "noise": None}
     release = ScalarRelease(divisor=batch, law="laplace" if law == "laplace" else "gaussian", **private)
     root = derive_seed(seed, "directions")
-    return zo_trainer(AnyModule(Head(384), n_inputs=384), config, release, root=root), config.optimizer
+    return zo_trainer(
+        AnyModule(Head(384), n_inputs=384, only_trained=True), config, release, root=root
+    ), config.optimizer
 
 
 def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tuple[Trainer, Any]:

@@ -281,9 +281,7 @@ def measured_description(
     return parse_description(name, content), remarks
 
 
-def _dark_charge_e(
-    transfer: RecordedTransfer, base: DeviceDescription, temperature_c: float | None
-) -> float:
+def _dark_charge_e(transfer: RecordedTransfer, base: DeviceDescription, temperature_c: float | None) -> float:
     """Return the dark charge, electrons, that the base describes in dark frames of one exposure; else 0."""
     camera = base.camera
     law = None if camera is None else camera.dark_law()

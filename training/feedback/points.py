@@ -357,31 +357,35 @@ class FeedbackAlignment(PointHooks):
         self.shape(*args, **kwargs)
         self._projector(self._place)
 
-    def start_from_feedback(self, linear: nn.Linear) -> None:
+    def start_from_feedback(self, linear: nn.Linear | str) -> None:
         """Set a linear layer's weights to the feedback of the last point, W = gain / sqrt(C) B^T, and its bias to 0.
 
         If the layer leads from the stream of the points to z, the feedback then starts out as the gradient that
         backpropagation through this layer would give. The columns of B are measured on the device.
 
         Args:
-            linear: A layer of C inputs and n_inputs outputs.
+            linear: A layer of C inputs and n_inputs outputs, or its name in the model.
 
         Raises:
+            AttributeError: The model has no layer of that name.
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
             ValueError: The layer has another shape, or the point's positions have outputs of their own.
         """
         part = self._sized()[-1]
         wanted = (self._n_inputs, part.channels)
-        if tuple(linear.weight.shape) != wanted or part.positions > 1:
+        layer = self.model.get_submodule(linear) if isinstance(linear, str) else linear
+        weight = getattr(layer, "weight", None)
+        if weight is None or tuple(weight.shape) != wanted or part.positions > 1:
+            found = "no weights" if weight is None else f"weights of shape {tuple(weight.shape)}"
             raise ValueError(
-                f"linear has weights of shape {tuple(linear.weight.shape)}, the feedback of point {part.name!r} needs "
+                f"linear has {found}, the feedback of point {part.name!r} needs "
                 f"{wanted} and spread = 'broadcast'; give the layer between the last point and error_at"
             )
-        columns = self._projector(linear.weight.device).columns(self._n_inputs)[:, part.offset : part.end]
+        columns = self._projector(weight.device).columns(self._n_inputs)[:, part.offset : part.end]
         with torch.no_grad():
-            linear.weight.copy_(columns * (self.gain / part.channels**0.5))
-            if linear.bias is not None:
-                linear.bias.zero_()
+            weight.copy_(columns * (self.gain / part.channels**0.5))
+            if layer.bias is not None:
+                layer.bias.zero_()
 
     def control(self, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES) -> Control:
         """Return a copy without feedback that follows the first batches, and warns if feedback is worse than none.

@@ -39,8 +39,9 @@ class AnyModule(Network):
     Args:
         model: Maps records (batch, *record_shape) to outputs. It is put into evaluation mode.
         n_inputs: Entries of a record, as data sets store it.
-        record_shape: Shape of a record as the module takes it; None for vectors of a module of which checkpoints hold
-            only what is trained, and not buffers and frozen parameters, which may be large.
+        record_shape: Shape of a record as the module takes it; None for vectors.
+        only_trained: Whether checkpoints hold only what is trained, not buffers and frozen parameters, which may be
+            large.
         recipe: JSON values from which the module can be built again; empty for a user-supplied module.
 
     Raises:
@@ -54,13 +55,14 @@ class AnyModule(Network):
         *,
         n_inputs: int,
         record_shape: Sequence[int] | None = None,
+        only_trained: bool = False,
         recipe: dict[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         require_not_of_opacus(model)
         self.model, self._n_inputs, self._recipe = model.eval(), n_inputs, recipe or {}
-        self._holds_all = record_shape is not None
+        self._holds_all = not only_trained
         self.record_shape = (n_inputs,) if record_shape is None else tuple(record_shape)
         self.records_at_once = 256 if self._holds_all else Network.records_at_once
         if not self.parameters:
@@ -84,7 +86,13 @@ class AnyModule(Network):
                 f"the run trained a user-supplied {facts['module']}, which its folder cannot describe; give one "
                 "like it: opusim.load_run(path, model=...)"
             )
-        return cls(model, n_inputs=facts["n_inputs"], record_shape=facts.get("record_shape"), recipe=recipe)
+        return cls(
+            model,
+            n_inputs=facts["n_inputs"],
+            record_shape=facts.get("record_shape"),
+            only_trained=facts.get("only_trained", "record_shape" not in facts),
+            recipe=recipe,
+        )
 
     @property
     @override
@@ -106,9 +114,12 @@ class AnyModule(Network):
     @property
     def facts(self) -> dict[str, Any]:
         """See Network.facts; of what checkpoints do not hold, a digest."""
+        is_vector = self.record_shape == (self._n_inputs,)
+        shape = {} if is_vector and not self._holds_all else {"record_shape": list(self.record_shape)}
         facts = {
             "n_inputs": self._n_inputs,
-            **({"record_shape": list(self.record_shape)} if self._holds_all else {}),
+            **shape,
+            **({"only_trained": True} if shape and not self._holds_all else {}),
             "module": type(self.model).__name__,
             "tensors": tensor_facts(self.tensors),
         }
@@ -119,15 +130,6 @@ class AnyModule(Network):
         facts |= {"frozen": parameters_digest(frozen)} if frozen else {}
         described = isinstance(self.model, DescribedModule) and self.model.description
         return facts | ({"language": self.model.description} if described else {})
-
-    def shaped(self, x: Tensor) -> Tensor:
-        """Return records (batch, n_inputs) in the shape that the module takes."""
-        return x.view(len(x), *self.record_shape)
-
-    def outputs(self, x: Tensor) -> Tensor:
-        """Return what the module, which is in evaluation mode outside a step, gives for records (batch, n_inputs)."""
-        outputs: Tensor = self.model(self.shaped(x))
-        return outputs
 
 
 def own_model_name(config: RunConfig, model: nn.Module | None) -> str:

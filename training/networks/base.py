@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,9 +33,16 @@ class Network(ABC):
     records_at_once: int = 4096
     """Records of one forward pass outside training."""
 
+    record_shape: tuple[int, ...] | None = None
+    """Shape in which the model takes a record; None for a vector."""
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return records (batch, n_inputs) in the shape that the model takes."""
+        return x if self.record_shape is None else x.view(len(x), *self.record_shape)
+
     def outputs(self, x: Tensor) -> Tensor:
         """Return the model's outputs for records (batch, n_inputs), as they are used after training."""
-        outputs: Tensor = self.model(x)
+        outputs: Tensor = self.model(self.shaped(x))
         return outputs
 
     @property
@@ -105,32 +112,38 @@ def other_numbers(model: object) -> str | None:
     return f"the module holds {other[0]} and records are torch.float32; give model.float()" if other else None
 
 
-def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_classes: int) -> None:
-    """Refuse a user-supplied model whose output for some records is not a table of class scores.
+def shape_taken(
+    model: Callable[[Tensor], object], records: Tensor, record_shape: Sequence[int], n_classes: int
+) -> tuple[int, ...]:
+    """Return the shape in which a user-supplied model takes records: as vectors or, if it cannot, in their own shape.
 
     Args:
         model: The model.
         records: Shape (batch, n_inputs), on the device of the model's parameters.
+        record_shape: The records' own shape.
         n_classes: Number of classes of the data.
 
     Raises:
         ValueError: The model cannot take such records, or returns something other than (batch, n_classes).
     """
-    try:
-        with torch.no_grad():
-            output = model(records)
-    except (RuntimeError, IndexError) as error:  # torch raises them for shapes or tokens that do not fit
-        reason = str(error).partition("\n")[0]
-        remedy = other_numbers(model) or "change its first module, or the data"
+    vector = tuple(records.shape[1:])
+    found = ""
+    for shape in dict.fromkeys([vector, tuple(record_shape)]):
+        try:
+            with torch.no_grad():
+                output = model(records.view(len(records), *shape))
+        except (RuntimeError, IndexError) as error:  # torch raises them for shapes or tokens that do not fit
+            found = f"records of shape {shape} ({str(error).partition(chr(10))[0]})"
+            continue
+        given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if given == (len(records), n_classes):
+            return shape
         raise ValueError(
-            f"model cannot take records of {records.shape[1]} features ({reason}); {remedy}"
-        ) from error
-    found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if found != (len(records), n_classes):
-        raise ValueError(
-            f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
+            f"model gives {given} for {len(records)} records of {n_classes} classes; it must give class scores of "
             "shape (batch, n_classes)"
         )
+    remedy = other_numbers(model) or "change its first module, or the data"
+    raise ValueError(f"model cannot take {found}; {remedy}")
 
 
 def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
-from opusim.files import write_file
+from opusim.files import require_writable, write_file
 from opusim.tables import Shown, blank_figure, png_bytes
 
 if TYPE_CHECKING:
@@ -144,6 +144,18 @@ class LineChart(Shown):
     def _repr_html_(self) -> str:
         """Return the chart for a notebook."""
         return self.svg().decode()
+
+    def savefig(self, path: str | Path) -> None:
+        """Write the chart, as a figure of matplotlib does.
+
+        Args:
+            path: A file whose name ends in .svg.
+
+        Raises:
+            ConfigError: It ends otherwise, or cannot be written.
+        """
+        require_writable(Path(path), "savefig", (".svg",))
+        write_file(Path(path), self.svg())
 
     def svg(self) -> bytes:
         """Return the chart as an SVG file."""

@@ -199,7 +199,7 @@ class Run(Shown, StoredRun):
         return evaluate_split(self._network, split, self.config.loss, self.form.target)
 
     def plot(self, what: Literal["learning", "alignment", "noise"] = "learning") -> LineChart:
-        """Return a figure of the run: a notebook draws it, and ``run.plot().svg()`` is the content of a file.
+        """Return a figure of the run: a notebook draws it, and ``run.plot().savefig("run.svg")`` writes it.
 
         Args:
             what: "learning", the run's main figure on validation records, or on training records if none were held out;

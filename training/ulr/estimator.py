@@ -268,13 +268,14 @@ class ModuleSequence(LayeredNetwork):
         model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),
             so that all copies of a record pass through the same function.
         n_inputs: Number of features of a record.
+        record_shape: Shape in which the first module takes a record; None for a vector.
 
     Raises:
         TypeError: The model is no nn.Sequential, or a module computes batch statistics.
         ValueError: No module has parameters, two share one, or parameters are frozen or not float32.
     """
 
-    def __init__(self, model: nn.Module, *, n_inputs: int) -> None:
+    def __init__(self, model: nn.Module, *, n_inputs: int, record_shape: Sequence[int] | None = None) -> None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             raise TypeError(
                 f"model must be an nn.Sequential of modules, got {type(model).__name__}; wrap its modules in "
@@ -287,6 +288,8 @@ class ModuleSequence(LayeredNetwork):
             )
         self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
+        if record_shape is not None and tuple(record_shape) != (n_inputs,):
+            self.record_shape = tuple(record_shape)
         # The modules before the first layer, the layers, and the modules after each layer.
         self._head: list[nn.Module] = []
         self.jacobians: list[Jacobian] = []
@@ -317,6 +320,7 @@ class ModuleSequence(LayeredNetwork):
         except (TypeError, ValueError):
             return {
                 "n_inputs": self.n_inputs,
+                **({"record_shape": list(self.record_shape)} if self.record_shape else {}),
                 "modules": [" ".join(repr(m).split()) for m in self.model.children()],
             }
 
@@ -328,7 +332,7 @@ class ModuleSequence(LayeredNetwork):
         """
         inputs, values = [], []
         with torch.no_grad():
-            h = _apply(self._head, x)
+            h = _apply(self._head, self.shaped(x))
             for layer, jacobian in enumerate(self.jacobians):
                 inputs.append(h)
                 values.append(jacobian.module(h))

@@ -31,7 +31,7 @@ from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.errors import RunFolderError, TrainingDiverged
-from opusim.training.networks.base import require_class_scores
+from opusim.training.networks.base import shape_taken
 from opusim.training.networks.clipping import (
     are_all,
     bounded_factors,
@@ -357,14 +357,18 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             ValueError: Records are protected and the module mixes them.
             ConfigError: `trainer.module_copies` is for another number of modules.
         """
-        network = ModuleSequence(model or build_model(config, dataset), n_inputs=dataset.n_features)
+        n_inputs = dataset.n_features
+        network = ModuleSequence(model or build_model(config, dataset), n_inputs=n_inputs)
         config.trainer_as(UlrConfig).copies_of(network.depth)
         if model is None:
             return network
         place = network.parameters[0].device
-        require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
+        shape = shape_taken(
+            model, torch.zeros(2, n_inputs, device=place), dataset.record_shape, dataset.n_classes
+        )
+        network = ModuleSequence(model, n_inputs=n_inputs, record_shape=shape)
         if config.protection.protects == "records":
-            require_separate_outputs(model, invented_records(dataset, place)[0])
+            require_separate_outputs(model, network.shaped(invented_records(dataset, place)[0]))
         return network
 
     @classmethod
@@ -377,7 +381,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
                 "the run trained a user-supplied module, which its folder does not hold; give it again: "
                 "opusim.load_run(path, model=model)"
             )
-        return ModuleSequence(model, n_inputs=facts["n_inputs"])
+        return ModuleSequence(model, n_inputs=facts["n_inputs"], record_shape=facts.get("record_shape"))
 
     @property
     def device_shape(self) -> DeviceShape:

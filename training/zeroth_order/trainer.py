@@ -39,7 +39,7 @@ from opusim.training.networks.base import (
     DescribedModule,
     Network,
     parameters_digest,
-    require_class_scores,
+    shape_taken,
     tensor_facts,
 )
 from opusim.training.networks.functions import LOSS_VALUES
@@ -226,12 +226,14 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         try:
             network = build_network(config, dataset, model)
         except (TypeError, ValueError):  # not fully connected, or in part frozen
-            network = viewed = AnyModule(model, n_inputs=dataset.n_features)
-            require_class_scores(model, records.to(viewed.parameters[0].device), dataset.n_classes)
+            viewed = AnyModule(model, n_inputs=dataset.n_features)
+            shown = records.to(viewed.parameters[0].device)
+            shape = shape_taken(viewed.model, shown, dataset.record_shape, dataset.n_classes)
+            network = AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, only_trained=True)
         if protected:
             place = next(iter(network.tensors.values())).device
             with model.whole_records() if isinstance(model, DescribedModule) else nullcontext():
-                require_separate_outputs(network.model.eval(), records.to(place))
+                require_separate_outputs(network.model.eval(), network.shaped(records.to(place)))
         return network
 
     @classmethod
@@ -312,7 +314,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         with whole:
             try:
                 if not protected:  # else the model was looked at before
-                    require_separate_outputs(model, records)
+                    require_separate_outputs(model, self.network.shaped(records))
                 sides.probe(self._outputs, (records,))
             except ValueError as error:
                 sides.reason = str(error)
@@ -458,7 +460,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
 
     def _outputs(self, x: Tensor) -> Tensor:
         """Return the model's outputs, shape (batch, n_classes); no pass for an empty batch."""
-        return self.model(x).float() if len(x) else x
+        return self.network.outputs(x).float() if len(x) else x
 
     def _losses(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return each record's loss and whether its class is right, shapes (batch,)."""

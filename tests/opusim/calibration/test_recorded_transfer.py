@@ -220,7 +220,12 @@ BROKEN = {
     "a frame twice": (FLAT, repeated, 12, "frame 3 repeats the one before"),
     "one frame": (FLAT, lambda dn: dn[:, :1], 12, "1 frame; the noise needs two or more at each level"),
     "averages": (BOTH, lambda dn: dn / 2 + 0.25, 12, "holds fractions, so frames were averaged"),
-    "averaged and rounded flats": (FLAT, quieter, 12, "flat frames without the dark ones lie on one, so they were averaged"),
+    "averaged and rounded flats": (
+        FLAT,
+        quieter,
+        12,
+        "flat frames without the dark ones lie on one, so they were averaged",
+    ),
     "saturation": (FLAT, lambda dn: np.broadcast_to(dn[-1:], dn.shape), 12, "8 lie at the end of the range"),
 }
 

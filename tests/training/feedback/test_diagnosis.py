@@ -65,7 +65,7 @@ def test_a_head_that_starts_from_the_feedback_aligns_the_last_point() -> None:
     model = FeedbackAlignment(network(), gain=0.7)
     before = model.diagnose(lambda: loss_of(model)).points
     model.shape(x)
-    model.start_from_feedback(model.model[5])
+    model.start_from_feedback("5")
     assert not model.model[5].bias.any()
     after = model.diagnose(lambda: loss_of(model))
     assert [point.name for point in after.points] == ["1", "4"]

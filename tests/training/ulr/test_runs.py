@@ -213,11 +213,34 @@ def test_dropout_neither_trains_nor_predicts_at_random(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["ulr", "zo"])
+@pytest.mark.parametrize("protection", [{}, {"kind": "record", "epsilon": 3.0, "delta": 1e-4}])
+def test_a_module_takes_images_in_their_shape(tmp_path: Path, kind: str, protection: dict[str, Any]) -> None:
+    def model(*first: nn.Module) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *first, nn.Conv2d(1, 4, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        )
+
+    x, y = blobs()
+    plain = {"name": "sgd", "lr": 0.01, "momentum": 0.0}
+    config = {**CONFIG, "epochs": 1, "trainer": {"kind": kind}, "optimizer": plain, "protection": protection}
+    config["data"] = {"n_classes": 3}
+    images = x.reshape(-1, 1, 2, 4)
+    run = training.train(config, data=(images, y), model=model(), folder=tmp_path / "images")
+    flat = training.train(
+        config, data=(x, y), model=model(nn.Unflatten(1, (1, 2, 4))), folder=tmp_path / "flat"
+    )
+    assert (run.predict(images) == flat.predict(x)).all()
+    again = training.load_run(tmp_path / "images", model=model())
+    assert (again.predict(images) == run.predict(images)).all()
+
+
+@pytest.mark.parametrize("kind", ["ulr", "zo"])
 @pytest.mark.parametrize(
     ("n_inputs", "n_outputs", "message"),
     [
         (8, 4, r"gives \(2, 4\) for 2 records of 3 classes.*shape \(batch, n_classes\)"),
-        (7, 3, "cannot take records of 8 features.*change its first module"),
+        (7, 3, r"cannot take records of shape \(8,\).*change its first module"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(

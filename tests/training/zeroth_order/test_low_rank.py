@@ -405,7 +405,7 @@ def test_one_record_moves_a_steps_sums_by_at_most_the_joint_clip_at_once() -> No
     for joint in (True, False):
         for bad in (None, math.nan, 1e30, -3.0):
             torch.manual_seed(0)
-            network = AnyModule(perceptron(), n_inputs=6)
+            network = AnyModule(perceptron(), n_inputs=6, only_trained=True)
             options = {"kind": "zo", "rank": 1, "directions": 20, "perturbation": 0.5}
             config = load_config({"loss": "cross-entropy", "trainer": options, "optimizer": {"lr": 0.1}})
             release = ScalarRelease(clip=0.05, divisor=1.0, joint=joint)

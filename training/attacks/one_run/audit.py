@@ -786,7 +786,7 @@ class _Noted(ConcatDataset[Any]):
 def _view(module: nn.Module) -> AnyModule:
     """Return a view of a module, which stays in its modes."""
     modes = {part: part.training for part in module.modules()}
-    network = AnyModule(module, n_inputs=1)  # puts it into evaluation mode
+    network = AnyModule(module, n_inputs=1, only_trained=True)  # puts it into evaluation mode
     for part, training in modes.items():
         part.training = training
     return network

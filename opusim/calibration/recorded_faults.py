@@ -147,7 +147,10 @@ def _require_line(transfer: RecordedTransfer) -> None:
         return
     worst = int(np.argmax(np.abs(ratio - 1)))
     found = f"the variance is {ratio[worst]:.2f} of what a straight line in the mean gives"
-    cause = "the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction and compression"
+    cause = (
+        "the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction and "
+        "compression"
+    )
     flat = ~transfer.dark[which]
     if not rises:
         found = "the variance does not rise with the light"

@@ -89,6 +89,11 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
     _registered[kind] = factory
 
 
+def is_registered(kind: str) -> bool:
+    """Whether `register_device` gave this process the kind."""
+    return kind in _registered
+
+
 def device_kinds() -> dict[str, str]:
     """Return every kind that can be opened, in order, and the package that brings it."""
     found = dict.fromkeys(_registered, "registered by this process")
@@ -111,7 +116,7 @@ def device_factory(file: str, kind: str) -> DeviceFactory:
         return _registered[kind]
     if kind not in plugins.names(ENTRY_POINT_GROUP):
         known = tuple(device_kinds())
-        hint = did_you_mean(kind, known, otherwise="; install the package that brings it")
+        hint = did_you_mean(kind, known, otherwise="; call opusim.register_device, or install its package")
         raise ConfigError(file, "kind", f"unknown kind {kind!r}; known are {', '.join(known)}{hint}")
     try:
         factory: DeviceFactory = plugins.load(

@@ -374,9 +374,9 @@ class FeedbackAlignment(PointHooks):
         part = self._sized()[-1]
         wanted = (self._n_inputs, part.channels)
         layer = self.model.get_submodule(linear) if isinstance(linear, str) else linear
-        weight = getattr(layer, "weight", None)
-        if weight is None or tuple(weight.shape) != wanted or part.positions > 1:
-            found = "no weights" if weight is None else f"weights of shape {tuple(weight.shape)}"
+        weight, bias = (getattr(layer, name, None) for name in ("weight", "bias"))
+        if not isinstance(weight, Tensor) or tuple(weight.shape) != wanted or part.positions > 1:
+            found = f"weights of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no weights"
             raise ValueError(
                 f"linear has {found}, the feedback of point {part.name!r} needs "
                 f"{wanted} and spread = 'broadcast'; give the layer between the last point and error_at"
@@ -384,8 +384,8 @@ class FeedbackAlignment(PointHooks):
         columns = self._projector(weight.device).columns(self._n_inputs)[:, part.offset : part.end]
         with torch.no_grad():
             weight.copy_(columns * (self.gain / part.channels**0.5))
-            if layer.bias is not None:
-                layer.bias.zero_()
+            if isinstance(bias, Tensor):
+                bias.zero_()
 
     def control(self, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES) -> Control:
         """Return a copy without feedback that follows the first batches, and warns if feedback is worse than none.

@@ -114,12 +114,11 @@ class AnyModule(Network):
     @property
     def facts(self) -> dict[str, Any]:
         """See Network.facts; of what checkpoints do not hold, a digest."""
-        is_vector = self.record_shape == (self._n_inputs,)
-        shape = {} if is_vector and not self._holds_all else {"record_shape": list(self.record_shape)}
-        facts = {
+        shape = list(self.record_shape or ())
+        facts: dict[str, Any] = {
             "n_inputs": self._n_inputs,
-            **shape,
-            **({"only_trained": True} if shape and not self._holds_all else {}),
+            **({"record_shape": shape} if self._holds_all or len(shape) > 1 else {}),
+            **({} if self._holds_all or len(shape) == 1 else {"only_trained": True}),
             "module": type(self.model).__name__,
             "tensors": tensor_facts(self.tensors),
         }

@@ -38,7 +38,7 @@ class InstrumentDevice(NoisyDevice):
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         positive, negative = (self._instrument.show((x == sign).cpu().numpy()) for sign in (1, -1))
-        return torch.from_numpy((positive - negative) / DN_PER_UNIT).to(self._torch_device)
+        return torch.from_numpy((positive - negative) / DN_PER_UNIT).to(self._torch_device, torch.float32)
 
     def _seek(self, step: int) -> None:
         """Nothing: hardware does not repeat its noise."""

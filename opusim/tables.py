@@ -297,9 +297,14 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def html_page(template: str, **values: Any) -> str:
     """Return a page made from one of the templates in `opusim/templates`."""
+    return str(_templates().get_template(template).render(**values))
+
+
+@cache
+def _templates() -> Any:
+    """Return the templates, each of which is compiled once."""
     loader = jinja2.PackageLoader("opusim")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    return str(environment.get_template(template).render(**values))
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
 
 
 def data_url(picture: bytes, kind: str = "image/png") -> str:

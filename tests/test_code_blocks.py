@@ -9,7 +9,7 @@ from tests.support.code_blocks import Block, code_blocks, run_page, shortened
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-RUN = ("getting-started", "calibrate", "audits", "sweeps", "release", "privacy-labels")
+RUN = ("getting-started", "calibrate", "audits", "choosing-a-trainer", "release", "privacy-labels")
 """Pages whose commands are run in order, at a quick size."""
 NOT_RUN = {
     "README": "the commands of getting-started.md, which are run",
@@ -23,7 +23,7 @@ NOT_RUN = {
     "own-instrument": "needs instruments; tests/opusim/devices/test_bench.py runs it on doubles of their libraries",
     "privacy-records": "minutes on FashionMNIST; the commands are validated",
     "serving": "needs a server and keys; tests/opusim/serving starts both",
-    "zeroth-order": "minutes, or a language model from the network; the commands are validated",
+    "forward-only": "minutes, or a language model from the network; the commands are validated",
 }
 """Pages whose blocks are not run as they stand, apart from sessions (`>>>`), and why."""
 BLOCKS = [block for page in PAGES for block in code_blocks(page)]

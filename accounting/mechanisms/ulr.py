@@ -50,7 +50,7 @@ BATCH_NOISE = Theorem(
     "the noise without bound; clipped averages lie on a sphere, so a record that is the only one in some "
     "direction shows with the probability that it is in the batch.",
     code="opusim.accounting.mechanisms.ulr.PublishedUlr",
-    page="ulr.md, section 4",
+    page="forward-only.md, As published",
 )
 REJECTION_SAMPLING = Theorem(
     name="rejection-sampling",
@@ -68,7 +68,7 @@ REJECTION_SAMPLING = Theorem(
     "the mixture's hockey-stick divergences are the mixture of both, so it composes as a privacy loss "
     "distribution.",
     code="opusim.accounting.mechanisms.ulr.mixture_of",
-    page="ulr.md, section 3",
+    page="forward-only.md, Rejection of small batches",
     checked_by_code=(
         "each record's contribution is clipped to norm C before the sum, across all layers together",
         "every record enters a batch independently with probability q, and the batch is redrawn below N_B records",

@@ -73,7 +73,7 @@ ZEROTH_ORDER_GAUSSIAN = Theorem(
     "after a joint clip; theorem sampled-gaussian covers the rest, in both directions.",
     reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
     code="opusim.accounting.mechanisms.zeroth_order.ZoGaussian",
-    page="zeroth-order.md, What is guaranteed",
+    page="forward-only.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
 )
@@ -89,7 +89,7 @@ ZEROTH_ORDER_LAPLACE = Theorem(
     "composition is binomial.",
     reference="DP-ZO, Theorem 3.1 and Appendix A (Tang et al.); Kairouz, Oh and Viswanath 2015",
     code="opusim.accounting.mechanisms.zeroth_order.composed_pure_epsilon",
-    page="zeroth-order.md, What is guaranteed",
+    page="forward-only.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
 )

@@ -4,7 +4,7 @@ MNIST, sigma_0 = 1, 4, 8 and batches of 64, 200, 500, means of the seeds of `ben
 the training records, over the epoch for DP-ULR and after it for DP-SGD. Below: what the paper's eq. 11 and the Renyi
 accountant of Poisson-sampled DP-SGD give for the epochs so far at delta 1e-5, whether their conditions hold or not,
 with N_B = q N in eq. 11 (less lowers its first term). Neither is a guarantee of these runs, whose batches are shuffled
-(docs/ulr.md, section 4). Draws docs/ulr_figure3.png.
+(docs/forward-only.md). Draws docs/ulr_figure3.png.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_every_theorem_is_complete_and_its_code_exists(found: Theorem) -> None:
 
 def test_planted_sections_are_missed() -> None:
     assert not _stands("privacy-records.md, section 99")
-    assert not _stands("zeroth-order.md, What is not guaranteed")
+    assert not _stands("forward-only.md, What is not guaranteed")
 
 
 def test_the_source_of_a_guarantee_leads_to_its_theorem(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ class PublishedUpdate:
     linear or convolutional module Sigma = I (x) sum_ip L_0i^2 u_ip u_ip^T, which is rank-deficient if an input is
     constant, and then no sigma satisfies eq. 8. The paper then moves the noise to the parameters (J = I), or adds noise
     of covariance sigma_0^2 C^2 I - Sigma / (sigma^2 K) with negative eigenvalues set to 0. None of this proves privacy
-    (docs/ulr.md).
+    (docs/forward-only.md).
 
     Args:
         network: The network.

@@ -22,7 +22,7 @@ from tests.support.ports import free_port
 dask = pytest.importorskip("dask")
 pytest.importorskip("distributed")
 
-PAGE = Path(__file__).parents[3] / "docs" / "sweeps.md"
+PAGE = Path(__file__).parents[3] / "docs" / "choosing-a-trainer.md"
 SPEC = """\
 title = "Digits on a cluster"
 [config]
@@ -151,7 +151,7 @@ def make_certificate(folder: Path) -> None:
 
 @pytest.fixture
 def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The settings that docs/sweeps.md gives, in the environment of new processes and in this one."""
+    """The settings that docs/choosing-a-trainer.md gives, in the environment of new processes and in this one."""
     make_certificate(tmp_path)
     settings = re.findall(r"DASK_DISTRIBUTED__COMM__(?:TLS__\w+|REQUIRE_ENCRYPTION)=\S+", PAGE.read_text())
     assert len(settings) == 8

@@ -22,7 +22,7 @@ from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
 
 SIGMA = 0.4
-STEPS, SHARED = 400, 25
+STEPS, SHARED = 100, 50
 """Steps, whose means are independent, and records of a step, which share directions."""
 REFERENCE = 20_000
 

@@ -22,6 +22,7 @@ from opusim.description.schema import (
 )
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
+from opusim.devices.kinds import device_factory
 from opusim.devices.registry import SharedDevice, open_described
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import ConfigError
@@ -300,9 +301,10 @@ class RunPlan(Plan):
             yield None
             return
         shape = self.algorithm.device_shape
+        tiles = hasattr(device_factory(self.description.name, self.description.kind), "for_window")
         for key, wanted in (("n_inputs", shape.n_inputs), ("n_outputs", shape.n_outputs)):
             largest = getattr(self.description, key)
-            if wanted > largest:
+            if wanted > largest and not tiles:
                 raise ConfigError(
                     self.description.name,
                     key,

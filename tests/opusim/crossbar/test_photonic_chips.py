@@ -478,6 +478,13 @@ def test_noise_for_a_mesh_is_that_of_its_chips(seed: int) -> None:
     assert float(scatter.mean().abs()) < SURE * told / scatter.numel() ** 0.5
 
 
+def test_a_run_takes_as_many_chips_as_its_network_needs(tmp_path: Path) -> None:
+    """A bank of 8 inputs projects the errors of 10 classes."""
+    config = {"epochs": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "trainer": {"kind": "pdfa"}}
+    found = train({**config, "device": {"name": "microring_bank"}}, folder=tmp_path / "run")
+    assert found.summary["frames"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mzi_mesh", "microring_bank"])
 def test_networks_run_on_chips_and_train_through_them(name: str, tmp_path: Path) -> None:

@@ -254,6 +254,7 @@ class LabelBudget(_OfMu):
     ] = False
 
     kind: ClassVar[str] = "label_budget"
+    audited: ClassVar[bool] = False  # no trainer runs it any more
     noise_field: ClassVar[str | None] = "budget_mu"
     theorem = LABEL_BUDGET
 

@@ -291,7 +291,7 @@ def test_the_last_weights_follow_the_linear_recursion(make: Callable[[], LastIte
         [first - first.mean(), second - second.mean()]
     ).std()
     assert found == pytest.approx(game.exact_mus().max(), abs=5 * np.sqrt(2 / 8192))
-    assert game.exact_share <= 1
+    assert game.exact_share <= 1 + 1e-12  # rounding
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ class AnyModule(Network):
     Args:
         model: Maps records (batch, *record_shape) to outputs. It is put into evaluation mode.
         n_inputs: Entries of a record, as data sets store it.
-        record_shape: Shape of a record as the module takes it; None for vectors of a module of which checkpoints hold
-            only what is trained, and not buffers and frozen parameters, which may be large.
+        record_shape: Shape of a record as the module takes it. None: records are vectors, and checkpoints hold only the
+            trained parameters, without buffers and frozen parameters, which may be large.
         recipe: JSON values from which the module can be built again; empty for a user-supplied module.
 
     Raises:
@@ -105,7 +105,7 @@ class AnyModule(Network):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See Network.facts; of what checkpoints do not hold, a digest."""
+        """See Network.facts; a digest stands for tensors that checkpoints do not hold."""
         facts = {
             "n_inputs": self._n_inputs,
             **({"record_shape": list(self.record_shape)} if self._holds_all else {}),
@@ -125,13 +125,13 @@ class AnyModule(Network):
         return x.view(len(x), *self.record_shape)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Return what the module, which is in evaluation mode outside a step, gives for records (batch, n_inputs)."""
+        """Return the module's outputs for records (batch, n_inputs); outside a step it is in evaluation mode."""
         outputs: Tensor = self.model(self.shaped(x))
         return outputs
 
 
 def own_model_name(config: RunConfig, model: nn.Module | None) -> str:
-    """Return model.name of a run on a user-supplied module, whose defaults are those of modules.
+    """Return model.name of a run: `OWN_MODULE` for a user-supplied module that is no `FullyConnected`.
 
     Raises:
         ConfigError: model.name names another network.
@@ -149,7 +149,7 @@ def own_model_name(config: RunConfig, model: nn.Module | None) -> str:
 
 
 def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
-    """Return a new module as a recipe says; one with an import path executes user code."""
+    """Build a module from its recipe; a recipe with an import path executes user code."""
     if "layers" in recipe:
         return FullyConnected.from_facts(recipe).model
     name = recipe["name"]
@@ -166,13 +166,13 @@ def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
 
 
 def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> AnyModule:
-    """View a user-supplied module, or a new one of the section `model`, after a look at its output for two records.
+    """View a user-supplied module, or one built from the section `model`; check its output for two records.
 
-    A module that does not take records in their own shape is given them as vectors.
+    A module that does not take records in their own shape gets them as vectors.
 
     Raises:
-        TypeError, ValueError: It is no module, refuses its options or the records, gives other outputs than the data's
-            targets need, or has nothing to train.
+        TypeError, ValueError: The model is no module, refuses its options or the records, returns outputs that do not
+            fit the targets, or has nothing to train.
         ConfigError: An import path names nothing.
     """
     recipe: dict[str, Any] = {}
@@ -200,10 +200,10 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
 
 
 def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple[int, ...]:
-    """Return the shape in which a module takes records, found by a look at its output for two of them.
+    """Return the record shape that a module takes, found from its output for two records.
 
     Raises:
-        ValueError: It takes them in no shape, or gives other outputs than the targets need.
+        ValueError: The module takes no shape of them, or returns outputs that do not fit the targets.
     """
     sequence = dataset.target == "tokens"
     wanted = (2, dataset.n_features, dataset.n_classes) if sequence else (2, dataset.n_classes)
@@ -229,7 +229,7 @@ def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple
 
 
 def _remedy(model: nn.Module, dataset: Dataset, found: str) -> str:
-    """Return what to do about a module that does not take the records, or gives other outputs than wanted."""
+    """Return the remedy for a module that refuses the records or returns outputs of a wrong shape."""
     if found.startswith("gives"):
         if not found.startswith("gives ("):
             return "return only the tensor of the outputs, such as the first entry of a tuple"

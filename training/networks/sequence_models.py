@@ -19,7 +19,7 @@ NormPlace = Literal["post", "pre"]
 
 
 class BlockModel(nn.Module):
-    """A model whose feedback points are its `blocks` but the last, which learns from the true gradient.
+    """A model whose feedback points are all its `blocks` except the last, which learns from the true gradient.
 
     Attributes:
         blocks: At least two.

@@ -15,7 +15,7 @@ from opusim.training.networks.record_gradients.layout import Layout
 
 
 class FlatSpec(NamedTuple):
-    """How to put arguments together again of which none holds tensors in a container; a fraction of a TreeSpec's time.
+    """How to rebuild arguments without tensors in containers, in a fraction of a TreeSpec's time.
 
     Attributes:
         positional: Number of positional arguments, which stand first.
@@ -58,7 +58,7 @@ class Site:
     made: Callable[[Call, int], Use] | None = None
 
     def layout(self, leaf: int) -> Layout | None:
-        """Return where the records stand in an argument that is another tensor."""
+        """Return where the records stand in an argument; None if nowhere, or if it is not among `others`."""
         return self.layouts[self.others.index(leaf)] if leaf in self.others else None
 
 
@@ -152,14 +152,14 @@ class Call:
     ) -> list[Tensor]:
         """View tensors record by record, shapes (records, ...), where each record keeps the number of dimensions.
 
-        The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-        `opusim.training.networks.record_gradients.followed.tracking` led to it.
+        The number of rows of a record is the size of the dimension over the number of records, since
+        `record_gradients.followed.tracking` refuses all operators for which this fails.
 
         Args:
             records: Number of records, or of groups of them.
-            outputs: At which outputs the gradients are returned, first.
-            leaves: Which arguments follow.
-            like: Further tensors, with the argument whose records stand where theirs do.
+            outputs: Outputs whose gradients are returned, first.
+            leaves: Arguments that are returned next.
+            like: Further tensors, each with an argument whose records stand in the same places.
 
         Raises:
             RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it
@@ -199,7 +199,7 @@ def require_inputs_kept(calls: Sequence[Call]) -> None:
     """Refuse inputs of calls that were overwritten between the forward and the backward pass.
 
     Raises:
-        RuntimeError: One was.
+        RuntimeError: An input was overwritten.
     """
     for call in calls:
         if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call._versions:
@@ -231,7 +231,7 @@ class Bound(NamedTuple):
     """The arguments of a call by name.
 
     Attributes:
-        values: Those that are no tensors, and defaults.
+        values: Arguments that are no tensors, and defaults.
         places: Where the tensors stand among the flattened arguments.
     """
 
@@ -243,10 +243,10 @@ class Bound(NamedTuple):
         """Bind flattened arguments to names.
 
         Args:
-            site: The call's.
+            site: The site of the call.
             leaves: The arguments.
-            names: In the order of positional arguments.
-            defaults: Of the arguments that may be left out.
+            names: Names of the arguments, in their order.
+            defaults: Defaults of optional arguments.
         """
         tensors = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         positional, others = site.spec.unflatten(range(len(leaves)))
@@ -257,7 +257,7 @@ class Bound(NamedTuple):
         )
 
     def learnt(self, site: Site, name: str) -> int | None:
-        """Return the number among a call's parameters of one that learns, or None."""
+        """Return the index of an argument among the call's parameters, or None if it is no parameter."""
         place = self.places.get(name)
         return site.places.index(place) if place in site.places else None
 

@@ -191,4 +191,4 @@ CLOSED: dict[Callable[..., Any], Callable[[Site, Sequence[Any]], Made | None]] =
     functional.rms_norm: normalisation,
     copies: lambda site, leaves: CopiesUse,
 }
-"""Functions whose uses are known, and what makes them; others are called again for each record."""
+"""Makers of the uses of functions in closed form; other functions are called again for each record."""

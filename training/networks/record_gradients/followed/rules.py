@@ -43,7 +43,7 @@ BY_PLACE = frozenset({
     "index", "_unsafe_index", "index_put", "_index_put_impl", "_unsafe_index_put", "_embedding_bag",
     "_embedding_bag_forward_only",
 })  # fmt: skip
-"""Operators whose rules know what numbers of the places in a batch mean to them."""
+"""Operators whose rules handle indices that count the places in a batch."""
 _KEEPS = VIEWS | frozenset({
     "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach", "clone", "_to_copy",
 })  # fmt: skip
@@ -58,8 +58,8 @@ class Operation:
         func: The operator's overload.
         name: Its name, without the mark of an operator in place.
         where: The operator and the submodule, for messages.
-        arguments: Its arguments by name, with those left out.
-        numbers: Those that are no tensors, without sizes that may grow with the batch.
+        arguments: Its arguments by name, defaults included.
+        numbers: Arguments that are no tensors, without sizes that may grow with the batch.
         tensors: All tensors among them.
         written: Those that it overwrites.
         states: The states of its tensors before the call, by id.
@@ -151,7 +151,7 @@ def _single(op: Operation) -> tuple[Tensor, State]:
 
 
 def moved(op: Operation, outputs: Outputs) -> State | list[State]:
-    """Move numbers; those of records are moved likewise to see where they go."""
+    """Move numbers; codes of the records are moved likewise, to see where each record goes."""
     given = op.pairs()
     if mixed := first_mixed(given):
         return mixed
@@ -194,7 +194,7 @@ def _moves_along(op: Operation) -> list[int]:
 
 
 def _moves_by_place(op: Operation, tensors: Sequence[tuple[Tensor, State]]) -> bool:
-    """Whether an operator may move other numbers of one record than of another, as one with steps of its own does."""
+    """Whether an operator may move different numbers of different records, as a slice with a step does."""
     if op.name in ("slice", "unfold"):
         dim = op["dim" if op.name == "slice" else "dimension"] % max(op["self"].ndim, 1)
         stepped = op.name == "unfold" or op["step"] != 1
@@ -550,7 +550,7 @@ def _places(op: Operation, state: State) -> _Places:
     """Read the indices of x[...], of which at least one depends on records or on their number.
 
     Raises:
-        Refused: They take rows of other records, or as many as the numbers say.
+        Refused: The indices take rows of other records, or a number of rows that depends on records.
     """
     given = [(n, index) for n, index in enumerate(op["indices"]) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):

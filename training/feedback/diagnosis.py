@@ -239,7 +239,7 @@ def compared(
 class Control:
     """A copy of a model and its optimizer without feedback (gain = 0), trained on the same batches from the same start.
 
-    After so many batches the losses of the last quarter are compared. Feedback counts as worse than none if the mean
+    After `batches` batches, the losses of the last quarter are compared. Feedback counts as worse than none if the mean
     loss is higher by three standard errors of the batches' differences, and by 3 % of what the copy has learnt.
 
     Args:
@@ -315,7 +315,7 @@ class Control:
 
 
 def is_worse(with_feedback: Sequence[float], without: Sequence[float]) -> bool:
-    """Whether losses with feedback are higher than without in the last quarter of the batches; see `Control`.
+    """Return whether losses with feedback are higher than without, in the last quarter of the batches; see `Control`.
 
     Args:
         with_feedback: Losses of the batches in order, before each update.

@@ -29,7 +29,7 @@ _PASSED = (
     "Gelu",
     "Silu",
 )
-"""Names of the autograd nodes, before "Backward", behind which a residual sum is still unnormalised."""
+"""Names of autograd nodes, before "Backward", that leave a residual sum unnormalised."""
 _MOST_STEPS = 6
 _SUMS = ("add", "radd", "iadd")
 """Names of torch's functions and operators, without underscores, that add two tensors."""

@@ -1,4 +1,4 @@
-"""What a protection reads of its run, what it asks of the algorithm, and which runs no theorem covers."""
+"""What a protection needs of its run and of its algorithm, and refusals of runs that no theorem covers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Plan(ABC):
 
     @abstractmethod
     def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
-        """Open the device of the run; gives None if it has none."""
+        """Open the device of the run; yields None if it has none."""
 
 
 class ProtectedAlgorithm(ABC):
@@ -129,7 +129,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
     Args:
         config: The run.
         dataset: Its records.
-        scheme: That of its sampler.
+        scheme: The scheme of its sampler.
 
     Raises:
         NoGuarantee: The sampling scheme, the split, the standardisation, the features or the number of classes leak
@@ -169,10 +169,10 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
 
 
 def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse user-supplied records whose number or names of classes, or number of token values, are read off them.
+    """Refuse user-supplied records whose classes or number of token values would be read from private data.
 
     Raises:
-        NoGuarantee: One of them is.
+        NoGuarantee: The names or the number of classes, or the number of token values, is not stated.
     """
     stated, target = config.data, dataset.target
     if dataset.classes and not stated.classes:
@@ -205,7 +205,7 @@ def require_own_noise(device: NoisyDevice, law: GaussianNoise, distance: float, 
         wanted: The reading at the run's epsilon.
 
     Raises:
-        ConfigError: The noise is too little; one line with every way to more of it that the description has.
+        ConfigError: The noise is too little; the message names every way of the description to more noise.
     """
     needed, own = distance / wanted.mu, law.min_std
     if own >= needed:

@@ -15,11 +15,11 @@ from opusim.training.config.sections import Effect
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 Directions = Literal["independent", "orthogonal"]
 MOST_COPIES = 10**6
-"""Copies of a record, at most: some seconds a record and step for the smallest network."""
+"""Most copies of a record; these take some seconds a record and step in the smallest network."""
 
 
 class UlrConfig(TrainerSection):
-    """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
+    """Forward passes with noise on one module's output at a time; score times loss estimates the gradient."""
 
     implementation = "opusim.training.ulr.trainer:UlrTrainer"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
@@ -99,10 +99,10 @@ class UlrConfig(TrainerSection):
         return self.reduction or ("none" if self.form == "published" else "antithetic")
 
     def copies_of(self, modules: int) -> tuple[int, ...]:
-        """Return K of each of so many modules with parameters.
+        """Return K of each module with parameters.
 
         Raises:
-            ConfigError: `module_copies` holds another number of them.
+            ConfigError: `module_copies` does not hold one number for each module.
         """
         found = self.module_copies or (self.copies,) * modules
         if len(found) != modules:

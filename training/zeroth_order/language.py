@@ -46,7 +46,7 @@ _PACKAGE, _GGUF = "package:", ".gguf"
 _LOGITS_AT_ONCE = 2**26
 """Scores of words of the vocabulary that stand in memory at once: 256 MiB in float32."""
 _LEAST_LOSS = 1e-6
-"""A loss of a text below it counts as it, so that its score is finite."""
+"""Least loss of a text; a lower one is raised to it, so that the score is finite."""
 _ROW = 64
 """Tokens of a row that several prompts share, if none is longer."""
 _ALIKE = 0.1
@@ -243,8 +243,8 @@ class Prefix:
     """Keys and values of tokens before the text, in each layer; all other parameters are frozen.
 
     Attributes:
-        tokens: How many, at least 1 (5 in the DP-ZO paper).
-        seed: Seed of the tokens whose keys and values it begins with.
+        tokens: Number of tokens, at least 1 (5 in the DP-ZO paper).
+        seed: Seed of the random tokens whose keys and values the prefix begins with.
     """
 
     tokens: int = 5
@@ -723,7 +723,7 @@ def build_language(
         str(options.model), prompt if classifies else None, lora=lora, prefix=prefix, dtype=options.dtype
     )
     x, shortened = _encoded(tokenizer, texts, prompt)
-    found = "how many is not told, because it depends on the records"
+    found = "their number is not reported, because it depends on the records"
     if config.mode == "experiment":
         padded = int((x == PAD).any(dim=1).sum())
         found = f"{shortened:,} of {len(texts):,} did, and {padded:,} shorter ones are padded"

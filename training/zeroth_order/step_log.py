@@ -63,7 +63,7 @@ class LogHeader:
         settle_every: Steps after which half-precision parameters are settled.
         tensors: Name, shape and dtype of each tensor, in the order of their numbers.
         base: Digest of the parameters before the first step.
-        rank: Of the directions in matrices, or None if all are full.
+        rank: Rank of the directions in matrices, or None if all are full.
         at_once: Whether directions are evaluated at once, which perturbs no parameter.
     """
 

@@ -140,24 +140,20 @@ class RecordProtection(PoissonProtection):
         if bands > 1 and not is_cyclic:
             raise NoGuarantee(
                 f"sampler.scheme = {sampler.scheme!r}: noise that is correlated over {bands} steps needs batches of "
-                f"{bands} subsets in turn, into which records fall by coins of their own; leave the sampler out"
+                f"{bands} subsets in turn, which each record joins by a random draw of its own; leave the sampler out"
             )
-        if self.options.fixed_batches and not self.algorithm.fills_batches:
-            reason = (
-                f"True is for bp, dfa, tdfa and pdfa, not for trainer.kind = {self.config.trainer.kind!r}"
-            )
-            raise ConfigError("configuration", "protection.fixed_batches", f"{reason}; leave it out")
-        if self.options.clipping != "flat" and not self.algorithm.fills_batches:
-            kind = self.config.trainer.kind
-            reason = (
-                f"{self.options.clipping!r} is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}"
-            )
-            other = "take trainer.clip = 'module'" if kind == "ulr" else "leave it out"
-            raise ConfigError("configuration", "protection.clipping", f"{reason}; {other}")
-        if self.config.of_users and not self.algorithm.fills_batches:
-            kind = self.config.trainer.kind
-            reason = f"'user' is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}; take 'record'"
-            raise ConfigError("configuration", "protection.unit", reason)
+        kind, options = self.config.trainer.kind, self.options
+        other = "take trainer.clip = 'module'" if kind == "ulr" else "leave it out"
+        # a key, whether the run asks for it, its value, and a remedy
+        keys: tuple[tuple[str, object, object, str], ...] = (
+            ("fixed_batches", options.fixed_batches, True, "leave it out"),
+            ("clipping", options.clipping != "flat", options.clipping, other),
+            ("unit", self.config.of_users, "user", "take 'record'"),
+        )
+        for key, is_asked, value, remedy in keys:
+            if is_asked and not self.algorithm.fills_batches:
+                reason = f"{value!r} is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}; {remedy}"
+                raise ConfigError("configuration", f"protection.{key}", reason)
         super().require_covered()
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
@@ -324,7 +320,7 @@ def weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
         optimizer: Its momentum (beta1 of the Adam family) and schedule.
 
     Returns:
-        Shape (iterates, steps), for up to 32 iterates, equally spaced, of which the last is the final one.
+        Shape (iterates, steps), for up to 32 iterates, equally spaced, the last of which is the final one.
     """
     rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])
     count = max(1, min(steps, _ITERATES, _ENTRIES // steps))

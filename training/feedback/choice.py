@@ -79,7 +79,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     2. The repeated blocks but the last: the outermost modules with submodules of their own, of the most frequent class,
        at least two of them; two classes if they are equally frequent, as the layers of an encoder and a decoder.
        The search enters Sequential and ModuleList.
-    3. Without repeated blocks: every activation module with a parameterised module behind it, as in an MLP.
+    3. Without repeated blocks: every activation module that a parameterised module follows, as in an MLP.
     4. Without these, as in models that call functions such as `torch.relu`: every layer but the last.
 
     Raises:
@@ -384,7 +384,7 @@ class Choosing:
         normalised: bool | None,
         gain: float | None,
     ) -> None:
-        """Set what is given, and choose what is not; see FeedbackAlignment.
+        """Set the arguments that are given, and choose the others; see FeedbackAlignment.
 
         Raises:
             ValueError: There is no such submodule, or the error's place is a point.

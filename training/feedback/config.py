@@ -320,7 +320,7 @@ class EncodedConfig(PointsConfig):
             needs="trainer.encoding = 'planes'",
             holds=lambda run: run.trainer.encoding == "planes",
         ),
-        Effect(  # the last statement of a key is the one that is told
+        Effect(  # of several effects of a key, the message names the last
             keys=("trainer.threshold",),
             needs="model.name = 'mlp'; other models take trainer.relative_threshold with trainer.encoding = 'ternary'",
             holds=lambda run: run.model.name == "mlp",

@@ -200,9 +200,9 @@ def compared(
         found: The parameters' gradients with feedback.
         true: Name of each call of a point, and dL/dh by backpropagation.
         reference: The parameters' gradients by backpropagation.
-        scaled: What `scales` returned.
-        seen: What was projected.
-        projection: What projected it.
+        scaled: The result of `scales`.
+        seen: The projected rows and their readings.
+        projection: The projection that read them.
         slices: The outputs of B of each call of a point.
     """
     power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])

@@ -38,7 +38,7 @@ from opusim.training.networks.record_independence import preserved_state, restor
 class ModuleGradients:
     """Differentiates a module, with feedback points or without.
 
-    What a module draws in a step, such as dropout, is keyed by the step, so that a resumed run draws the same. The
+    The module's draws in a step, such as dropout, are keyed by the step, so that a resumed run repeats them. The
     diagnostics are those of `opusim.FeedbackAlignment.diagnose`, a value per point. Private batches leave buffers as
     they are.
 

@@ -160,7 +160,7 @@ class StochasticTernary(Encoding):
 
     Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", 2017, equations 2
     and 3. Where few entries are large and many small, as in the error of a classifier, a threshold drops the small ones
-    in every record alike, which is a bias of the feedback; here they are shown now and then.
+    in every record alike, which biases the feedback; here each of them is shown with a small probability.
 
     Args:
         seed: Seed of the draws, in [0, 2^64); a draw depends on it, on the step and on the batches since `seek`.

@@ -274,11 +274,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             self.source = ClosedForm(network, self.options, loss=config.loss, device=device, noise=noise)
             self.device = self.source.device
             return
-        # 1. What writes the gradients, and the feedback points.
+        # 1. The writer of private gradients, and the feedback points.
         self._require_bounded(network)
         private = self.gradients(device) is not None
         feedback = feedback_points(network, self.options, device, draw_seed=config.seed_for("codes"))
-        # 2. What measures the records of a module, whose points are in place.
+        # 2. The tape that measures a module's records, once the points are in place.
         tape, control = None, None
         try:
             if private:

@@ -98,7 +98,7 @@ class AnyModule(Network):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What checkpoints hold by the module's own names; a shared parameter appears once."""
+        """The tensors of a checkpoint, by the module's own names; a shared parameter appears once."""
         named, every = self.model.named_parameters(), self._holds_all
         found = {name: parameter.detach() for name, parameter in named if every or parameter.requires_grad}
         return found | self.buffers if every else found
@@ -194,7 +194,7 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
             "vocabulary": dataset.vocabulary,
         }
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
-    protected = config.protection.protects == "records"  # a module may keep what it is shown
+    protected = config.protection.protects == "records"  # a module may keep its inputs
     shape = _shape_taken(model, dataset, invented=protected)
     return AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe=recipe)
 

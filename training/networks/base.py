@@ -1,4 +1,4 @@
-"""Define what a run asks of the network that it trains, and what a user-supplied module must give."""
+"""Define the interface of a run's network, and check user-supplied modules."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Objective:
         """Return the loss of each record, shape (batch,).
 
         Args:
-            output: What the module gives: (batch, k), for tokens (batch, T, k).
+            output: Outputs of the module: (batch, k), for tokens (batch, T, k).
             y: Targets; for classes also probabilities of the classes, float, shape (batch, k).
 
         Raises:

@@ -264,7 +264,7 @@ def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: st
 
     Args:
         layers: The parameters of each layer.
-        if_frozen: What to do about a frozen layer.
+        if_frozen: Remedy for a frozen layer, for the message.
 
     Raises:
         ValueError: Two layers share a parameter, or one is frozen or not float32.

@@ -258,7 +258,7 @@ def template_of(module: nn.Module, given: Rows) -> Any:
     """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 
     A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches
-    of two sizes, so that a dimension that only happens to have the size of a batch is told from that of the records.
+    of two sizes, to tell the dimension of records from one that only happens to have the size of a batch.
 
     Raises:
         ValueError: A training pass changes a parameter or a buffer, no output has a row per record, or an output that
@@ -305,7 +305,7 @@ def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     """Refuse a changed parameter, and a changed buffer if `before` holds buffers too.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A parameter or a buffer changed.
     """
     parameters = dict(module.named_parameters())
     tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
@@ -313,7 +313,7 @@ def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
         if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
             raise ValueError(
                 f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
-                "tells of the records or of their number and which no noise protects; switch that off, such as "
+                "reveals the records or their number and which no noise protects; switch that off, such as "
                 "track_running_stats=False, or use modules that keep nothing"
             )
 
@@ -369,7 +369,7 @@ def require_rows(leaves: Sequence[Any], records: int) -> None:
     A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such an argument.
     """
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -393,7 +393,7 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
         handed: Leaves of the batch, as the loop received it.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such an argument.
     """
     known = [leaf for leaf in handed if isinstance(leaf, Tensor)]
     for leaf in leaves:
@@ -474,7 +474,7 @@ class ProbedParts:
         """Refuse other learning parameters, other parts or code, and further hooks; hooks may have been removed.
 
         Raises:
-            RuntimeError: There are some.
+            RuntimeError: The module changed in one of these ways.
         """
         if {id(p) for p in self._module.parameters() if p.requires_grad} != self._parameters:
             raise RuntimeError(

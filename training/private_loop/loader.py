@@ -369,7 +369,7 @@ class _CollateFilled:
         each: Rows of a user, or None if records are drawn.
 
     Raises:
-        ValueError: The batches hold something whose rows cannot be told.
+        ValueError: The batches hold something whose rows cannot be told apart.
     """
 
     def __init__(
@@ -498,7 +498,7 @@ def empty_batch(one: Any, two: Any) -> Any:
 
     Tensors and arrays lose all rows, and all entries of dimensions that vary. A list or tuple that grows with the batch
     becomes empty; in others, and in mappings, each entry is emptied. None stays, and so does a truth value that both
-    batches have. Nothing else can be kept, since it may tell of the records that the batches were built from.
+    batches have. Nothing else can be kept, since it may reveal the records that the batches were built from.
 
     Raises:
         ValueError: There is something else.

@@ -6,8 +6,8 @@ mode on the batch at hand is recorded by a `RecordTape`, and its outputs are ret
 gradient of each record's loss at these outputs; a backward pass from there gives the gradients of single records, which
 `RecordGradients` clips, sums and noises.
 
-What reaches a parameter's `.grad` is therefore private from the first moment, and every other backward pass that would
-reach a parameter is refused:
+A parameter's `.grad` is therefore private at all times, and every other backward pass that would reach a parameter is
+refused:
 
 | what the loop does | what happens |
 | --- | --- |
@@ -80,7 +80,7 @@ class Pass:
         args: Its arguments.
         kwargs: Its keyword arguments.
         attached: Its outputs with their graph, by place; empty if parts of the batch run again.
-        handed: What the user received in their place.
+        handed: The detached outputs that the user received instead.
         versions: Torch's version of each of these when it was handed out; a change in place raises it.
         states: The states of torch's generators before each part, if parts run again.
     """
@@ -104,7 +104,7 @@ class Batch:
     Attributes:
         step: Its number.
         records: Its rows.
-        recorder: What its passes are recorded with; None before the first, and if parts run again.
+        recorder: Records its passes; None before the first, and if parts run again.
         passes: The calls of the module on it.
         written: Whether its gradients were written.
         failed: How many backward passes on it ended in an error.
@@ -678,7 +678,7 @@ class MeasuredModule(ModuleInLoop):
         if self._handed_out:
             require_order(leaves, self._handed_out)
         self.probed.require_same()
-        # 2. Its clipped sums. What the module does with arguments of new shapes is found out on invented ones.
+        # 2. Its clipped sums; arguments of new shapes are followed with invented records first.
         try:
             while True:
                 try:

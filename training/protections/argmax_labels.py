@@ -1,4 +1,4 @@
-"""Labels shown once to a camera, of which only the brightest group of pixels is kept.
+"""Labels shown once to a camera; only the brightest group of pixels of each frame is kept.
 
 Each label has a group of pixels that it lights most. Under a secret permutation of each record's labels only the group
 with the largest sum is kept, and the frames are discarded in the function that takes them. The guarantee covers light
@@ -632,7 +632,7 @@ def confusion_at(
         highest: The same, at least as large.
 
     Raises:
-        ConfigError: The camera sees ambient light, of which no amount is the worst for every matrix.
+        ConfigError: The camera sees ambient light, and no amount of it is the worst case for every matrix.
     """
     if np.any(law.ambient_e):
         raise ConfigError(

@@ -84,7 +84,7 @@ class Protection:
 
     @property
     def correlation(self) -> tuple[float, ...]:
-        """Coefficients of noise that is correlated over as many steps (theorem banded-records); (1,) if it is not."""
+        """Coefficients of noise that is correlated over several steps (theorem banded-records), else (1,)."""
         return (1.0,)
 
     @property

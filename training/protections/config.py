@@ -171,7 +171,7 @@ class RecordConfig(_NoisyStrength):
 
     @model_serializer(mode="wrap")
     def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not stated and former versions did not know, so that their folders resume."""
+        """Leave out unset keys that former versions lacked, so that their folders resume."""
         found: dict[str, Any] = write(self)
         if self.fixed_batches is None:
             found.pop("fixed_batches", None)
@@ -248,8 +248,8 @@ class RecordConfig(_NoisyStrength):
         falls = all(first >= second >= 0 for first, second in pairwise((*(self.correlation or ()), 0.0)))
         if self.correlation is not None and not (falls and self.correlation[0] > 0):
             reason = (
-                f"{list(self.correlation)} must not increase, with the first above 0 and none below 0: the noise is "
-                "what C^-1 makes of fresh numbers, and rounding would take its place; leave it out"
+                f"{list(self.correlation)} must not increase, with the first above 0 and none below 0: else the noise, "
+                "C^-1 times fresh numbers, may grow until rounding replaces it; leave it out"
             )
             raise BadKey("protection.correlation", reason)
 
@@ -385,7 +385,7 @@ class LabelReadoutConfig(OneLookConfig):
 
     @model_serializer(mode="wrap")
     def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not stated and former versions did not know, so that their folders resume."""
+        """Leave out unset keys that former versions lacked, so that their folders resume."""
         found: dict[str, Any] = write(self)
         if self.rate_frames is None:
             found.pop("rate_frames", None)

@@ -55,7 +55,7 @@ class Plan(ABC):
 
     @property
     def protects(self) -> Literal["nothing", "records", "labels"]:
-        """What the run's guarantee is about."""
+        """What the run's guarantee protects."""
         return self.config.protection.protects
 
     @property
@@ -102,7 +102,7 @@ class ProtectedAlgorithm(ABC):
     applies: ClassVar[frozenset[str]] = frozenset()
     """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""
     fills_batches: ClassVar[bool] = False
-    """Whether its steps run a fixed number of rows, with rows of weight zero behind the records."""
+    """Whether its steps run a fixed number of rows, with rows of weight zero after the records."""
 
     @property
     def clips_by_layer(self) -> bool:
@@ -139,7 +139,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
     by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
     if dataset.split not in ("given", *by_position, *config.fitting_splits):
         raise NoGuarantee(split_refusal(config, dataset.split))
-    if options.poisson and options.bands == 1:  # else RecordProtection looks at the sampler
+    if options.poisson and options.bands == 1:  # else RecordProtection checks the sampler
         require_poisson(scheme, by=f"protection.kind = {options.kind!r}")
     if options.protects == "records" and not dataset.standardisation.public:
         raise NoGuarantee(
@@ -160,7 +160,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
         )
     if added and read is not None and read.depends_on_order:
         raise NoGuarantee(
-            f"data.features = {config.data.features!r}: the device's noise has a fixed seed and goes by a record's "
+            f"data.features = {config.data.features!r}: the device's noise has a fixed seed and depends on a record's "
             "place, so that one record more changes the features of all others; take protection.relation = 'zero_out', "
             "or a device without noise"
         )

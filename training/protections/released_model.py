@@ -359,7 +359,7 @@ class LabelReleaseProtection(OneLookProtection):
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """See Protection.soft_labels: training sees the model; a device whose noise earns nothing is refused here."""
+        """See Protection.soft_labels: training sees the model; refuse a device whose noise cannot be credited."""
         self.central_noise(device)
 
     def work_before(self) -> DeviceWork:

@@ -1,6 +1,6 @@
 """The step log of zeroth-order training, which rebuilds the final parameters from the initial ones.
 
-The log is a file of fixed-size records behind a header. Bytes, little-endian:
+The log is a file of fixed-size records after a header. Bytes, little-endian:
 
     8   magic "OPUSIMZO"
     4   length of the header

@@ -125,7 +125,7 @@ class Call:
         deltas: The gradients that arrived at each output, one for each backward pass.
         autocast: Whether torch.autocast was on, and its type.
         group: Neighbouring records of the batch that count as one, such as those of a user.
-        statistics: Of a group norm, the mean and 1 / standard deviation of each group; None if they were not kept.
+        statistics: Mean and 1 / standard deviation of each group of a group norm; None if they were not kept.
     """
 
     __slots__ = ("_versions", "autocast", "deltas", "group", "leaves", "site", "statistics", "wrt")

@@ -202,7 +202,7 @@ class _Cell(ABC):
 
         Args:
             deltas: Gradients at h_t, shape (T, batch, n).
-            last: Those at the last state, besides h_T.
+            last: Gradients at the last state, except h_T.
             scan: What the forward pass left.
         """
 
@@ -238,7 +238,7 @@ class _Lstm(_Cell):
             ],
             dim=2,
         )
-        # 3. From the last position to the first; o comes first, so that one product forms what stands beside dc_(t-1).
+        # 3. From the last position to the first; o comes first, so that one product forms the others and dc_(t-1).
         steps, batch, width = outputs.shape
         found = outputs.new_empty(batch, steps, 5, width)  # records first, as their gradients are measured
         ordered = torch.cat([weight[3 * width :], weight[: 3 * width]])
@@ -314,7 +314,7 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, cell: _Cell, weight: Tensor, outputs: Tensor, xs: Tensor, own: Tensor, *states: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the outputs, and the last state besides h_T."""
+        """Return the outputs, and the last state except h_T."""
         count = len(states) // 2
         ctx.cell = cell
         ctx.save_for_backward(weight, outputs, xs, own, *states[:count])

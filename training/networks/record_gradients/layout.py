@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arguments of which some tensors have a row for each record.
+    """Arguments, some of which are tensors with a row for each record.
 
     Attributes:
         leaves: The arguments, flattened.

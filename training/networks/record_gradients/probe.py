@@ -53,7 +53,7 @@ UNSEEN = (
     "is used where single records cannot be told apart (a compiled, checkpointed or custom autograd function, an "
     "assignment into a tensor, or a penalty on the parameters); use it in ordinary torch functions"
 )
-"""What is wrong with a parameter that receives a gradient of its own."""
+"""End of a message about a parameter that receives a gradient of its own."""
 
 
 def probe(
@@ -310,7 +310,7 @@ class _Pass:
             whole: Whether every output must have one row for each record, in their order.
 
         Raises:
-            ValueError: There is one.
+            ValueError: There is such an output.
         """
         for number, (output, state) in enumerate(zip(self.outputs, self._states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
@@ -363,10 +363,10 @@ class _Pass:
                 raise ValueError(f"model: parameter {name!r} {UNSEEN}")
 
     def require_rows_of_signals(self) -> None:
-        """Refuse gradients at uses that do not stand where the outputs do.
+        """Refuse gradients at uses whose records stand in other places than in the outputs.
 
         Raises:
-            ValueError: There is one.
+            ValueError: There is such a gradient, or one mixes records.
         """
         for call in self.recorder.calls:
             where, layouts = call.site.where, call.site.layouts[len(call.site.others) :]

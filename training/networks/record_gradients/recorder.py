@@ -303,7 +303,7 @@ class Recorder:
         return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _replaced(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Call what stands for a function whose own arithmetic does not show the uses of parameters."""
+        """Call the replacement of a function whose own arithmetic hides uses of parameters."""
         if func is functional.multi_head_attention_forward:
             with nullcontext() if self._mode is None else self._mode:
                 return _attention(*args, **options)
@@ -445,7 +445,7 @@ def _random_state(place: torch.device) -> Tensor:
 
 @contextmanager
 def _unfollowed() -> Iterator[None]:
-    """Let no tracker see the operators of this block."""
+    """Hide the operators of this block from trackers."""
     if not torch._C._len_torch_dispatch_stack():
         yield
         return

@@ -42,7 +42,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 _BATCH = 5
 """Records of a backward pass; a prime."""
 _WITNESS = 1
-"""The record whose loss and gradient are looked at."""
+"""The record whose loss and gradient are compared."""
 _TOLERANCE = 1e-4
 """Largest relative difference that counts as rounding."""
 
@@ -144,7 +144,7 @@ def require_no_hooks(model: nn.Module) -> None:
     """Refuse hooks on the gradients of parameters.
 
     Raises:
-        ValueError: There is one; autograd computes no such gradient where those of single records are clipped.
+        ValueError: There is a hook; it would not run, since autograd computes no such gradient here.
     """
     for name, parameter in model.named_parameters():
         later = getattr(parameter, "_post_accumulate_grad_hooks", None)

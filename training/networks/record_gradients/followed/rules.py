@@ -538,7 +538,7 @@ class _Places:
     Attributes:
         own: Whether each record is taken at its own place, by 0, 1, ... in the dimension of records.
         dim: Where the records stand in the result, or None if the indices hold none.
-        layout: Of the records among the indices.
+        layout: Layout of the records among the indices.
     """
 
     own: bool
@@ -547,7 +547,7 @@ class _Places:
 
 
 def _places(op: Operation, state: State) -> _Places:
-    """Read the indices of x[...], of which at least one depends on records or on their number.
+    """Read the indices of x[...], at least one of which depends on records or on their number.
 
     Raises:
         Refused: The indices take rows of other records, or a number of rows that depends on records.

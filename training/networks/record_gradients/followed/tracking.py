@@ -619,7 +619,7 @@ class RowTracker(TorchDispatchMode):
         shared = [
             s for s in op.states.values() if isinstance(s, Mixed) and not (s.placed and name in BY_PLACE)
         ]
-        if shared:  # whatever the rule looks at
+        if shared:  # even if the rule does not read them
             mixed = replace(shared[0], placed=False, counts=False)
             return [state if isinstance(state, Mixed) else mixed for state in states]
         cuts: tuple[Any, ...] = ()

@@ -369,7 +369,7 @@ class Choosing:
         if wants_plain and (found := ", ".join(map(repr, unnormalised(calls)))):
             warnings.warn(
                 f"no norm follows the residual sum at feedback points {found}; projected errors may let it grow until "
-                "the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the branch, "
+                "the model falls to chance. Put a norm after the sum (a post-norm block) or at the end of the branch, "
                 "leave normalised out, or start the layer before the error from the feedback (start_from_feedback)",
                 stacklevel=2,
             )

@@ -203,7 +203,7 @@ class PointHooks(Choosing, nn.Module):
         if len(tensors) > 1 and any(tensor.requires_grad for tensor in tensors[1:]):
             raise ValueError(
                 f"error_at = {self.error_at!r} returns several tensors that depend on parameters, and only one error "
-                "can be projected; name a module behind it that returns one tensor"
+                "can be projected; name a later module that returns one tensor"
             )
         self._vocabulary = None
         error, connected = tensors[0], self._connected_error(tensors[0])

@@ -86,7 +86,7 @@ def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Mod
     if left_out:
         share = sum(p.numel() for _, p in left_out) / sum(p.numel() for _, p in learning)
         warnings.warn(
-            f"optimizer: leaves out {len(left_out)} of the {len(learning)} parameters of module that ask for gradients "
+            f"optimizer: leaves out {len(left_out)} of the {len(learning)} parameters of module that require gradients "
             f"({left_out[0][0]!r}; {share:.0%} of their numbers); each record is clipped over all of them, so the "
             "others move less at the same noise: call requires_grad_(False) on those that no optimizer trains, before "
             "make_private",

@@ -94,8 +94,8 @@ class LabelFrames:
         pixels = None if device.description.camera is None else device.description.camera.pixels
         if pixels is not None and pixels.uneven_keys:
             reason = (
-                "makes noise that differs over pixels or that they share, and the argmax has a law of equal and "
-                f"independent pixels only; remove the key, or use {KEY} = 'digital'"
+                "makes noise that differs over pixels or that they share, and the law of the argmax is for equal and "
+                f"independent pixels; remove the key, or use {KEY} = 'digital'"
             )
             raise ConfigError(device.name, f"camera.pixels.{pixels.uneven_keys[0]}", reason)
         law = device.count_law(torch.eye(n_classes), at_mean_power=True)

@@ -133,11 +133,11 @@ class UlrConfig(TrainerSection):
             raise ValueError(f"reduction = 'leave-one-out' needs other copies, but {key}; take at least 2")
         if self.form == "published" and self.variance_reduction != "none":
             raise ValueError(
-                f"reduction = {self.reduction!r} changes the noise that form = 'published' counts on; leave it out"
+                f"reduction = {self.reduction!r} changes the noise that form = 'published' relies on; leave it out"
             )
         if self.form == "published" and (self.directions, self.shape) != ("independent", "isotropic"):
             raise ValueError(
-                "directions and shape belong to form = 'proven'; the published form counts on independent isotropic "
+                "directions and shape belong to form = 'proven'; the published form relies on independent isotropic "
                 "noise; leave them out"
             )
         if self.form == "published" and self.clip != "joint":

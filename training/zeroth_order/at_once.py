@@ -347,7 +347,9 @@ class TwoSides:
                 self._pass(function, own, mode, count, {})
                 per_row.append(mode.per_row)
                 if len(mode.used) < len(self._perturbation.tensors):
-                    raise Uncovered("a pass uses not all trained tensors, or not by torch's functions")
+                    raise Uncovered(
+                        "a pass leaves out trained tensors, or uses some outside of torch's functions"
+                    )
             if per_row[0] != per_row[1]:
                 raise Uncovered("a product has inputs that do not belong to records")
         except Uncovered as error:

@@ -207,7 +207,7 @@ class _ProbeRecorder(Recorder):
             differs = known is not found and [slot.kind for slot in known] != [slot.kind for slot in found]
             if differs or key in self.kinds.fixed:
                 raise ValueError(
-                    f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
+                    f"model: {key} sees records in different dimensions in two calls, or none in one; keep the same"
                 )
 
     def _states(self, key: Key, *tensors: Tensor) -> list[State]:
@@ -235,7 +235,7 @@ class _ProbeRecorder(Recorder):
         """Note where the records stand in the tensors of a use, which must be those of the batch."""
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             raise ValueError(
-                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
+                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told apart; "
                 "call the module on the whole batch"
             )
         if self._tracker is None:

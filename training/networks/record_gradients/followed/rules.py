@@ -555,7 +555,7 @@ def _places(op: Operation, state: State) -> _Places:
     given = [(n, index) for n, index in enumerate(op["indices"]) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):
         raise Refused(
-            "chooses rows by a mask, as many as the records' numbers say",
+            "chooses rows by a mask, so that their number depends on the records",
             "keep all positions and mask them with torch.where, a product or masked_fill",
             sizes=True,
         )

@@ -450,7 +450,7 @@ class RowTracker(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 f"model: {self._where()} computes gradients in its forward pass (torch.autograd.grad, backward or "
-                "torch.func.grad), of which those of single records cannot be told; compute them outside of the model"
+                "torch.func.grad), which cannot be split by record; compute them outside of the model"
             )
         raise ValueError(
             f"model: {self._where()} computes directional derivatives in its forward pass (forward_ad or "
@@ -588,8 +588,8 @@ class RowTracker(TorchDispatchMode):
         seeded = torch.Tag.nondeterministic_seeded in op.func.tags and op["dropout_p"] != 0
         if seeded and any(isinstance(state, Held) for state in states) and has_own_generator(op.arguments):
             mixed = op.mixed(
-                "draws for every place in the batch from a generator that the model made or seeded, so that records "
-                "that come or go change what the others get",
+                "draws for every place in the batch from a generator that the model made or seeded, so that one record "
+                "more or less changes the draws of the others",
                 "draw from torch's generator as it is",
             )
             return [mixed if isinstance(state, Held) else state for state in states]

@@ -164,7 +164,7 @@ def layers(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def is_a_stream(received: object) -> TypeGuard[Tensor]:
-    """Whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
+    """Return whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
     return isinstance(received, Tensor) and received.is_floating_point() and received.ndim >= 3
 
 

@@ -210,7 +210,7 @@ class BpConfig(_DigitalConfig):
 
 
 def names_model(given: Given) -> bool:
-    """Whether a run names another network than the fully connected one."""
+    """Return whether a run names another network than the fully connected one."""
     model: Any = given["run"].get("model")
     name = model.get("name") if isinstance(model, Mapping) else getattr(model, "name", None)
     return name not in (None, "mlp")

@@ -94,7 +94,7 @@ class Slice:
 
 
 def one_to_one(error: Extent, point: Extent, rows: Rows) -> bool:
-    """Whether every row of a point has its own row of the error, in the same order."""
+    """Return whether every row of a point has its own row of the error, in the same order."""
     same = (error.records, error.positions) == (point.records, point.positions)
     flattened = 1 in (error.positions, point.positions)  # one of them has positions among its records
     return rows != "sum" and (
@@ -326,7 +326,7 @@ class LearntReadout:
 
 
 def fits_at(step: int, every: int) -> bool:
-    """Whether a read-out is fitted before a step: at each multiple of `every`, and at three more in the first `every`.
+    """Return whether a read-out is fitted before a step: at multiples of `every`, and at three more in the first.
 
     Args:
         step: From 0.

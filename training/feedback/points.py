@@ -596,7 +596,7 @@ class FeedbackAlignment(PointHooks):
         self._rows_before = before
 
     def _draws_together(self) -> bool:
-        """Whether processes share a batch whose digital codes are drawn."""
+        """Return whether processes share a batch whose digital codes are drawn."""
         return self._noisy_device is None and self._rows_before is not None and self._encoding == "stochastic"
 
     def _read(self, rows: Tensor, projection: Projection, step: int) -> Tensor:
@@ -656,7 +656,7 @@ class FeedbackAlignment(PointHooks):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a submodule is compiled by itself, by `compile` or by torch.compile."""
+    """Return whether a submodule is compiled by itself, by `compile` or by torch.compile."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 

@@ -61,7 +61,7 @@ _STEPS_WITH_CONTROL = 4 * BATCHES
 
 
 def _mixes_by_default(config: RunConfig) -> bool:
-    """Whether the batch norm of a built-in model is left out, because it would mix records that are protected."""
+    """Return whether a built-in model drops its default batch norm, because it would mix protected records."""
     has_norm = config.model.name in ("conv-small", "resnet-small") and "norm" not in config.model.options
     return has_norm and isinstance(config.protection, RecordConfig)
 

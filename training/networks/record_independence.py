@@ -444,7 +444,7 @@ class _Memory:
             self._attributes(path, value)
 
     def _is_followed(self, value: Any) -> bool:
-        """Whether a value is an object of the modules' packages, or a module that is not registered as a part."""
+        """Return whether a value is an object of the modules' packages, or a module that is not registered."""
         ours = _package(type(value)) in _TRUSTED - {"torch"}
         follows = (isinstance(value, nn.Module) and not ours) or _package(type(value)) in self._homes
         return follows and hasattr(value, "__dict__") and not isinstance(value, type)

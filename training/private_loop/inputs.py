@@ -425,7 +425,7 @@ NO_NUMBERS = (
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a bare number; truth values and texts are options instead."""
+    """Return whether a value is a bare number; truth values and texts are options instead."""
     return isinstance(value, int | float | complex | np.generic) and not isinstance(value, bool | np.bool_)
 
 

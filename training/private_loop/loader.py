@@ -402,7 +402,7 @@ class _CollateFilled:
 
 
 def _are_alike(records: list[Any]) -> bool:
-    """Whether records are tuples that hold, at each place, only tensors or numbers of one kind, which batches stack."""
+    """Return whether records are tuples with tensors, or numbers, of one kind at each place, which batches stack."""
     if set(map(type, records)) != {tuple} or len(set(map(len, records))) > 1:
         return False
     kinds = [set(map(type, column)) for column in zip(*records, strict=True)]
@@ -422,7 +422,7 @@ class _Kept:
         self._as_they_are = rows == list(range(len(rows)))
 
     def are_all(self, count: int) -> bool:
-        """Whether they are the rows of a batch of a size as they stand."""
+        """Return whether they are the rows of a batch of a size as they stand."""
         return self._as_they_are and len(self.rows) == count
 
 
@@ -553,7 +553,7 @@ def _rebuilt(
 
 
 def _is_same(value: Any, one: Any) -> bool:
-    """Whether two values without rows are equal, entry by entry where they have entries."""
+    """Return whether two values without rows are equal, entry by entry where they have entries."""
     if isinstance(one, Tensor):
         return isinstance(value, Tensor) and torch.equal(value, one)
     if isinstance(one, np.ndarray):
@@ -562,7 +562,7 @@ def _is_same(value: Any, one: Any) -> bool:
 
 
 def _has_entries(value: Any) -> bool:
-    """Whether a value is a tensor or an array whose entries have places."""
+    """Return whether a value is a tensor or an array whose entries have places."""
     return isinstance(value, Tensor | np.ndarray) and not getattr(value, "is_nested", False)
 
 

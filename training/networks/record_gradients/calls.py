@@ -87,7 +87,7 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> tuple[int | None, bool, bool, int]:
-        """What may not vary between calls; numbers of rows may."""
+        """The facts that may not vary between calls; numbers of rows may."""
         if self.layout is None:
             return None, False, False, self.ndim
         return self.layout.dim, self.layout.outer > 1, self.layout.inner > 1, self.ndim

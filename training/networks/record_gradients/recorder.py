@@ -327,7 +327,7 @@ class Recorder:
         return output
 
     def _takes_known(self, arguments: Iterable[Any]) -> bool:
-        """Whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
+        """Return whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
 
         Most calls take none; this check costs a fraction of `tree_flatten`.
         """

@@ -237,6 +237,6 @@ def _require_steady(
 
 
 def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
+    """Return whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
     gap = (first.detach().double() - second.detach().double()).norm()
     return bool(gap <= _TOLERANCE * size.detach().double())

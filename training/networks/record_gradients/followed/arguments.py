@@ -81,7 +81,7 @@ def seed_pass() -> None:
 
 
 def has_own_generator(arguments: Mapping[str, Any]) -> bool:
-    """Whether an operator that draws takes a generator of the module's own, or torch's after the module seeded it."""
+    """Return whether an operator draws from the module's own generator, or from torch's after the module seeded it."""
     given = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Generator)]
     return any(each is not torch.default_generator for each in given) or torch.initial_seed() != _SEED
 

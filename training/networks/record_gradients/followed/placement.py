@@ -257,7 +257,7 @@ Key = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 def overlap(first: Key, second: Key) -> bool:
-    """Whether two views may share numbers."""
+    """Return whether two views may share numbers."""
     ends = [
         width * (offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) - 1
         if 0 not in shape
@@ -268,7 +268,7 @@ def overlap(first: Key, second: Key) -> bool:
 
 
 def same_owners(first: Key, layout: Layout, second: Key, other: Layout, records: int) -> bool:
-    """Whether two views of the same memory assign each shared number to the same record."""
+    """Return whether two views of the same memory assign each shared number to the same record."""
     width = math.gcd(first[3], second[3])
     places, owners = _owners(first, layout, records, width)
     more, others = _owners(second, other, records, width)

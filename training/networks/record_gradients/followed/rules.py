@@ -194,7 +194,7 @@ def _moves_along(op: Operation) -> list[int]:
 
 
 def _moves_by_place(op: Operation, tensors: Sequence[tuple[Tensor, State]]) -> bool:
-    """Whether an operator may move different numbers of different records, as a slice with a step does."""
+    """Return whether an operator may move different numbers of different records, as a slice with a step does."""
     if op.name in ("slice", "unfold"):
         dim = op["dim" if op.name == "slice" else "dimension"] % max(op["self"].ndim, 1)
         stepped = op.name == "unfold" or op["step"] != 1
@@ -589,7 +589,7 @@ def _counting_dimension(index: Tensor, records: int) -> int | None:
 
 
 def counts_on(op: Operation, output: Tensor) -> bool:
-    """Whether a result is 0, k, 2 k, ... as torch.arange makes it, in a type that holds the numbers of all batches."""
+    """Return whether a result is 0, k, 2 k, ... as torch.arange makes it, in a type that is wide enough."""
     if output.dtype not in (torch.int32, torch.int64):
         return False
     if op.name == "arange":

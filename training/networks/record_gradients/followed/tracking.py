@@ -194,7 +194,7 @@ _PATTERNS = JOINS | {
 
 
 def keeps_alike(op: Operation) -> bool:
-    """Whether an operator keeps numbers alike that are alike at every place, in whatever rows a view puts them."""
+    """Return whether numbers that are alike at every place stay so after an operator, whatever their rows are."""
     if RULES.get(op.name) not in (rules.pointwise, rules.moved, rules.squeezed, rules.like):
         return False
     others = [tensor for tensor, state in op.pairs() if state is None]

@@ -82,7 +82,7 @@ def _operation(node: Any) -> str:
 
 
 def _keeps_scale(node: Any) -> bool:
-    """Return whether a node's output is proportional to its first input, as a product with a constant is (dropout)."""
+    """Return whether a node's output scales with its first input, as a product with a constant does (dropout)."""
     constant = (
         _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
     )

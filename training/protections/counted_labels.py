@@ -37,7 +37,6 @@ from opusim.training.protections.argmax_labels import (
 from opusim.training.protections.base import calibrated_once
 from opusim.training.protections.measured_rates import SHARE, MeasuredRates
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
-from opusim.training.protections.planning import epsilon_of
 
 _PIXELS_COMPARED = 2048
 """Number of pixels from which the kept ones are chosen."""
@@ -259,7 +258,7 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
 
         A run opens its device for its statement and again for its labels.
         """
-        epsilon, delta = epsilon_of(self.options), self.options.delta
+        epsilon, delta = self.options.epsilon, self.options.delta
         wanted = self.readout, frames.fingerprint, epsilon, delta
         if wanted not in _LAST:
             found = self.readout.within(frames, epsilon=epsilon, delta=delta)

@@ -51,7 +51,7 @@ from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from opusim.training.networks.clipping import full_precision
 from opusim.training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from opusim.training.protections.planning import epsilon_of, require_own_noise
+from opusim.training.protections.planning import require_own_noise
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array, write_array
 
@@ -316,7 +316,7 @@ class LabelReadoutProtection(OneLookProtection):
     def mechanism(self) -> LabelReadout:
         options = self.options
         start = LabelReadout(mu=1.0, **self.plan.credit)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -349,7 +349,7 @@ class RandomizedResponseProtection(OneLookProtection):
     @override
     def mechanism(self) -> RandomizedResponse:
         options, start = self.options, RandomizedResponse.from_epsilon(1.0, self.dataset.n_classes)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -368,7 +368,7 @@ class StagedResponseProtection(RandomizedResponseProtection):
     def mechanism(self) -> StagedResponse:  # type: ignore[override]
         options, k = self.options, self.dataset.n_classes
         start = StagedResponse(step_epsilon=1.0, n_classes=k, stages=self._stages)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     def require_covered(self) -> None:
         """See Protection.require_covered; records without plain features, or too few or too wide ones, are refused."""

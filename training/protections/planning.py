@@ -17,7 +17,6 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
-from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.run import RunConfig, split_refusal
 from opusim.training.data import Dataset
 from opusim.training.data.public_maps import map_from_facts
@@ -225,16 +224,3 @@ def require_own_noise(device: NoisyDevice, law: GaussianNoise, distance: float, 
         f"needs noise of {needed:.4g} in each reading, and device {device.name!r} has {own:.4g}, {needed / own:.3g} "
         f"times too little; {', or '.join(ways)}",
     )
-
-
-def epsilon_of(options: ProtectionSection) -> float:
-    """Return the section's epsilon, which the label protections require.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if options.epsilon is None:
-        raise ValueError(
-            f"protection.epsilon is missing; protection.kind = {options.kind!r} needs one above 0"
-        )
-    return options.epsilon

@@ -45,7 +45,6 @@ from opusim.randomness.rounded import toward_zero
 from opusim.training.data.public_maps import cache_folder
 from opusim.training.protections.base import calibrated_once
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
-from opusim.training.protections.planning import epsilon_of
 from opusim.training.ridge.config import RidgeConfig
 from opusim.training.runs.folder import RunFolder
 
@@ -356,7 +355,7 @@ class LabelReleaseProtection(OneLookProtection):
         """What the one model releases at the run's epsilon."""
         options = self.options
         start = LabelRelease(mu=1.0, device_noise=options.noise == "device", **self.plan.credit)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> None:
         """See Protection.soft_labels: training sees the model; refuse a device whose noise cannot be credited."""

@@ -39,8 +39,8 @@ class AnyModule(Network):
     Args:
         model: Maps records (batch, *record_shape) to outputs. It is put into evaluation mode.
         n_inputs: Entries of a record, as data sets store it.
-        record_shape: Shape of a record as the module takes it. None: records are vectors, and checkpoints hold only the
-            trained parameters, without buffers and frozen parameters, which may be large.
+        record_shape: Shape of a record as the module takes it; None for vectors of a module of which checkpoints hold
+            only what is trained, and not buffers and frozen parameters, which may be large.
         recipe: JSON values from which the module can be built again; empty for a user-supplied module.
 
     Raises:
@@ -105,7 +105,7 @@ class AnyModule(Network):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See Network.facts; a digest stands for tensors that checkpoints do not hold."""
+        """See Network.facts; of what checkpoints do not hold, a digest."""
         facts = {
             "n_inputs": self._n_inputs,
             **({"record_shape": list(self.record_shape)} if self._holds_all else {}),
@@ -125,7 +125,7 @@ class AnyModule(Network):
         return x.view(len(x), *self.record_shape)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Return the module's outputs for records (batch, n_inputs); outside a step it is in evaluation mode."""
+        """Return what the module, which is in evaluation mode outside a step, gives for records (batch, n_inputs)."""
         outputs: Tensor = self.model(self.shaped(x))
         return outputs
 

@@ -34,7 +34,7 @@ class Network(ABC):
     """Records of one forward pass outside training."""
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Return the model's outputs for records (batch, n_inputs), as after training."""
+        """Return the model's outputs for records (batch, n_inputs), as they are used after training."""
         outputs: Tensor = self.model(x)
         return outputs
 

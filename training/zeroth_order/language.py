@@ -46,7 +46,7 @@ _PACKAGE, _GGUF = "package:", ".gguf"
 _LOGITS_AT_ONCE = 2**26
 """Scores of words of the vocabulary that stand in memory at once: 256 MiB in float32."""
 _LEAST_LOSS = 1e-6
-"""Least loss of a text; a lower one is raised to it, so that the score is finite."""
+"""A loss of a text below it counts as it, so that its score is finite."""
 _ROW = 64
 """Tokens of a row that several prompts share, if none is longer."""
 _ALIKE = 0.1

@@ -311,7 +311,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         records = records.to(self.perturbation.tensors[0].device)
         with whole:
             try:
-                if not protected:  # else build_network has checked the model
+                if not protected:  # else the model was looked at before
                     require_separate_outputs(model, records)
                 sides.probe(self._outputs, (records,))
             except ValueError as error:

@@ -82,7 +82,7 @@ class Use(ABC):
     @property
     @abstractmethod
     def numbers(self) -> int:
-        """Approximate count of numbers that `rows` holds for one record while it computes."""
+        """Numbers that `rows` holds for one record while it computes, about."""
 
 
 class OuterUse(Use):
@@ -319,7 +319,7 @@ class EmbeddingUse(OuterUse):
         return found, ones, self.positions**0.5
 
     def parts(self) -> list[Part]:
-        """See OuterUse; signals of equal ids are added at the first place of the id in the record's sorted ids."""
+        """See OuterUse; the signals of each id are added at the place of the first in the record's sorted ids."""
         n, p = self.h.shape
         if p == 1:
             return [Part(measured(self.delta)[0])]

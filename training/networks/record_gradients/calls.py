@@ -152,14 +152,14 @@ class Call:
     ) -> list[Tensor]:
         """View tensors record by record, shapes (records, ...), where each record keeps the number of dimensions.
 
-        The number of rows of a record is the size of the dimension over the number of records, since
-        `record_gradients.followed.tracking` refuses all operators for which this fails.
+        The number of rows of a record is the size of the dimension over the number of records, as only the operators of
+        `opusim.training.networks.record_gradients.followed.tracking` led to it.
 
         Args:
             records: Number of records, or of groups of them.
-            outputs: Outputs whose gradients are returned, first.
-            leaves: Arguments that are returned next.
-            like: Further tensors, each with an argument whose records stand in the same places.
+            outputs: At which outputs the gradients are returned, first.
+            leaves: Which arguments follow.
+            like: Further tensors, with the argument whose records stand where theirs do.
 
         Raises:
             RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it

@@ -87,8 +87,8 @@ class GatedRelu(nn.Module):
         centre: Whether to subtract each record's mean feature from it first.
 
     Attributes:
-        exact_gates: Whether a card, too, decides in float64 which side of a near hyperplane a record is on. Guarantees
-            need it; it waits for the card once a batch.
+        exact_gates: Whether a graphics card, too, decides in float64 on which side of a near hyperplane a record lies.
+            Guarantees need it; the host then waits for the card once a batch.
     """
 
     hyperplanes: Tensor
@@ -376,7 +376,7 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         return own + DeviceWork(projections=n_inputs, calls=calls).times(self.options.gate_readings)
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
-        """See Algorithm.work_of_step; the update's noise, of every weight."""
+        """See Algorithm.work_of_step; the noise on every weight of the update."""
         return self.protection.noise_work([self.network.model.weight.numel()], n_outputs)
 
     @override
@@ -450,11 +450,11 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         return first
 
     def require_covered(self) -> None:
-        """Refuse also momentum, other optimizers and rates that no theorem covers, and keys that would do nothing.
+        """See Algorithm.require_covered; also refuse optimizers and rates without a theorem, and keys without effect.
 
         Raises:
             ConfigError: Momentum, weight decay, another optimizer, a clip in the wrong section, an average of weights.
-            NoGuarantee: See Algorithm.require_covered; or the scheme or the rate is not the last iterate's theorem's.
+            NoGuarantee: See Algorithm.require_covered; or the last iterate's theorem excludes the scheme or the rate.
         """
         super().require_covered()
         config = self.config

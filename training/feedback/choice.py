@@ -1,7 +1,7 @@
 """Choose where feedback enters a model: feedback points, the place of the error, and feedback through a layer norm.
 
 The structure of a model gives the points, and the layer before which the error may be taken. Its first forward pass
-decides what the structure leaves open. What the user gives or the model declares is never changed.
+decides what the structure leaves open. Arguments that the user gives or the model declares are never changed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn.modules.conv import _ConvNd
 from opusim.training.feedback.streams import unnormalised
 
 INPUT = ".input"
-"""Behind the name of a submodule, as `error_at`: what the submodule receives, instead of what it returns."""
+"""Suffix of a submodule's name in `error_at`: the error is taken at its input instead of its output."""
 OUTPUT = ""
-"""As `error_at`: the output of the whole model, which has this name in `named_modules`."""
+"""`error_at` for the output of the whole model, which has this name in `named_modules`."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
@@ -78,8 +78,8 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     1. `model.feedback_points`, if the model declares them.
     2. The repeated blocks but the last: the outermost modules with submodules of their own, of the most frequent class,
        at least two of them; two classes if they are equally frequent, as the layers of an encoder and a decoder.
-       Sequential and ModuleList are looked into.
-    3. Without repeated blocks: every activation module with a parameterised module behind it, as in an MLP.
+       The search enters Sequential and ModuleList.
+    3. Without repeated blocks: every activation module that a parameterised module follows, as in an MLP.
     4. Without these, as in models that call functions such as `torch.relu`: every layer but the last.
 
     Raises:
@@ -118,7 +118,7 @@ def repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _composites(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the nearest modules below one that have children and parameters; containers are looked into."""
+    """Yield the nearest modules below one that have children and parameters; the search enters containers."""
     for name, child in module.named_children():
         if isinstance(child, _CONTAINERS):
             yield from _composites(child, f"{prefix}{name}.")
@@ -164,7 +164,7 @@ def layers(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def is_a_stream(received: object) -> TypeGuard[Tensor]:
-    """Whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
+    """Return whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
     return isinstance(received, Tensor) and received.is_floating_point() and received.ndim >= 3
 
 
@@ -182,7 +182,7 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 def mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a module's output with every floating-point tensor in it changed."""
+    """Apply a change to every floating-point tensor in a module's output."""
     if isinstance(output, Tensor):
         return change(output) if output.is_floating_point() else output
     if isinstance(output, Mapping):
@@ -198,7 +198,7 @@ _LOG = logging.getLogger("opusim")
 TRUNK = "the end of the convolutions"
 _GAIN_OF_STREAMS = 0.3
 _USUAL = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast", "gain": 1.0}
-"""What is chosen if nothing speaks for more."""
+"""The usual values; a choice of another one is logged at level WARNING."""
 
 
 class ChosenPoints(NamedTuple):
@@ -218,10 +218,10 @@ class ChosenPoints(NamedTuple):
 def choose_points(model: nn.Module) -> ChosenPoints:
     """Return the feedback points that suit a model.
 
-    They are those of `find_blocks`, but for convolutions: these have one point, behind the last one before the head.
-    Their structure keeps weights from aligning with a random projection (Refinetti et al., "Align, then memorise",
-    2021), so that each further point costs accuracy. If the head has weights of its own for each position, each
-    position has its own outputs of B, too.
+    They are those of `find_blocks`, except in a convolutional model: it has one point, after its last convolution
+    before the head. Convolutions keep weights from aligning with a random projection (Refinetti et al., "Align, then
+    memorise", 2021), so that each further point costs accuracy. If the head has weights of its own for each position,
+    each position has its own outputs of B, too.
 
     Raises:
         ValueError: There are none.
@@ -267,7 +267,7 @@ def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
 
     Args:
         model: The model.
-        points: Its feedback points, whose parts are no such layer.
+        points: Its feedback points; layers inside them are left out.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [
@@ -284,13 +284,13 @@ def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
 
 
 class Choosing:
-    """Chooses arguments that are not given, and tells what was chosen; subclasses call `_choose`.
+    """Chooses arguments that are not given, and logs the choices; subclasses call `_choose`.
 
     Attributes:
         model: The module whose submodules are points.
         points: Names of the points.
-        error_at: Name of the submodule whose output carries the error, or with ".input" behind it of the one that
-            receives it; None for the model's output.
+        error_at: Name of the submodule whose output carries the error, or "NAME.input" for its input; None for the
+            model's output.
         gain: Factor on the feedback.
     """
 
@@ -300,7 +300,7 @@ class Choosing:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Points, place of the error and feedback as arguments of this class; None is for the first pass to decide."""
+        """Points, place of the error and feedback as arguments of this class; None if the first pass will decide."""
         return {
             "points": self.points,
             "error_at": None if self._vocabulary is not None else self.error_at or OUTPUT,
@@ -358,7 +358,7 @@ class Choosing:
             self.gain = _GAIN_OF_STREAMS
 
     def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Say once, in the first forward pass that learns, what was chosen, or what goes wrong.
+        """Log the choices in the first forward pass that learns, or warn.
 
         Args:
             calls: Name and output of each call of a point.
@@ -369,7 +369,7 @@ class Choosing:
         if wants_plain and (found := ", ".join(map(repr, unnormalised(calls)))):
             warnings.warn(
                 f"no norm follows the residual sum at feedback points {found}; projected errors may let it grow until "
-                "the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the branch, "
+                "the model falls to chance. Put a norm after the sum (a post-norm block) or at the end of the branch, "
                 "leave normalised out, or start the layer before the error from the feedback (start_from_feedback)",
                 stacklevel=2,
             )
@@ -384,13 +384,13 @@ class Choosing:
         normalised: bool | None,
         gain: float | None,
     ) -> None:
-        """Set what is given, and choose what is not; see FeedbackAlignment.
+        """Set the arguments that are given, and choose the others; see FeedbackAlignment.
 
         Raises:
             ValueError: There is no such submodule, or the error's place is a point.
         """
         self._reasons = {} if normalised is not None else {"normalised": ""}
-        """Why each argument that was not given was chosen as it is, in a few words."""
+        """The reason for each chosen argument, in a few words."""
         found = choose_points(self.model) if points is None else None
         if found is not None:
             self._reasons["points"] = found.reason
@@ -429,7 +429,6 @@ def tell(text: str, *, unusual: bool) -> None:
 
     Args:
         text: What was chosen, and why.
-        unusual: Whether it is more than blocks, the model's output and plain feedback: then at level WARNING, which is
-            printed unless the user says otherwise, else at level INFO.
+        unusual: Whether to log at level WARNING, which is printed by default, instead of INFO.
     """
     _LOG.log(logging.WARNING if unusual else logging.INFO, "opusim: %s", text)

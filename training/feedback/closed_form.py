@@ -55,14 +55,14 @@ class Batch:
         records: Their numbers in the training set, shape (batch,), or None.
         step: The step's number.
         size: Records of the step on all processes.
-        before: Those of them that processes of lower rank have.
+        before: Records of the step on processes of lower rank.
         rank: The rank of this process.
         observe: Whether to measure diagnostics.
-        protection: What writes the gradients from the records' contributions; None for nothing.
-        labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        protection: Writes private gradients from the records' contributions; None without protection.
+        labels: Noisy labels in place of the labels; None if training sees the labels themselves.
         padding: Marks rows that only fill the batch, shape (batch,), or None.
-        group: Neighbouring rows that are clipped as one, those of a user; each row counts as its share of the user's
-            rows that do not fill.
+        group: Neighbouring rows of one user, which are clipped as one; a row has weight 1 / the user's rows without
+            padding.
     """
 
     x: Tensor
@@ -79,7 +79,7 @@ class Batch:
     group: int = 1
 
     def weighted(self, losses: Tensor) -> Tensor:
-        """Return the losses that are differentiated: of users the mean over the rows of each."""
+        """Return the losses to differentiate, whose sum is the sum of users' mean losses if rows belong to users."""
         if self.group == 1 or self.padding is None:
             return losses
         used = (~self.padding.view(-1, self.group)).sum(dim=1, keepdim=True)
@@ -96,7 +96,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What a batch taught.
+    """Outputs, losses and contributions of a batch.
 
     Attributes:
         output: The model's outputs, detached; None if the batch has no records here and the model did not run.
@@ -114,7 +114,7 @@ class Learned:
 
 
 def require_finite(value: Tensor, step: int) -> None:
-    """Stop before an update that is not finite; on a card before anything is saved of it (`checks.require`).
+    """Stop before an update that is not finite; on a graphics card, before it is saved (`checks.require`).
 
     Raises:
         TrainingDiverged: The value is NaN or infinite.
@@ -138,7 +138,7 @@ Scale = Callable[..., Tensor]
 
 
 class ClosedForm:
-    """Writes out what a fully connected network learns by one of the four feedbacks.
+    """Computes the gradients of a fully connected network by one of the four feedbacks.
 
     Backpropagation: delta_l = (delta_(l+1) W_(l+1)) * phi'_l(z_l), eq. 3. With noise, the error at the output is scaled
     into the ball and noise is added to it once, as in the private baseline of the paper's section 4; all layers
@@ -175,7 +175,7 @@ class ClosedForm:
         config.require_keys(closed_form=True)
         self._config, self.network, self.objective = config, network, Objective.named(loss, "class")
         self.device = device if config.kind == "pdfa" else None
-        self.noises = (self.device, noise)  # what is positioned at the start of each step
+        self.noises = (self.device, noise)  # positioned at the start of each step
         self._loss = LOSSES[loss]
         self._before = 0  # records of the batch that processes of lower rank have
         self._clipping = ActivationClipping(**config.update_clipping)
@@ -249,7 +249,7 @@ class ClosedForm:
         if protection is not None:  # stopping at a record's NaN would reveal that record
             error = torch.where(torch.isfinite(error).all(dim=1, keepdim=True), error, 0.0)
         else:
-            require_finite(loss_sum + error.sum(), batch.step)  # one NaN or infinity makes the sum so
+            require_finite(loss_sum + error.sum(), batch.step)  # one NaN or infinity carries over to the sum
         if batch.size:  # with a shared device, a process without records takes part in the reading
             deltas = self._deltas(forward, error, observe=batch.observe)
         else:  # no gradient; momentum still moves the weights
@@ -275,7 +275,7 @@ class ClosedForm:
         """Set the output layer's weights to the feedback that the last hidden layer receives, and its bias to zero.
 
         Args:
-            records: Two records, shape (2, n_inputs), from which another source reads sizes.
+            records: Two records, shape (2, n_inputs); only `ModuleGradients` reads their sizes.
 
         Raises:
             ValueError: There is no feedback matrix, or no hidden layer.
@@ -294,7 +294,7 @@ class ClosedForm:
                 output.bias.zero_()
 
     def measure(self, records: Tensor) -> None:
-        """Measure now what the feedback needs of the device, so that no record says when: nothing."""
+        """Calibrate the device before any record is read; the closed form needs no calibration."""
 
     def close(self) -> None:
         """See Trainer.close."""
@@ -377,7 +377,7 @@ class ClosedForm:
 
 
 def closed_form_encoding(config: EncodedConfig) -> Encoding:
-    """Return how the error of a fully connected network is shown."""
+    """Return the encoding of a fully connected network's error."""
     return BitPlanes(config.planes) if config.encoding == "planes" else AbsoluteTernary(config.threshold)
 
 
@@ -390,7 +390,7 @@ class Deltas:
         gains: gain_1 .. gain_L, public constants that multiply the sums over records.
         signal_norms: Mean norm over records of each hidden layer's signal before signal_gain. It excludes noise that is
             added after the reading and includes the device's own noise. Empty unless observed.
-        noise_norms: Mean norm of the noise in it; for the noise of a reading, its expected norm.
+        noise_norms: Mean norm of the noise in each signal; for the noise of a reading, its expected norm.
     """
 
     layers: list[Tensor]
@@ -410,7 +410,7 @@ def backpropagated(network: FullyConnected, forward: ForwardPass, delta: Tensor)
 
 
 def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:
-    """Return factors * reading + noise, which is overwritten; what float32 cannot hold changes only its own row."""
+    """Return factors * reading + noise, and overwrite noise; a factor beyond float32 affects only its own row."""
     if factors.dtype == noise.dtype:
         return noise.addcmul_(reading, factors)
     single = factors.float()

@@ -23,7 +23,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(
 
 
 def _checked_rows(value: Any) -> Any:
-    """Refuse what is no choice of rows in one line; pydantic tells of the choices of a union one at a time."""
+    """Refuse an invalid `rows` in one line; pydantic would report each choice of the union."""
     whole = isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
     if value in ("each", "sum") or (whole and not isinstance(value, bool)):
         return value
@@ -33,8 +33,8 @@ def _checked_rows(value: Any) -> Any:
 class FeedbackConfig(TrainerSection):
     """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa.
 
-    Fully connected networks on class numbers take a closed form, every other module `opusim.FeedbackAlignment`. The
-    closed form has the keys of the PDFA paper, which the other refuses (`opusim.training.feedback.trainer`).
+    Fully connected networks on class numbers take a closed form, every other module `opusim.FeedbackAlignment`. Only
+    the closed form takes the keys of the PDFA paper (`opusim.training.feedback.trainer`).
     """
 
     implementation = "opusim.training.feedback.trainer:FeedbackTrainer"
@@ -68,8 +68,8 @@ class FeedbackConfig(TrainerSection):
     )
 
     order: Literal["hardware", "published"] = "hardware"
-    """Where noise enters: after the reading (hardware) or after scaling into tau_B (published). hardware: the noise of
-    the device's reading is the noise; only a constant gain follows. published: eq. 8, the reading is scaled into the
+    """Where noise enters: after the reading (hardware) or after scaling into tau_B (published). hardware: the device's
+    reading carries the noise; only a constant gain follows. published: eq. 8, the reading is scaled into the
     ball tau_b, then noise is added (for pdfa from the device's draw, for the digital feedbacks from a generator with
     standard deviation sigma). A digital feedback with a sigma takes published by default."""
     signal_gain: float = Field(1.0, gt=0.0)
@@ -88,7 +88,7 @@ class FeedbackConfig(TrainerSection):
     clip_width: WidthRule = "fan-in"
     """Width in tau / sqrt(width): of the clipped vector (fan-in) or of the updated layer (layer)."""
     through_clip: bool = False
-    """Slope of a clipped neuron (model.tau_h_max): 0, as autograd finds, or phi' all the same (eq. 8)."""
+    """Slope of a clipped neuron (model.tau_h_max): if true 0, as in autograd, else phi' (eq. 8)."""
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
@@ -170,7 +170,7 @@ class _DigitalConfig(FeedbackConfig):
     @model_validator(mode="before")
     @classmethod
     def _order_of_noise(cls, values: Any) -> Any:
-        """A sigma takes the order that has one, unless another is given."""
+        """A sigma takes order = 'published', unless another order is given."""
         if isinstance(values, Mapping) and "sigma" in values:
             return {"order": "published", **values}
         return values
@@ -210,7 +210,7 @@ class BpConfig(_DigitalConfig):
 
 
 def names_model(given: Given) -> bool:
-    """Whether a run names another network than the fully connected one."""
+    """Return whether a run names another network than the fully connected one."""
     model: Any = given["run"].get("model")
     name = model.get("name") if isinstance(model, Mapping) else getattr(model, "name", None)
     return name not in (None, "mlp")
@@ -226,11 +226,11 @@ class PointsConfig(FeedbackConfig):
     Each one's output receives a slice of the projected error. A fully connected network has its hidden layers. None
     takes those that the model declares, else those that suit it; a run's folder names them."""
     error_at: str | None = None
-    """Submodule whose output carries the error that is projected, with .input behind its name what it receives, or ""
-    for the model's output. None takes the place that the model declares, else the one that suits it."""
+    """Submodule whose output carries the error that is projected; NAME.input takes its input, "" the model's output.
+    None takes the place that the model declares, else the one that suits it."""
     rows: Annotated[Literal["each", "sum"] | int, BeforeValidator(_checked_rows)] = "each"
     """Which rows of the error are projected if a record has several, as a sequence has: each one (each), their sum
-    (sum), or so many that are drawn at random."""
+    (sum), or a number of them, drawn at random."""
     spread: Literal["broadcast", "full"] | None = None
     """How a record's one row reaches a point with several positions: the same vector everywhere (broadcast), or outputs
     of the projection for every position (full). None takes full for chosen points before a head that has weights for
@@ -253,7 +253,7 @@ class PointsConfig(FeedbackConfig):
 
     @model_serializer(mode="wrap")
     def _without_a_readout(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A run without a read-out names none, as folders of earlier versions do."""
+        """Leave readout_every out of a run without a read-out, as in folders of earlier versions."""
         found: dict[str, Any] = handler(self)
         if not self.readout_every:
             found.pop("readout_every", None)
@@ -306,7 +306,7 @@ class DfaConfig(_ProjectedConfig):
 
 
 class EncodedConfig(PointsConfig):
-    """A projection of the error as a device is shown it, in entries of -1, 0 and 1; the base of tdfa and pdfa."""
+    """A projection of the error in entries of -1, 0 and 1, as a device takes them; the base of tdfa and pdfa."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         *FeedbackConfig.effects,
@@ -320,7 +320,7 @@ class EncodedConfig(PointsConfig):
             needs="trainer.encoding = 'planes'",
             holds=lambda run: run.trainer.encoding == "planes",
         ),
-        Effect(  # the last statement of a key is the one that is told
+        Effect(  # of several effects of a key, the message names the last
             keys=("trainer.threshold",),
             needs="model.name = 'mlp'; other models take trainer.relative_threshold with trainer.encoding = 'ternary'",
             holds=lambda run: run.model.name == "mlp",

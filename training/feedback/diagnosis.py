@@ -200,9 +200,9 @@ def compared(
         found: The parameters' gradients with feedback.
         true: Name of each call of a point, and dL/dh by backpropagation.
         reference: The parameters' gradients by backpropagation.
-        scaled: What `scales` returned.
-        seen: What was projected.
-        projection: What projected it.
+        scaled: The result of `scales`.
+        seen: The projected rows and their readings.
+        projection: The projection that read them.
         slices: The outputs of B of each call of a point.
     """
     power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
@@ -239,7 +239,7 @@ def compared(
 class Control:
     """A copy of a model and its optimizer without feedback (gain = 0), trained on the same batches from the same start.
 
-    After so many batches the losses of the last quarter are compared. Feedback counts as worse than none if the mean
+    After `batches` batches, the losses of the last quarter are compared. Feedback counts as worse than none if the mean
     loss is higher by three standard errors of the batches' differences, and by 3 % of what the copy has learnt.
 
     Args:
@@ -315,7 +315,7 @@ class Control:
 
 
 def is_worse(with_feedback: Sequence[float], without: Sequence[float]) -> bool:
-    """Whether losses with feedback are higher than without in the last quarter of the batches; see `Control`.
+    """Return whether losses with feedback are higher than without, in the last quarter of the batches; see `Control`.
 
     Args:
         with_feedback: Losses of the batches in order, before each update.

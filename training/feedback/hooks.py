@@ -1,8 +1,8 @@
 """Hooks of feedback points: what a forward pass records, and the autograd function that connects points and error.
 
-The hooks let the output of each point go on detached and keep it until the error is taken. There, one autograd function
-takes the error's tensor and all kept outputs; its backward pass returns dL/dz for the former and what
-`PointHooks._project` computes for the latter.
+The hooks detach the output of each point and keep it until the error is taken. There, one autograd function takes the
+error's tensor and all kept outputs; its backward pass returns dL/dz for the error and the result of
+`PointHooks._project` for the outputs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PointHooks(Choosing, nn.Module):
 
         Args:
             module: The module that runs.
-            compiled: Whether torch compiles the pass, asked in the pass that decides about normalised feedback.
+            compiled: Whether torch compiles the pass; known only if the pass decides about normalised feedback.
         """
 
     @property
@@ -126,7 +126,7 @@ class PointHooks(Choosing, nn.Module):
 
     @torch._disable_dynamo
     def _mark(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        """Record the output of a point and let it go on detached."""
+        """Record the output of a point and return it detached."""
         if self._state == "learning" and not torch.is_grad_enabled():
             if self._calls is not None and self._learning:
                 raise ValueError(_no_gradient(name))
@@ -175,7 +175,7 @@ class PointHooks(Choosing, nn.Module):
             return None
         if self._vocabulary is not None:
             if not is_a_stream(received) or self._at_point(received, self._calls or ()):
-                return None  # the model's output is left
+                return None  # the error is taken at the model's output instead
             self.error_at, self._vocabulary = name + INPUT, None
         if self.error_at != name + INPUT:
             return None
@@ -203,14 +203,14 @@ class PointHooks(Choosing, nn.Module):
         if len(tensors) > 1 and any(tensor.requires_grad for tensor in tensors[1:]):
             raise ValueError(
                 f"error_at = {self.error_at!r} returns several tensors that depend on parameters, and only one error "
-                "can be projected; name a module behind it that returns one tensor"
+                "can be projected; name a later module that returns one tensor"
             )
         self._vocabulary = None
         error, connected = tensors[0], self._connected_error(tensors[0])
         return mapped(output, lambda tensor: connected if tensor is error else tensor)
 
     def _keep_error(self, error: Any) -> None:
-        """Keep what carries the error in a pass that is backpropagated to observe gradients."""
+        """Keep the error's tensor in a pass that is backpropagated to observe gradients."""
         if self._observed is not None and self._state == "backpropagating":
             self._error = error
 
@@ -261,7 +261,7 @@ class PointHooks(Choosing, nn.Module):
 
     @torch._disable_dynamo
     def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Let go of the recorded outputs, also if the forward pass failed."""
+        """Drop the recorded outputs, also if the forward pass failed."""
         self._calls = None
         if self._followed is not None:
             self._followed.end()
@@ -390,10 +390,10 @@ class _Project(torch.autograd.Function):
 
 
 def _states(tracker: RowTracker, owner: PointHooks, z: Tensor, points: Sequence[Tensor]) -> list[State]:
-    """Return where the records stand in z and in the points, or that feedback would mix them.
+    """Return the states of z and of the points, `Mixed` where feedback would mix records.
 
-    The projection maps every row of z to a row of a point, or to all rows of the same record, as the view of rows sees
-    records.
+    The projection maps every row of z to a row of a point, or to all rows of the same record, where the view says which
+    rows belong to a record.
     """
     view, states = owner._view, tracker.states(z, *points)
     source = states[0]

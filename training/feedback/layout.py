@@ -89,12 +89,12 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """One behind the last output."""
+        """Exclusive end of the outputs."""
         return self.offset + self.channels * self.positions
 
 
 def one_to_one(error: Extent, point: Extent, rows: Rows) -> bool:
-    """Whether every row of a point has its own row of the error, in the same order."""
+    """Return whether every row of a point has its own row of the error, in the same order."""
     same = (error.records, error.positions) == (point.records, point.positions)
     flattened = 1 in (error.positions, point.positions)  # one of them has positions among its records
     return rows != "sum" and (
@@ -181,9 +181,9 @@ def spread(
         part: The point's slice.
         error: Sizes of the error.
         point: Sizes of the point's output.
-        drawn: Positions of the chosen rows, or None if there are all.
+        drawn: Positions of the chosen rows, or None for all.
         rows: Which rows were projected.
-        gain: Factor on the feedback, besides the width's.
+        gain: Factor on the feedback, in addition to that of the width.
     """
     own = reading[..., part.offset : part.end]
     if drawn is not None:
@@ -218,25 +218,25 @@ def _root_mean_square(rows: Tensor) -> Tensor:
 
 
 _DECAY, _RIDGE = 0.9, 1e-3
-"""Of the learnt read-out: weight of earlier updates against each newer one, and ridge in mean squares of a reading."""
+"""Learnt read-out: factor on earlier updates at each new one, and ridge in mean squares of a reading."""
 
 
 class LearntReadout:
     """A learnt read-out: the matrices M_l of all calls of points, and the sums that they are fitted to.
 
-    A medium's matrix T cannot be trained; what is done with its readings can. Point l then receives s J_i M_l r_i
-    instead of s J_i times a slice of r_i, the reading of T e_i, with s its scale gain / sqrt(C P) and J_i the Jacobian
-    of a layer norm where the feedback is normalised (`through_layer_norm`), else the identity. M_l starts as the slice,
-    and then is the best linear predictor of the true gradient,
+    A medium's matrix T cannot be trained, but a matrix M_l behind it can. Point l then receives s J_i M_l r_i instead
+    of s J_i times a slice of r_i, the reading of T e_i, with s its scale gain / sqrt(C P) and J_i the Jacobian of a
+    layer norm where the feedback is normalised (`through_layer_norm`), else the identity. M_l starts as the slice, and
+    then is the best linear predictor of the true gradient,
 
         M_l = argmin sum_i |s M r_i / std_i - g_i|^2 + ridge |M|^2  over the rows i of some batches,
 
     to which a share of the slice P_l is added, M_l + p |M_l| / |P_l| P_l in the Frobenius norm. g_i is dL/dh_l by
-    backpropagation. J_i is taken as 1 / std(h_i) in it: the rest of it projects directions out
-    that the true gradient lacks as well. Readings are taken with their noise, so that M_l weighs them by what they are
-    worth. Alone (p = 0), M_l sends each block what it would do to the output directly, and the cosine with the true
-    gradient is high; but blocks that all write towards the output compute little for each other, and nanoGPT learns
-    slower than from plain feedback (benchmarks/known_models). With p = 1 it does not.
+    backpropagation. The fit takes 1 / std(h_i) for J_i: the rest of J_i removes directions that the true gradient lacks
+    as well. It uses readings with their noise, so that M_l gives noisy readings less weight. With p = 0, M_l sends each
+    block its direct effect on the output, and the cosine with the true gradient is high; but blocks that all write
+    towards the output compute little for each other, and nanoGPT learns slower than from plain feedback
+    (benchmarks/known_models). With p = 1 it does not.
 
     Sources: Launay et al. 2020 (fixed feedback); GrAPE (ICLR 2026), which learns feedback from a backpropagated batch
     in an epoch; the least-squares form is ours.
@@ -244,7 +244,7 @@ class LearntReadout:
     Args:
         slices: The outputs of B of each call of a point, at which the read-out starts: plain feedback.
         n_outputs: Outputs of B that are read.
-        device: Where it is kept.
+        device: Torch device of its tensors.
     """
 
     def __init__(self, slices: Sequence[Slice], n_outputs: int, device: torch.device) -> None:
@@ -262,7 +262,7 @@ class LearntReadout:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """All that a resumed run needs; the tensors are its own."""
+        """All that a resumed run needs; the tensors are no copies."""
         kinds = {"matrix": self._matrices, "squares": self._squares, "products": self._products}
         each = {f"{kind} {at}": tensor for kind, own in kinds.items() for at, tensor in enumerate(own)}
         return {"updates": self._updates, **each}
@@ -271,17 +271,17 @@ class LearntReadout:
         """Return M_l r for the readings of rows.
 
         Args:
-            number: Of the call of a point.
+            number: Number of the call of a point.
             reading: Shape (records, rows, n_outputs).
         """
         matrix = self._matrices[number]
         return reading[..., : matrix.shape[1]] @ matrix.T
 
     def fit(self, number: int, features: Tensor, gradient: Tensor, *, plain: float) -> None:
-        """Fit the matrix of a call to the rows of a batch, besides those before.
+        """Fit the matrix of a call to the rows of a batch and of earlier ones.
 
         Args:
-            number: Of the call.
+            number: Number of the call.
             features: s r_i / std_i, shape (rows, n_outputs).
             gradient: g_i, shape (rows, outputs of the point).
             plain: p, at least 0.
@@ -308,10 +308,10 @@ class LearntReadout:
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: It is of points of other sizes.
+            ValueError: The state is that of points of other sizes.
         """
         found, wanted = (
             {name: tuple(tensor.shape) for name, tensor in each.items()} for each in (state, self.state)
@@ -326,10 +326,10 @@ class LearntReadout:
 
 
 def fits_at(step: int, every: int) -> bool:
-    """Whether a read-out is fitted before a step: at one in `every` (0 for none), and at three more before the first.
+    """Return whether a read-out is fitted before a step: at multiples of `every`, and at three more in the first.
 
     Args:
         step: From 0.
-        every: At least 0.
+        every: At least 0; 0 for never.
     """
     return every > 0 and (step % every == 0 or step in (every // 10, every // 4, every // 2))

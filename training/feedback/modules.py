@@ -38,7 +38,7 @@ from opusim.training.networks.record_independence import preserved_state, restor
 class ModuleGradients:
     """Differentiates a module, with feedback points or without.
 
-    What a module draws in a step, such as dropout, is keyed by the step, so that a resumed run draws the same. The
+    The module's draws in a step, such as dropout, are keyed by the step, so that a resumed run repeats them. The
     diagnostics are those of `opusim.FeedbackAlignment.diagnose`, a value per point. Private batches leave buffers as
     they are.
 
@@ -46,12 +46,12 @@ class ModuleGradients:
         network: The module.
         objective: The loss and the kind of target.
         feedback: The feedback points; None backpropagates.
-        seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
+        seed: Seed of the module's draws, such as dropout; None takes a seed of the operating system in each step.
         tape: Records the passes of private batches; None if there are none.
         augmentation: Copies of the images of a step, over which a record's loss is the mean; None for the images.
         readout_every: Steps from one fit of a learnt read-out to the next; 0 for none.
-        new_control: Returns what follows the first batches of a run without feedback, in its first step; None for
-            nothing. It prints what depends on the records.
+        new_control: Makes, in the first step, the control without feedback that follows the first batches; None for no
+            control. A control prints losses, which depend on the records.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ModuleGradients:
             self._feedback.start_from_feedback(feedback_start(self.network))
 
     def measure(self, records: Tensor) -> None:
-        """Measure B 1 now, so that no record says when."""
+        """Measure B 1 before any record is read."""
         self._recall_column_sum()
         if self._feedback is not None:
             self._feedback.measure(self.network.shaped(records))
@@ -195,7 +195,7 @@ class ModuleGradients:
         return output, losses
 
     def _recall_column_sum(self) -> None:
-        """Give the feedback what a checkpoint holds."""
+        """Give the feedback the B 1 of a checkpoint."""
         feedback, kept = self._feedback, self._column_sum
         if feedback is not None and feedback.column_sum is None and kept is not None and bool(kept.any()):
             feedback.column_sum = kept.clone()
@@ -232,7 +232,7 @@ def feedback_start(network: AnyModule) -> nn.Linear:
 
 
 def augmentation_of(options: FeedbackConfig, dataset: Dataset) -> Augmentation | None:
-    """Return what makes copies of the images of a step, or None for the images themselves.
+    """Return the augmentation that copies a step's images, or None for no augmentation.
 
     Args:
         options: The section `trainer`.
@@ -271,7 +271,7 @@ def feedback_points(
         network: The module; hooks are put on it, which `FeedbackAlignment.remove` takes off.
         options: The section `trainer`.
         device: The open device of pdfa.
-        draw_seed: Seed of what the encoding draws; None draws one from the system.
+        draw_seed: Seed of the encoding's draws; None draws a seed from the system.
         chooses: Whether the place of the error may be chosen. If not, an error_at of None is the place that the model
             declares, else its output: folders of earlier versions name no other.
 

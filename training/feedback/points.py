@@ -1,7 +1,7 @@
 """Train any torch module by direct feedback alignment in an ordinary training loop: feedback points.
 
-A feedback point is a submodule whose output goes on detached, so that autograd stops behind it. What follows the last
-point, and every block between two points, is differentiated by autograd as usual. One autograd function connects the
+A feedback point is a submodule whose output is detached, so that autograd stops there. What follows the last point, and
+every block between two points, is differentiated by autograd as usual. One autograd function connects the
 blocks: its backward takes e = dL/dz at the place of the error, and returns e for what computed z and slices of one
 projection B e for the points (Launay et al., "Direct feedback alignment scales to modern deep learning tasks and
 architectures", 2020). Optimizers, hooks, mixed precision, gradient accumulation and DDP see an ordinary backward pass.
@@ -65,7 +65,7 @@ from opusim.training.networks.record_independence import restore_buffers
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
-"""Number from which on readings to fit a read-out are counted."""
+"""First step number of the readings to which a read-out is fitted."""
 _NO_PASS = "loss() returns a value that no forward pass of the model led to; run it on a batch"
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
@@ -80,15 +80,15 @@ class FeedbackAlignment(PointHooks):
         gain / sqrt(C P) B_point e      one row for the P positions of a record
 
     Entries of B have variance 1, so the feedback to a record has the expected norm gain * norm(e). B is a Gaussian
-    matrix of this seed, or the device's, whose readings carry noise. Parameters behind the last point receive their
+    matrix of this seed, or the device's, whose readings carry noise. Parameters after the last point receive their
     exact gradients.
 
-    Training is `loss.backward()` as ever. The hooks are on `model`, so that a framework may be given `model` itself;
-    `remove` takes them off. If a module returns a tuple or a mapping, all of it goes on detached and its first tensor
+    Training is `loss.backward()` as usual. The hooks are on `model`, so that a framework may be given `model` itself;
+    `remove` takes them off. If a module returns a tuple or a mapping, all of it is detached and its first tensor
     receives the feedback. A module that is called several times is a point at each call.
 
-    What is not given is chosen to suit the model, shown with reasons by `repr`, and logged once by the first pass that
-    learns.
+    Arguments that are not given are chosen to suit the model, shown with reasons by `repr`, and logged once by the
+    first pass that learns.
 
     Args:
         model: Any module. The state dict has the keys of the plain model.
@@ -96,10 +96,10 @@ class FeedbackAlignment(PointHooks):
             all repeated blocks but the last (`opusim.training.feedback.choice.find_blocks`); or names, shell patterns
             of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
-        error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
-            must come; "NAME.input" for what the submodule receives; "" for the model's output, which is then one
-            tensor. None takes the place that an attribute error_at of the model names; else what the vocabulary layer
-            of a language model receives, so that the error is as wide as the stream; else the model's output.
+        error_at: Name of the submodule whose output, or its first tensor, is z; the loss must be computed from z.
+            "NAME.input" takes the submodule's input, and "" the model's output, which must be one tensor. None takes
+            the place that an attribute error_at of the model names; else the input of a language model's vocabulary
+            layer, so that the error is as wide as the stream; else the model's output.
         rows: Which rows of the error are projected. "each": every position's; "sum": their sum over a record's
             positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
         spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;
@@ -107,17 +107,17 @@ class FeedbackAlignment(PointHooks):
             head that has weights for each position, else "broadcast".
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
-        encoding: How e is shown, in one reading a row unless said: "stochastic" (each entry with a probability in
-            proportion to its size, right on average), "ternary" or "sign" (the entries above a threshold, and a
-            constant for each row, for which B 1 is measured at the first step), "planes" (a reading a digit); or "real"
-            without a device. See `opusim.training.feedback.projection`. None takes "stochastic" with a device, else
-            "real".
-        threshold: Of "ternary", in units of the row's root mean square, at least 0.
+        encoding: How the device is shown e: "stochastic" (each entry with a probability in proportion to its size,
+            right on average), "ternary" or "sign" (the entries above a threshold, and a constant for each row, for
+            which B 1 is measured at the first step), or "planes" (binary digits, one reading each; all others take one
+            reading a row); or "real" without a device. See `opusim.training.feedback.projection`. None takes
+            "stochastic" with a device, else "real".
+        threshold: Threshold of "ternary", in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
-            does so if a point's output is a residual sum that no norm follows, or is added to such a stream, as `shape`
-            or the first pass finds.
+            lets `shape` or the first pass decide: true if a point's output is a residual sum that no norm follows, or
+            is added to such a stream.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat. None takes 1, or 0.3 where `normalised` is chosen to be true: such feedback is large
             while the stream is small, which SGD does not even out as Adam does.
@@ -141,7 +141,7 @@ class FeedbackAlignment(PointHooks):
     """
 
     attached: ClassVar[WeakSet[FeedbackAlignment]] = WeakSet()
-    """All whose hooks are on a model."""
+    """All instances whose hooks are on a model."""
 
     def __init__(
         self,
@@ -231,15 +231,15 @@ class FeedbackAlignment(PointHooks):
         return self.model
 
     def backpropagating(self) -> AbstractContextManager[None]:
-        """Switch the points off within the block: forward passes in it are learnt from by backpropagation.
+        """Switch the points off within the block: its forward passes are backpropagated.
 
-        With activation checkpointing the backward pass belongs into the block too, because it runs parts again.
+        With activation checkpointing the block must include the backward pass, which runs parts of the model again.
         """
         return self._in_state("backpropagating")
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Project the error digitally, without code and noise, within the block: a probe repeats to the bit."""
+        """Project the error digitally, without encoding and noise, within the block: a probe repeats to the bit."""
         kept = self._noisy_device, self._encoding, self._projection, self.column_sum, self._step, self._told
         self._noisy_device, self._encoding, self._projection = None, "real", None
         try:
@@ -288,7 +288,7 @@ class FeedbackAlignment(PointHooks):
         return Usage() if self._noisy_device is None else self._noisy_device.usage
 
     def seek(self, step: int) -> None:
-        """Say which step the next backward pass is, such as after loading a checkpoint; each pass counts one.
+        """Set the step number of the next backward pass, such as after loading a checkpoint; each pass adds one.
 
         A device in experiment mode repeats the noise of a repeated step.
         """
@@ -315,13 +315,13 @@ class FeedbackAlignment(PointHooks):
         return self._shape
 
     def work(self, *args: Any, times: float = 1.0, fits: bool = False, **kwargs: Any) -> DeviceWork:
-        """Return what a backward pass takes of the device, from a forward pass as for `shape`.
+        """Return the device work of a backward pass, from a forward pass as for `shape`.
 
-        It is the most that a pass takes: rows of zeros, such as those of padding, are not shown.
+        It is an upper bound: rows of zeros, such as those of padding, are not shown.
 
         Args:
             *args: Arguments of the model, such as two records.
-            times: Records of a pass over those of these arguments.
+            times: Number of records of a pass, over that of these arguments.
             fits: Whether the pass fits a read-out, which reads every row of the error.
             **kwargs: Keyword arguments of the model.
         """
@@ -340,7 +340,7 @@ class FeedbackAlignment(PointHooks):
 
     @property
     def work_before(self) -> DeviceWork:
-        """What the first backward pass, or `measure`, takes of the device besides: B 1, if the encoding needs it."""
+        """Extra device work of the first backward pass, or of `measure`: B 1, if the encoding needs it."""
         encoding = self._encoding_of(self._encoding or "stochastic")
         measures = (
             bool(self.gain) and encoding is not None and encoding.has_offset and self.column_sum is None
@@ -348,7 +348,7 @@ class FeedbackAlignment(PointHooks):
         return calibration_work(1) if measures else DeviceWork()
 
     def measure(self, *args: Any, **kwargs: Any) -> None:
-        """Measure what the encoding needs of the device now, instead of in the first backward pass.
+        """Calibrate the device for the encoding now, instead of in the first backward pass.
 
         Args:
             *args: Arguments of the model, such as two records.
@@ -466,12 +466,12 @@ class FeedbackAlignment(PointHooks):
         """Fit the read-out to one batch that is backpropagated; see `opusim.training.feedback.layout`.
 
         It takes a forward and a backward pass and a reading of the device; parameters, gradients and buffers stay as
-        they are. Call it on one batch in some 100, and in the first steps more often. Outputs of the device beyond the
-        points' own are read as well, and average its noise.
+        they are. Call it on one batch in about 100, and more often in the first steps. Outputs of the device beyond the
+        points' own are read as well, which averages its noise.
 
         Args:
             loss: Runs the model on the batch and returns the loss.
-            plain: Plain feedback in what the points receive, over the learnt part: at least 0, for none.
+            plain: Plain feedback that the points receive, over the learnt part, at least 0; 0 for none.
 
         Raises:
             RuntimeError: A private loop trains the model.
@@ -531,7 +531,7 @@ class FeedbackAlignment(PointHooks):
 
     @torch._disable_dynamo
     def _begin(self, module: nn.Module, *, compiled: bool) -> None:
-        """See PointHooks; torch.compile names this method if it is to compile the whole graph."""
+        """See PointHooks; an error of torch.compile with fullgraph=True names this method."""
         if module is not self.model:
             raise ValueError(
                 "the model runs as a replica of nn.DataParallel, whose threads would mix up their feedback; use "
@@ -592,22 +592,22 @@ class FeedbackAlignment(PointHooks):
             self._read(torch.zeros(0, self._n_inputs), projection, step)
 
     def number_rows(self, before: Callable[[int], int]) -> None:
-        """Let the digital draws of a batch that processes share be those of one process.
+        """Make the digital draws of a batch that processes share equal to those of a single process.
 
         Args:
-            before: A call of all processes that takes the rows of this one, and returns those of the processes before.
+            before: A collective call: takes this process's number of rows, returns that of the processes before it.
         """
         self._rows_before = before
 
     def _draws_together(self) -> bool:
-        """Whether processes share a batch whose digital codes are drawn."""
+        """Return whether processes share a batch whose digital codes are drawn."""
         return self._noisy_device is None and self._rows_before is not None and self._encoding == "stochastic"
 
     def _read(self, rows: Tensor, projection: Projection, step: int) -> Tensor:
         """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN.
 
-        A card that simulates the device is shown all rows, as the host would wait for which are zeros; these read 0.
-        Processes that share the device make equally many calls of it.
+        A graphics card that simulates the device reads all rows, since the host would wait to learn which are zeros;
+        those read 0. Processes that share the device call it equally often.
         """
         device, largest = self._noisy_device, torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
         finite = torch.isfinite(largest)
@@ -660,7 +660,7 @@ class FeedbackAlignment(PointHooks):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a submodule is compiled by itself, by `compile` or by torch.compile."""
+    """Return whether a submodule is compiled by itself, by `compile` or by torch.compile."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 

@@ -83,7 +83,7 @@ class Encoding(ABC):
     """Whether the encoding has a constant c."""
 
     def seek(self, step: int, *, before: int = 0) -> None:  # noqa: B027  # optional hook
-        """Say which step the next batches belong to; an encoding that draws numbers keys them by it.
+        """Set the step of the next batches; an encoding that draws numbers keys them by it.
 
         Args:
             step: The step's number.
@@ -160,7 +160,7 @@ class StochasticTernary(Encoding):
 
     Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", 2017, equations 2
     and 3. Where few entries are large and many small, as in the error of a classifier, a threshold drops the small ones
-    in every record alike, which is a bias of the feedback; here they are shown now and then.
+    in every record alike, which biases the feedback; here each of them is shown with a small probability.
 
     Args:
         seed: Seed of the draws, in [0, 2^64); a draw depends on it, on the step and on the batches since `seek`.
@@ -183,7 +183,7 @@ class StochasticTernary(Encoding):
         torch.rand(self._before, error.shape[1], generator=generator)  # those of other processes' rows
         drawn = torch.rand(error.shape, generator=generator).to(error.device, non_blocking=True)
         median = error.median(dim=1, keepdim=True).values
-        # the device is shown a single entry
+        # a single entry is shown itself
         offset = median if error.shape[1] > 1 else torch.zeros_like(median)
         rest = error - offset
         scale = rest.abs().amax(dim=1, keepdim=True)
@@ -234,7 +234,7 @@ def make_encoding(name: EncodingName, *, threshold: float, planes: int, seed: in
 
 
 def calibration_work(vectors: int) -> DeviceWork:
-    """Return what it takes of a device to measure B v for so many vectors, as for B 1 or for all columns."""
+    """Return the device work of measuring B v for a number of vectors, such as B 1 or all columns."""
     return DeviceWork(projections=_CALIBRATION_READINGS * vectors, calls=1)
 
 
@@ -249,7 +249,7 @@ class Projection(ABC):
         self._encoding = encoding
 
     def seek(self, step: int, *, before: int = 0) -> None:
-        """Say which step the next readings belong to, as `Encoding.seek`; a device has its own steps."""
+        """Set the step of the next readings, as in `Encoding.seek`; a device has its own steps."""
         if self._encoding is not None:
             self._encoding.seek(step, before=before)
 

@@ -29,7 +29,7 @@ _PASSED = (
     "Gelu",
     "Silu",
 )
-"""Names of the autograd nodes, before "Backward", behind which a residual sum is still unnormalised."""
+"""Names of autograd nodes, before "Backward", that leave a residual sum unnormalised."""
 _MOST_STEPS = 6
 _SUMS = ("add", "radd", "iadd")
 """Names of torch's functions and operators, without underscores, that add two tensors."""
@@ -82,7 +82,7 @@ def _operation(node: Any) -> str:
 
 
 def _keeps_scale(node: Any) -> bool:
-    """Whether a node's output grows in proportion to its first input; a product with a constant does (dropout)."""
+    """Return whether a node's output scales with its first input, as a product with a constant does (dropout)."""
     constant = (
         _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
     )
@@ -208,7 +208,7 @@ def _note(name: str, tensors: Sequence[Tensor], followed: Sequence[_FollowedTens
 
 
 def _grows(tensor: Tensor) -> bool:
-    """Whether a tensor is an activation that no normalisation bounds: followed, or computed from parameters."""
+    """Return whether a tensor is an activation that no normalisation bounds: followed, or computed from parameters."""
     if type(tensor) is _FollowedTensor:
         return True
     return tensor.grad_fn is not None and "Norm" not in _operation(_source(tensor.grad_fn))

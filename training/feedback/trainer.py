@@ -61,7 +61,7 @@ _STEPS_WITH_CONTROL = 4 * BATCHES
 
 
 def _mixes_by_default(config: RunConfig) -> bool:
-    """Whether the batch norm of a built-in model is left out, because it would mix records that are protected."""
+    """Return whether a built-in model drops its default batch norm, because it would mix protected records."""
     has_norm = config.model.name in ("conv-small", "resnet-small") and "norm" not in config.model.options
     return has_norm and isinstance(config.protection, RecordConfig)
 
@@ -74,7 +74,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
 
     Attributes:
         source: Computes the gradients of the network, whose parameters are updated in place.
-        labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        labels: Noisy labels in place of the labels; None if training sees the labels themselves.
         ranks: The processes that share each batch.
     """
 
@@ -137,7 +137,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         return {name: value for name, value in found.items() if getattr(options, name) is None}
 
     def require_covered(self) -> None:
-        """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
+        """See Algorithm.require_covered; also refuse keys that the network does not take, and unknown points."""
         network, config = self.network, self.config
         self.options.require_keys(closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
@@ -244,10 +244,10 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         return isinstance(self.protection, RecordProtection)
 
     def _require_bounded(self, network: AnyModule) -> None:
-        """Refuse a protection that writes gradients and is not about a module's records.
+        """Refuse a protection that writes gradients but does not protect a module's records.
 
         Raises:
-            NoGuarantee: It is one of labels, whose noise has the geometry of a layer's inputs.
+            NoGuarantee: The protection is one of labels, whose noise has the geometry of a layer's inputs.
         """
         kind, needs = self.config.protection.kind, self.protection.needs
         if not needs or "soft labels" in needs or self._clips_records:
@@ -274,11 +274,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             self.source = ClosedForm(network, self.options, loss=config.loss, device=device, noise=noise)
             self.device = self.source.device
             return
-        # 1. What writes the gradients, and the feedback points.
+        # 1. The writer of private gradients, and the feedback points.
         self._require_bounded(network)
         private = self.gradients(device) is not None
         feedback = feedback_points(network, self.options, device, draw_seed=config.seed_for("codes"))
-        # 2. What measures the records of a module, whose points are in place.
+        # 2. The tape that measures a module's records, once the points are in place.
         tape, control = None, None
         try:
             if private:
@@ -319,7 +319,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     def _has_control(self, feedback: FeedbackAlignment) -> bool:
         """Return whether a control without feedback follows the first batches of a run.
 
-        There is none if anything is protected, because it tells losses; none on several processes; none for a module
+        There is none if anything is protected, because it reports losses; none on several processes; none for a module
         with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
         """
         private = self.config.protection.protects != "nothing" or self.config.mode == "release"
@@ -337,7 +337,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             trainer.source.start_from_feedback(self._two_records)
 
     def prepare(self, trainer: FeedbackTrainer, folder: RunFolder) -> None:
-        """See Algorithm.prepare; protected feedback is calibrated before the first record is seen."""
+        """See Algorithm.prepare; protected feedback is calibrated before the first record is read."""
         if self._clips_records:
             trainer.source.measure(self._two_records)
 
@@ -412,7 +412,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         )
 
     def _filled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return a batch with an invented record behind it, repeated up to the fixed number of rows, and these rows."""
+        """Fill a batch up to the fixed number of rows by an invented record; also return a mask of these rows."""
         group = self._group
         rows = self._physical.rows(len(x) // group) * group
         if rows == len(x):

@@ -106,7 +106,7 @@ class AnyModule(Network):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What checkpoints hold by the module's own names; a shared parameter appears once."""
+        """The tensors of a checkpoint, by the module's own names; a shared parameter appears once."""
         named, every = self.model.named_parameters(), self._holds_all
         found = {name: parameter.detach() for name, parameter in named if every or parameter.requires_grad}
         return found | self.buffers if every else found
@@ -132,7 +132,7 @@ class AnyModule(Network):
 
 
 def own_model_name(config: RunConfig, model: nn.Module | None) -> str:
-    """Return model.name of a run on a user-supplied module, whose defaults are those of modules.
+    """Return model.name of a run: `OWN_MODULE` for a user-supplied module that is no `FullyConnected`.
 
     Raises:
         ConfigError: model.name names another network.
@@ -150,7 +150,7 @@ def own_model_name(config: RunConfig, model: nn.Module | None) -> str:
 
 
 def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
-    """Return a new module as a recipe says; one with an import path executes user code."""
+    """Build a module from its recipe; a recipe with an import path executes user code."""
     if "layers" in recipe:
         return FullyConnected.from_facts(recipe).model
     name = recipe["name"]
@@ -167,13 +167,13 @@ def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
 
 
 def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> AnyModule:
-    """View a user-supplied module, or a new one of the section `model`, after a look at its output for two records.
+    """View a user-supplied module, or one built from the section `model`; check its output for two records.
 
-    A module that does not take records in their own shape is given them as vectors.
+    A module that does not take records in their own shape gets them as vectors.
 
     Raises:
-        TypeError, ValueError: It is no module, refuses its options or the records, gives other outputs than the data's
-            targets need, or has nothing to train.
+        TypeError, ValueError: The model is no module, refuses its options or the records, returns outputs that do not
+            fit the targets, or has nothing to train.
         ConfigError: An import path names nothing.
     """
     recipe: dict[str, Any] = {}
@@ -195,16 +195,16 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
             "vocabulary": dataset.vocabulary,
         }
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
-    protected = config.protection.protects == "records"  # a module may keep what it is shown
+    protected = config.protection.protects == "records"  # a module may keep its inputs
     shape = _shape_taken(model, dataset, invented=protected)
     return AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe=recipe)
 
 
 def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple[int, ...]:
-    """Return the shape in which a module takes records, found by a look at its output for two of them.
+    """Return the record shape that a module takes, found from its output for two records.
 
     Raises:
-        ValueError: It takes them in no shape, or gives other outputs than the targets need.
+        ValueError: The module takes no shape of them, or returns outputs that do not fit the targets.
     """
     sequence = dataset.target == "tokens"
     wanted = (2, dataset.n_features, dataset.n_classes) if sequence else (2, dataset.n_classes)
@@ -230,7 +230,7 @@ def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple
 
 
 def _remedy(model: nn.Module, dataset: Dataset, found: str) -> str:
-    """Return what to do about a module that does not take the records, or gives other outputs than wanted."""
+    """Return the remedy for a module that refuses the records or returns outputs of a wrong shape."""
     if found.startswith("gives"):
         if not found.startswith("gives ("):
             return "return only the tensor of the outputs, such as the first entry of a tuple"

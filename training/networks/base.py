@@ -1,4 +1,4 @@
-"""Define what a run asks of the network that it trains, and what a user-supplied module must give."""
+"""Define the interface of a run's network, and check user-supplied modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from opusim.processes import require_memory
 from opusim.training.data import Dataset
 
 BYTES_PER_PARAMETER = 8
-"""What training takes at least: a float32 weight and its gradient."""
+"""Least memory of training: a float32 weight and its gradient."""
 _LEAST_AT_ONCE = 256
-"""Records of one forward pass outside training that any network takes."""
+"""Least `records_at_once` of any network."""
 
 
 class Network(ABC):
@@ -68,10 +68,10 @@ class Network(ABC):
 
 
 def require_room(dataset: Dataset) -> None:
-    """Refuse outputs of a forward pass that need more memory than is free, as those of very many classes do.
+    """Refuse outputs of a forward pass that need more memory than is free, such as scores of very many classes.
 
     Raises:
-        ValueError: They do.
+        ValueError: The outputs need more memory than is free.
     """
     records = min(_LEAST_AT_ONCE, len(dataset.train))
     positions = dataset.n_features if dataset.target == "tokens" else 1
@@ -84,11 +84,11 @@ def require_room(dataset: Dataset) -> None:
 
 
 class DescribedModule(nn.Module):
-    """A module that can be loaded again from a description, and that knows what records it takes.
+    """A module that can be loaded again from a description, and can invent records that it takes.
 
     Attributes:
         description: JSON values, stored in `config.json`; empty if the module has none.
-        notes: What to tell when a run starts, a line each; nothing that a release may not tell.
+        notes: Lines to print when a run starts; a release prints them too.
         packs: Whether a pass without a graph may put several records into one row, each apart from the others.
     """
 
@@ -98,15 +98,15 @@ class DescribedModule(nn.Module):
 
     @abstractmethod
     def invented_records(self, n_inputs: int) -> Tensor:
-        """Return records that it takes, drawn without a look at any data, shape (n, n_inputs), n at least 2."""
+        """Return records that it takes, drawn without reading any data, shape (n, n_inputs), n at least 2."""
 
     def whole_records(self) -> AbstractContextManager[None]:
-        """Leave out nothing of a batch within the block: what the module leaves out to save time changes no score."""
+        """Process whole batches within the block; outside it the module may skip entries that change no score."""
         return nullcontext()
 
 
 def other_numbers(model: object) -> str | None:
-    """Return what to do about a module whose parameters are not float32, as records are; None for one of float32."""
+    """Return the remedy for a module whose parameters are not float32, as records are; None if they are."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     other = [p.dtype for p in parameters if p.is_floating_point() and p.dtype != torch.float32]
     return f"the module holds {other[0]} and records are torch.float32; give model.float()" if other else None
@@ -147,10 +147,10 @@ def shape_taken(
 
 
 def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:
-    """Refuse a module of Opacus, or one with its hooks: they take gradients of single records in every backward pass.
+    """Refuse a module of Opacus, or one with its hooks, which compute per-record gradients in every backward pass.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The module is of Opacus, or has its hooks.
     """
     if type(module).__module__.startswith("opacus.grad_sample"):
         raise ValueError(
@@ -165,10 +165,10 @@ def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:
 
 
 def require_fresh_noise(model: nn.Module) -> None:
-    """Refuse devices under a module whose noise can be rebuilt, as a run in release mode must.
+    """Refuse devices of a module whose noise can be rebuilt from a seed; a run in release mode needs fresh noise.
 
-    A record that is added or removed moves the rows behind it to other noise. If that noise is known, what these rows
-    give changes too, and no clip of single records bounds the sum. Checkpoints also hold how far such noise was drawn.
+    Adding or removing a record shifts the rows after it to other noise. If that noise is known, the outputs of these
+    rows change too, and no per-record clip bounds the sum. Checkpoints also store the position in such noise.
 
     Raises:
         ValueError: A layer reads a device of mode ``experiment``.

@@ -11,8 +11,8 @@ contribution that is itself a sum of products by that sum's largest rounding err
 follows is float64. Records whose numbers float32 cannot hold, of norms from 2^60 on, count as not finite: they
 contribute nothing. Whatever a record holds, its contribution then has norm at most C (1 + 1e-6).
 
-Nothing here asks a tensor for a value: what depends on a record's numbers is decided in tensors, so that a graphics
-card does not wait, and time does not tell of a record.
+No code here reads a tensor's value on the host: decisions that depend on records stay in tensors, so that a graphics
+card does not wait, and timing reveals no record.
 
 Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset_entries`, `ball_factors`.
 """
@@ -52,7 +52,7 @@ WITHOUT_FLOAT64 = {"mps"}
 CANCELLED = 2.0**-14
 """Share of sum_p |s_p| |u_p| by which the norm of a contribution of several uses is raised, see `SUM_ERROR`."""
 SUM_ERROR = 0.01
-"""Largest change of the rounding of a sum by one record, over C, for weights that are used several times.
+"""Largest change that one record makes in the rounding of a sum, over C, for weights that are used several times.
 
 Products of several uses may cancel, so that their magnitudes A_i = sum_p |s_ip| |u_ip| exceed a record's norm without
 limit. Since the norm is raised by 2^-14 A_i, factors keep f_i A_i <= 2^14 C. A float64 sum over n records with P
@@ -69,17 +69,17 @@ signs occur. A record whose products cancel further, to less than A / 128, contr
 MOST_RECORDS = 2**16
 """Records of a batch for which `SUM_ERROR` is proven, divided by the number of processes that add their sums."""
 _WANTED_ERROR, _LARGEST_ERROR = 0.04, 0.06
-"""What one record may change of the rounding of float32 sums, over C: blocks are cut for the first; above the second
-sums are float64."""
+"""Change that one record may make in the rounding of float32 sums, over C: blocks aim at the first; sums above the
+second are float64."""
 MOST_POSITIONS = 2**20
 """Positions of a record up to which the rounding of float64 sums is counted."""
 _LEAST_COUNTED = 2**16
-"""Records of a batch, at least, for which that rounding is counted."""
+"""Least number of records of a batch for which that rounding is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedSums:
-    """How clipped contributions are added so that the noise can count what one record changes of their rounding.
+    """How to add clipped contributions so that the noise covers the change that one record makes in their rounding.
 
     A sum of m float32 products, in any order, is off by at most gamma_m = m u / (1 - m u) times the sum of their
     sizes, u = 2^-24 (Higham 2002, section 3.1). For an outer product s u^T, and for a gradient that was formed, these
@@ -89,13 +89,12 @@ class CountedSums:
     formed first (`LinearUse.formed_totals`). Each of two neighbouring batches is off by that much.
 
     Records beyond `records` are added in float64, and the whole sum then stays float64 until it is rounded with its
-    noise. So the bound holds for every batch of at most 2^16 records, or twice as many as are counted on, whatever
-    their number.
+    noise. So the bound holds for every batch of at most 2^16 records, or of twice the counted ones if they are more.
 
     Attributes:
         records: Records of a step on one process that are added in float32, at least 1; a public number.
         processes: The processes that add their sums, in float64.
-        block: Records that are added at once, all as they come if float32 bears it; 0 for float64.
+        block: Records that are added at once in float32; 0 for float64 sums.
     """
 
     records: int
@@ -107,7 +106,7 @@ class CountedSums:
         """Return the largest equal blocks whose error is small, or float64 sums.
 
         Args:
-            records: Of a step on one process, at least 1; public.
+            records: Records of a step on one process, at least 1; a public number.
             processes: See the class.
         """
         count = records * processes
@@ -118,10 +117,10 @@ class CountedSums:
 
     @property
     def error(self) -> float:
-        """What one record may change of the rounding of the sum, and of its own contribution, over C."""
+        """Largest change that one record makes in the rounding of the sum and of its own contribution, over C."""
         count = self.records * self.processes
         terms = self.block + math.ceil(self.records / self.block) if self.block else 0
-        rounded = 2 if self.block else 0  # each part, and all of them, to float32
+        rounded = 2 if self.block else 0  # each part and the total, to float32
         most = max(2 * count, _LEAST_COUNTED)
         exact = most * (most + MOST_POSITIONS) * 2.0**-52 / MILD
         return 1.01 * (2 * count * (terms + rounded) * 2.0**-24 + exact) + 2.0**-19
@@ -149,8 +148,8 @@ class Clip:
     def of_layers(cls, factors: Tensor, squares: Tensor) -> list[Clip]:
         """Return the clip of each layer, shapes (layers, batch).
 
-        A record contributes if all its norms are finite and a factor is above 0. On the processor, where it costs
-        nothing, the host looks once whether all records do; elsewhere the others are masked in any case.
+        A record contributes if all its norms are finite and a factor is above 0. On the CPU the host checks once
+        whether all records contribute, which costs nothing; on other devices the clip always masks.
         """
         kept = (squares.sum(dim=0) < torch.inf) & (factors.sum(dim=0) > 0)
         masks = None if are_all(kept) else kept
@@ -178,7 +177,7 @@ class Clip:
 
 
 def are_all(kept: Tensor) -> bool:
-    """Return whether all records are kept, as far as the host may look: on a card it would wait, so it says no."""
+    """Return whether all records are kept; False on a graphics card, where the host would wait for the answer."""
     return kept.device.type == "cpu" and bool(kept.all())
 
 
@@ -203,7 +202,7 @@ def measured(*values: Tensor, coarsely: bool = False) -> list[Measured]:
 
     Args:
         *values: float32 or float64, shapes (batch, ...).
-        coarsely: Whether the norm of a long row may be off by more than 1e-4, as that of a bound on rounding may.
+        coarsely: Whether the norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
     """
     found = []
     for each in values:
@@ -231,7 +230,7 @@ def measured(*values: Tensor, coarsely: bool = False) -> list[Measured]:
 
 @lru_cache(maxsize=1024)
 def _block(terms: int) -> int:
-    """Return a length of blocks that cuts a row without a rest, if there is one."""
+    """Return a block length that divides a row evenly, or a middle one if none does."""
     return next((length for length in _BLOCKS if terms % length == 0), _BLOCKS[len(_BLOCKS) // 2])
 
 
@@ -280,10 +279,10 @@ def norm_bounds(rows: Tensor) -> Tensor:
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:
     """Return min(1, bound / norm) for each record, float64, shape (batch,).
 
-    0 if the norm is not finite, or above 2^100 bounds, whose factor float32 would not hold.
+    0 if the norm is not finite, or above 2^100 bound, because float32 holds such factors with few digits.
     """
     factors = (bound / norms.double()).clamp(max=1.0)
-    return torch.where(factors >= LEAST_FACTOR, factors, 0.0)  # NaN and 1 / infinity are not
+    return torch.where(factors >= LEAST_FACTOR, factors, 0.0)  # 0 for NaN and 1 / infinity, too
 
 
 def multipliers(factors: Tensor) -> Tensor:
@@ -295,8 +294,7 @@ def multipliers(factors: Tensor) -> Tensor:
         factors: At least 0 or NaN, float64.
 
     Returns:
-        float32, or float64 if some factor needs it, and on a card; both give the same float32 products with float32
-        rows.
+        float32 on a CPU if every factor allows it, else float64; both give the same float32 products with float32 rows.
     """
     extreme = ((factors > 0) & (factors < 2.0**-60)) | (factors > 2.0**60)
     rounded = factors.float()
@@ -333,8 +331,8 @@ def by_record(values: Tensor, rows: Tensor) -> Tensor:
 def full_precision(place: str = "cpu") -> Iterator[None]:
     """Compute products of float32 numbers in float32, without a graph, even if the process allows fewer digits.
 
-    TF32 has 11 bits, bfloat16 8, and torch.autocast on the kind of torch device `place` as few. cuDNN is switched off
-    too: its fast convolutions round by more than `product_slack`.
+    TF32 has 11 bits and bfloat16 8; torch.autocast, on the kind of torch device `place`, allows as few. cuDNN is
+    switched off too: its fast convolutions round by more than `product_slack`.
     """
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
     on_processor: Any = getattr(torch.backends.mkldnn, "conv", None)  # from torch 2.9

@@ -1,8 +1,7 @@
-"""Activations with their derivatives in closed form, and losses: of each record, and with their derivatives.
+"""Activations with closed-form derivatives, and losses per record, with and without derivatives.
 
-An `Objective` is what a module is trained for: the loss of each record, and the figures that make sense for its
-targets. Targets: class numbers (n,); tokens (n, T), where -100 marks padding; real numbers (n, k); labels in {0, 1}
-(n, k).
+An `Objective` is a loss on one kind of target, with the figures that fit this kind. Kinds of target: class numbers
+(n,); tokens (n, T), where -100 marks padding; real numbers (n, k); labels in {0, 1} (n, k).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Activation:
         module: The torch module class that computes phi.
         function: phi(z), of the shape of z.
         derivative: phi'(z) from (z, h = phi(z)), of the same shape.
-        multiply: Multiplies the first of (signal, z, h) by phi'(z), in place and in one pass.
+        multiply: Maps (signal, z, h) to signal phi'(z), in place and in one pass.
         slope_bounds: (inf |phi'|, sup |phi'|) over the real line: gamma_min and gamma_max of the PDFA
             paper, section 3.1.
     """
@@ -230,7 +229,7 @@ class Objective:
         """Return the loss of each record, shape (batch,).
 
         Args:
-            output: What the module gives: (batch, k), for tokens (batch, T, k).
+            output: Outputs of the module: (batch, k), for tokens (batch, T, k).
             y: Targets; for classes also probabilities of the classes, float, shape (batch, k).
 
         Raises:
@@ -245,22 +244,22 @@ class Objective:
         return losses
 
     def correct(self, output: Tensor, y: Tensor) -> tuple[Tensor, int | Tensor]:
-        """Return how many classes, tokens or labels are correct, and of how many; 0 of 0 for real numbers.
+        """Return the number of correct classes, tokens or labels, and the number judged; 0 and 0 for real numbers.
 
-        Both are int64 scalar tensors, the second only if it depends on what `y` holds.
+        The first is an int64 scalar tensor; so is the second for tokens, and an int otherwise.
         """
         if self.target == "real":
             return torch.zeros((), dtype=torch.int64, device=y.device), 0
         if self.target == "labels":
             return ((output > 0) == (y > 0.5)).sum(), y.numel()
-        right = (output.argmax(dim=-1) == y).sum()  # never at the padding, which is below 0
+        right = (output.argmax(dim=-1) == y).sum()  # padding is below 0, so it never counts
         return right, (y != PADDING).sum() if self.target == "tokens" else y.numel()
 
 
 def measure(
     objective: Objective, outputs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, at_once: int
 ) -> dict[str, float]:
-    """Measure a model on records, some at a time.
+    """Measure a model on records, in batches.
 
     Args:
         objective: Loss and kind of target.

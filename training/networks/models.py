@@ -4,9 +4,8 @@ A factory takes the keywords `record_shape` and `n_outputs` and its own options.
 (batch, *record_shape) to outputs (batch, n_outputs), a language model to (batch, T, n_outputs). The module states where
 feedback enters (`opusim.training.networks.sequence_models.BlockModel`).
 
-Those for images are a vision transformer, an MLP-Mixer, a residual network and a convolutional network. Each takes the
-keywords `record_shape` = (c, h, w) and `n_outputs` and its own options. At the defaults, an image of 1x28x28 or 3x32x32
-takes at most 5 million multiply-adds.
+The image models are a vision transformer, an MLP-Mixer, a residual network and a convolutional network; their
+`record_shape` is (c, h, w). At the defaults, an image of 1x28x28 or 3x32x32 takes at most 5 million multiply-adds.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class PatchEmbedding(nn.Module):
     Args:
         record_shape: (c, h, w).
         width: Entries of a vector.
-        patch: Side of a patch in pixels, a divisor of h and w; None takes the least that is at least 2 and leaves at
-            most 8 patches along a side.
+        patch: Side of a patch in pixels, a divisor of h and w; None takes the least divisor of at least 2 that leaves
+            at most 8 patches along a side.
 
     Raises:
         ValueError: The records are no images, or no such patch fits.
@@ -188,8 +187,8 @@ class Mixer(BlockModel):
 class PoolShortcut(nn.Module):
     """Shortcut without parameters: a mean over stride x stride positions, and zeros for new channels.
 
-    Option A of He et al. 2016 (section 4.1) with a mean in place of subsampling. The mean over all positions behind the
-    last stage then sees every stage directly, so that one broadcast is nearly the gradient of all of them.
+    Option A of He et al. 2016 (section 4.1) with a mean in place of subsampling. The mean over all positions after the
+    last stage then depends on every stage directly, so that one broadcast error is nearly the gradient of each stage.
 
     Args:
         channels: Channels of the input.

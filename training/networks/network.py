@@ -2,7 +2,7 @@
 
 J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
 convolutional modules use a closed form (`opusim.training.networks.contributions`), every other module torch.func.vjp of
-that module only; nothing behind the module is differentiated. A network of linear layers needs no vjp.
+that module only; no later module is differentiated. A network of linear layers needs no vjp.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Jacobian(ABC):
         """
 
     def contributions(self, delta: Tensor, h: Tensor) -> Contributions:
-        """Return what the records add to the module's parameters alone; arguments as `use` takes them."""
+        """Return what the records add to the parameters of this module only; for the arguments see `use`."""
         return Contributions([(self.parameters, [self.use(delta, h)])], len(delta))
 
     def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
@@ -133,7 +133,7 @@ class ConvolutionJacobian(Jacobian):
 
 
 class DeviceConvolutionJacobian(Jacobian):
-    """A convolution on a device: that of a linear layer at the positions of its patches; the device is not read."""
+    """A convolution on a device, as a linear layer on its patches; the device is not read."""
 
     def __init__(self, module: DeviceConv2d) -> None:
         super().__init__(module)
@@ -264,7 +264,7 @@ def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: st
 
     Args:
         layers: The parameters of each layer.
-        if_frozen: What to do about a frozen layer.
+        if_frozen: Remedy for a frozen layer, for the message.
 
     Raises:
         ValueError: Two layers share a parameter, or one is frozen or not float32.
@@ -527,7 +527,7 @@ def _require_plain(linear: nn.Linear) -> None:
     """Refuse a layer that computes something other than the product with its parameters.
 
     Raises:
-        TypeError: Its weight is computed, as by torch.nn.utils.prune, or code was hung on its forward pass.
+        TypeError: Its weight is computed, as by torch.nn.utils.prune, or it has forward hooks.
     """
     changed = [name for name in ("weight", "bias") if name not in linear._parameters]
     if changed or linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear):
@@ -574,7 +574,7 @@ def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
 
 
 def build_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
-    """Return a view of the user-supplied model, or of a new one as the configuration says if there is none.
+    """Return a view of the user-supplied model, or of a new one from the configuration.
 
     Raises:
         TypeError, ValueError: See FullyConnected; or the widths do not match the data.

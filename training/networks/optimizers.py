@@ -34,14 +34,14 @@ _CLASSES = {
 }
 _FUSED = ("sgd", "adam", "adamw")
 _ROUNDING = 1e-9
-"""By how much a quotient of floats may fall short of the whole number that it stands for."""
+"""Allowance for a quotient of floats that rounding puts just below a whole number."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the torch optimizer that a configuration names.
 
     Args:
-        parameters: What it updates.
+        parameters: The parameters to update.
         config: Name and hyperparameters; those of another family are ignored.
     """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -58,7 +58,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig,
     """Set the learning rate of a step: lr, lr (1 - p), lr (1 + cos(pi p)) / 2, or lr gamma^floor(p / step_size).
 
     Args:
-        optimizer: Whose rate is set.
+        optimizer: The optimizer to change.
         config: lr and its schedule.
         progress: p, the share of the run's steps that are done, in [0, 1).
     """
@@ -114,7 +114,7 @@ class TailAverage:
         self._means: dict[str, Tensor] = {}
 
     def covers(self, step: int) -> bool:
-        """Return whether the parameters after a step count, so that a step before them need not name its parameters.
+        """Return whether the average includes the parameters after a step; if not, `update` does not read them.
 
         Args:
             step: Steps done, at least 1.
@@ -126,7 +126,7 @@ class TailAverage:
 
         Args:
             step: Steps done, at least 1.
-            parameters: By name.
+            parameters: The parameters by name.
         """
         if not self.covers(step):
             return

@@ -1,13 +1,13 @@
-"""Parts of the checks that a module keeps the records of a batch apart, and remembers none.
+"""Helpers for the checks that a module processes each record independently and keeps nothing between batches.
 
 A guarantee for records clips each record's contribution. If one record changes another's output, as with batch
-statistics, it changes all contributions and no clip bounds their sum. Where the records stand follows from the
-operators that run (`opusim.training.networks.record_gradients.probe`); this file has what every check needs: invented
-records, generators that are put back, parameters that are perturbed, and tensors that no pass may change.
+statistics, it changes all contributions and no clip bounds their sum. `record_gradients.probe` follows the records
+through the operators; this file invents records, restores random generators, perturbs parameters, and refuses passes
+that change tensors.
 
-Python attributes may remember, too, such as a running mean or a queue that outlasts a batch. One may begin to act after
-any number of steps, so its effect on outputs is not waited for. Since unusual records may change what invented ones
-leave alone, `preserved_state` puts buffers and attributes back after each pass on private records.
+Python attributes may keep records too, such as a running mean or a queue. An attribute may affect outputs only after
+many steps, so the check compares attributes, not outputs. Private records may change what invented ones leave alone,
+so `preserved_state` restores buffers and attributes after each pass on private records.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIXES_REMEDY = (
 
 
 def scaled(records: Tensor, index: Tensor, factor: float) -> Tensor:
-    """Return some records, whole numbers as they are."""
+    """Return the records at some indices, multiplied by a factor unless all are whole numbers."""
     rows = records[index.to(records.device) % len(records)]
     return rows if bool((rows == rows.round()).all()) else factor * rows
 
@@ -55,7 +55,7 @@ def batch_statistics(model: nn.Module) -> str | None:
 
 
 def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Tensor]:
-    """Return records and targets of the shapes and ranges of a data set, drawn without a look at its records.
+    """Return records and targets of a data set's shapes and ranges, drawn without reading its records.
 
     Features are N(0, 1). Some records end in zeros, as padded sequences do.
 
@@ -87,7 +87,7 @@ def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Ten
 
 
 def two_records(dataset: Dataset, place: torch.device, *, invented: bool) -> Tensor:
-    """Return two records from which shapes are read, shape (2, n_features): invented, or the first one twice."""
+    """Return two records for a check of shapes, shape (2, n_features): invented, or the first one twice."""
     if invented:
         return invented_records(dataset, place)[0][:2]
     return dataset.train.batch(slice(1))[0].to(place).expand(2, -1)
@@ -96,12 +96,12 @@ def two_records(dataset: Dataset, place: torch.device, *, invented: bool) -> Ten
 def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
     """Refuse parameters and buffers that a forward pass changes, and return the output of a later pass.
 
-    The first pass is not checked: some modules fill caches in it, or take initial values from its records, which must
-    therefore be invented ones. It sees half of the records, so that rows that only the others' tokens reach, and limits
-    that only larger numbers move, still change afterwards.
+    The first pass is not checked, since some modules fill caches or take initial values from its records, which must
+    be invented. It gets half of the records: embedding rows of the other tokens, and limits that only larger numbers
+    move, then change in a later pass.
 
     Raises:
-        ValueError: There is such a tensor.
+        ValueError: A pass changes such a tensor.
     """
     seeded_output(model, first_half(x))
     before = {name: tensor.clone() for name, tensor in _tensors(model)}
@@ -115,18 +115,18 @@ def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def first_half(x: Tensor) -> Tensor:
-    """Return as many records, of which the first half occur twice."""
+    """Return a batch of the same size that holds each record of the first half twice."""
     return x[torch.arange(len(x), device=x.device) // 2]
 
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """Refuse a pass in the block that writes into a parameter, even if its values stay as they are for these records.
+    """Refuse a pass in the block that writes into a parameter, even if no value changes for these records.
 
-    An embedding with max_norm does: it shortens the rows of the tokens that it is shown.
+    An embedding with max_norm writes: it shortens the rows of its input tokens.
 
     Raises:
-        ValueError: It does.
+        ValueError: The pass writes into a parameter.
     """
     before = {name: parameter._version for name, parameter in model.named_parameters()}
     yield
@@ -204,8 +204,8 @@ def preserved_generators(place: torch.device) -> Iterator[None]:
 def system_generators(place: torch.device) -> Iterator[None]:
     """Seed the global generators from the system within the block, and restore them on exit.
 
-    What a module or a loader draws for a batch goes by the places of its records, which one record more moves. Under a
-    known seed the contributions of all others would then change; secret draws have one law for every record.
+    A module or a loader draws by a record's place in the batch, and one more record shifts these places. Under a known
+    seed the contributions of all others would then change; secret draws have the same law for every record.
 
     Args:
         place: The torch device whose generator is seeded besides the CPU's.
@@ -221,15 +221,16 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _CONSTANT = frozenset({type(None), bool, int, float, str})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where torch keeps hooks of a module, and those of all modules under "_global" and these names."""
+"""Attributes in which torch keeps a module's hooks; hooks on all modules have the prefix "_global"."""
 _TRUSTED = frozenset({"torch", "opusim", "builtins"})
-_TORCH = str(Path(torch.__file__).parent)
 """Packages whose classes and functions keep nothing of a batch that a later one reads."""
+_TORCH = str(Path(torch.__file__).parent)
+"""Where torch is installed."""
 
 
 @contextmanager
 def preserved_attributes(model: nn.Module) -> Iterator[None]:
-    """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
+    """Restore the Python attributes of a module on exit; see `require_forgetful`."""
     before = None if runs_torch_only(model) else _Memory(model, only_undo=True)
     try:
         yield
@@ -250,7 +251,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Copy values back into buffers; caches that a pass has created since then stay."""
+    """Copy values back into buffers; keep caches that a pass has created since."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in before and before[name].shape == buffer.shape:
@@ -259,19 +260,19 @@ def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 @contextmanager
 def preserved_state(model: nn.Module, *, follow_hooks: bool = True, fixed: bool = False) -> Iterator[None]:
-    """Give buffers and Python attributes of a module the values on exit that they had before.
+    """Restore the buffers and Python attributes of a module on exit.
 
     A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
-    could read it. Tensors that autograd has saved may be among them, so only changed ones are written to, without a new
-    version; a backward pass then sees the values from before.
+    could read it. Autograd may have saved some of these tensors, so only changed ones are written, without a new
+    version; a backward pass then reads the restored values.
 
     Args:
         model: The module.
-        follow_hooks: Whether to put back what hooks on the module keep, too.
+        follow_hooks: Whether to restore the state of the module's hooks, too.
         fixed: Whether to refuse a pass that writes into a parameter; see `fixed_parameters`.
 
     Raises:
-        ValueError: `fixed`, and the pass does.
+        ValueError: `fixed`, and the pass writes into a parameter.
     """
     buffers = [(part._buffers, dict(part._buffers)) for part in model.modules() if part._buffers]
     values = [
@@ -301,9 +302,9 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True, fixed: bool 
 
 
 def runs_torch_only(model: nn.Module) -> bool:
-    """Whether a pass runs code of torch.nn.modules only, which remembers nothing of a batch but in buffers.
+    """Return whether a pass runs only code of torch.nn.modules, which keeps nothing of a batch except in buffers.
 
-    No hook, no function among the attributes, and no class of tensors then brings code of others.
+    No hook, function attribute or tensor subclass may then bring in other code.
     """
     if any(vars(torch_module)[f"_global{name}"] for name in HOOKS):
         return False
@@ -333,17 +334,16 @@ def runs_torch_only(model: nn.Module) -> bool:
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
-    """Refuse a module whose Python attributes still tell, after a batch, which batch came before it.
+    """Refuse a module whose Python attributes depend, after a batch, on the batch before it.
 
-    Running means, queues and logs of activations do, even if no output shows it yet; what every batch overwrites does
-    not, and neither do counters. Attributes of modules are followed through containers, functions, hooks and objects of
-    the packages that the modules come from. What two equal passes set differently is taken for noise. The attributes
-    are as before afterwards.
+    Running means, queues and logs of activations do, even if no output shows it yet; counters and values that every
+    batch overwrites do not. The search follows attributes through containers, functions, hooks and objects of the
+    modules' packages. A value that differs between two equal passes counts as noise. All attributes are restored.
 
     Args:
         model: The module.
-        run: Makes a pass on records of these numbers, from 0 to 4, with real values times the factor,
-            with the same random numbers in each pass.
+        run: Runs a pass on the records with these indices, from 0 to 4, real values times the factor, with the same
+            random numbers in each pass.
 
     Raises:
         ValueError: There is such an attribute.
@@ -361,21 +361,21 @@ def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) 
         value = one.get(path, _Memory)
         if _equal(value, again.get(path, _Memory)) and not _equal(value, other.get(path, _Memory)):
             raise ValueError(
-                f"model: {path!r} keeps what depends on earlier batches, which no clip and no noise protects; use a "
-                "module that keeps nothing between batches, or keep it in what every batch overwrites"
+                f"model: {path!r} depends on earlier batches, which no clip and no noise protects; use a module that "
+                "keeps nothing between batches, or let every batch overwrite it"
             )
 
 
 class _Memory:
-    """What a module keeps in Python attributes, now.
+    """A snapshot of a module's Python attributes.
 
     Attributes:
-        values: Numbers, texts and copies of tensors and arrays, by a path that says where they are.
+        values: Numbers, texts and copies of tensors and arrays, by path.
 
     Args:
         model: The module.
-        follow_hooks: Whether what hooks keep counts.
-        only_undo: Whether it is made for `put_back` only, which saves time.
+        follow_hooks: Whether to include the state of hooks.
+        only_undo: Whether only `put_back` is needed, which saves time.
     """
 
     def __init__(self, model: nn.Module, *, follow_hooks: bool = True, only_undo: bool = False) -> None:
@@ -397,7 +397,7 @@ class _Memory:
             self._visit(getattr(hook, "__name__", "hook"), hook)
 
     def put_back(self) -> None:
-        """Give everything its value of the time when this was made."""
+        """Restore every value of the snapshot."""
         with torch.no_grad():
             for undo in self._undo:
                 undo()
@@ -444,7 +444,7 @@ class _Memory:
             self._attributes(path, value)
 
     def _is_followed(self, value: Any) -> bool:
-        """Whether a value is an object of the modules' packages, or a module that is not registered as a part."""
+        """Return whether a value is an object of the modules' packages, or a module that is not registered."""
         ours = _package(type(value)) in _TRUSTED - {"torch"}
         follows = (isinstance(value, nn.Module) and not ours) or _package(type(value)) in self._homes
         return follows and hasattr(value, "__dict__") and not isinstance(value, type)
@@ -466,7 +466,7 @@ class _Memory:
             self._visit(f"{path}[{number}]", each)
 
     def _function(self, path: str, value: Any) -> None:
-        """Follow what a function of the modules' packages has closed over, and the variables of its file."""
+        """Follow the closure of a function of the modules' packages, and the global variables of its file."""
         while isinstance(value, (types.MethodType, partial)):
             self._visit(path, value.__self__ if isinstance(value, types.MethodType) else list(value.args))
             value = value.__func__ if isinstance(value, types.MethodType) else value.func
@@ -492,7 +492,7 @@ def _package(each: Any) -> str:
 
 
 def _restore(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor an earlier value if it has another one, without a new version of it."""
+    """Write an earlier value into a tensor that has changed, without a new version."""
     if tensor.shape != value.shape:
         tensor.data = value
     elif not torch.equal(tensor, value):
@@ -507,9 +507,7 @@ def _fill(held: MutableMapping[Any, Any], content: dict[Any, Any], left_out: fro
 
 def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.dtype != second.dtype or first.shape != second.shape:
-            return False
-        return torch.equal(first.nan_to_num(), second.nan_to_num())
+        return first.dtype == second.dtype and same(first, second)
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return first.shape == second.shape and first.tobytes() == second.tobytes()
     return type(first) is type(second) and (first == second or first != first)

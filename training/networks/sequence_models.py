@@ -1,7 +1,7 @@
 """Small models for sequences, and the blocks of transformers: a language model, an encoder, a recurrent network.
 
 Each takes the keywords `record_shape` and `n_outputs` and its own options. Feedback points lie on the residual stream.
-A stream without normalisation grows from block to block, so blocks normalise behind the residual sum (`norm = "post"`)
+A stream without normalisation grows from block to block, so blocks normalise after the residual sum (`norm = "post"`)
 unless `norm = "pre"` is asked for.
 """
 
@@ -19,7 +19,7 @@ NormPlace = Literal["post", "pre"]
 
 
 class BlockModel(nn.Module):
-    """A model whose feedback points are its `blocks` but the last, which learns from the true gradient.
+    """A model whose feedback points are all its `blocks` except the last, which learns from the true gradient.
 
     Attributes:
         blocks: At least two.
@@ -94,7 +94,7 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream behind both maps."""
+        """Return the stream after both maps."""
         if self._post:
             x = self.norm1(x + self.dropout(self.first(x)))
             x = self.norm2(x + self.dropout(self.second(x)))

@@ -1,4 +1,4 @@
-"""User-supplied code that a configuration names by import path, which nothing executes before its user agrees.
+"""Load user-supplied code that a configuration names by import path, only after the user agrees.
 
 Importing a module executes it. The folder of a run that names a model or a loss by import path holds the path, the file
 and the file's digest, so that a reader of the folder can look at the file first. The digest covers that one file, not
@@ -39,7 +39,7 @@ _JOINED = {
     "opusim.training.networks.image_models": "opusim.training.networks.models",
     "opusim.training.convex.gated": "opusim.training.convex.trainer",
 }
-"""Modules of models that stand in another one now."""
+"""Modules whose models have moved, with their module of today."""
 
 
 def load_object(path: str, *, key: str) -> Any:
@@ -74,11 +74,10 @@ def load_object(path: str, *, key: str) -> Any:
 
 
 def records_of(path: str) -> Any:
-    """Return what a function that data.name names returns: records in a form that `opusim.train(data=...)` takes.
+    """Call the function that data.name names; return its records, in a form that `opusim.train(data=...)` takes.
 
     Raises:
-        ConfigError: The path names no function, or it returns a Dataset of opusim, whose keys would be those of its
-            own.
+        ConfigError: The path names no function, or the function returns a Dataset of opusim, which has keys of its own.
     """
     function = load_object(path, key="data.name")
     if not callable(function):
@@ -220,7 +219,7 @@ def require_importable(facts: Mapping[str, Any]) -> None:
 
 
 def warn_if_changed(stored: Sequence[Mapping[str, str]]) -> None:
-    """Warn, before it is imported, about user-supplied code that differs from what a run was trained with."""
+    """Warn about user-supplied code that has changed since training, before it is imported."""
     pairs = [(code, code_facts(code["path"])) for code in stored]
     changed = [
         f"{code['path']} is now {found['file']}, BLAKE2 {found['digest']}, and was {code['file']}, BLAKE2 "

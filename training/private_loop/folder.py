@@ -11,8 +11,8 @@ is private: q is then a constant of the user's choice.
 
 A save is a file of torch that holds the content, another such file in bytes, and a sealed JSON document
 (`opusim.training.runs.storage`) with the digests of the content and of the loop's settings, the length of the ledger
-and the inode of a release's folder. What is written is read back first, so that a value that cannot be read again never
-replaces a good save. Values of numpy are kept as bytes, since torch reads none back.
+and the inode of a release's folder. A new save is read back before it replaces the last one, so that an unreadable
+value never spoils a good save. Values of numpy are kept as bytes, since torch reads none back.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _TRUSTED = (
     "only what the private loop releases moves the parameters, neither losses nor other figures of the records are "
     "released, and none of them decides what the loop does, when it ends or whether it is resumed",
 )
-"""What the loop of a user may break, and no code here can check."""
+"""Conditions that a user's loop may break and no code here can check."""
 _TRUSTED_IF_SHARED = (
     "every process reads the same data set, and all of them and their network may see the records"
 )
@@ -107,12 +107,12 @@ class PrivacySettings:
         batch_size: b, the constant that divides the noisy sum.
         max_grad_norm: C, above 0.
         noise_multiplier: z, above 0.
-        target_delta: Of every statement, in [0, 1).
+        target_delta: Delta of every statement, in [0, 1).
         target_epsilon: The budget, or None without one.
         epochs: Planned length, or None.
         records_per_user: k, the records of a user that a step uses at most, if users are drawn in the place of records;
             else None.
-        users: Digest of which records are one user's. None in release mode, which keeps nothing of the records.
+        users: Digest of the users' records; None in release mode, which keeps nothing of the records.
         clipping: How a gradient is brought within C.
         directions: K of a loop with `ZerothOrder`, which releases sums of loss differences; None for gradients.
         device: Whether a device computes feedback in the module; None if that is not known.
@@ -176,7 +176,7 @@ class PrivacySettings:
         return self.calibrated().noise_multiplier == self.noise_multiplier
 
     def calibrated(self) -> Self:
-        """Return the settings with the least noise that keeps `epochs` within `target_epsilon`, which both are given.
+        """Return the settings with the least noise that keeps `epochs` within `target_epsilon`; both must be given.
 
         Raises:
             NoGuarantee: No noise reaches it.
@@ -190,17 +190,17 @@ class PrivacySettings:
 
     @property
     def budget(self) -> Budget | None:
-        """What may be spent, or None without `target_epsilon`."""
+        """The privacy budget, or None without `target_epsilon`."""
         if self.target_epsilon is None:
             return None
         return Budget(epsilon=self.target_epsilon, delta=self.target_delta)
 
     @classmethod
     def resolve(cls, *, records: int, noise_multiplier: float | None, **given: Any) -> Self:
-        """Check the arguments of `make_private`, and find what they leave open.
+        """Check the arguments of `make_private`, and fill in those that are missing.
 
         Args:
-            records: n, of users if users are drawn.
+            records: n, the number of users if users are drawn.
             noise_multiplier: z, or None for the least that keeps `epochs` within `target_epsilon`.
             **given: The other fields; `sample_rate` and, in experiment mode, `seed` may be None.
 
@@ -252,21 +252,21 @@ class PrivacySettings:
         """Return the settings that a folder holds.
 
         Raises:
-            RunFolderError: They were changed, or are something else.
+            RunFolderError: The settings were changed, or the file holds something else.
         """
         remedy = "restore it from a copy, or start a new folder"
         what = "the settings of a private loop"
         return read_record(folder / SETTINGS_FILE, cls, _VERSION, what=what, remedy=remedy)
 
     def require_same(self, folder: Path, *, found: Collection[str]) -> Self:
-        """Return the settings that a folder holds, which resume with these arguments.
+        """Return the settings of a folder, which must agree with these.
 
         Args:
             folder: The folder.
             found: Names of the fields that were not given, which take the folder's values.
 
         Raises:
-            RunFolderError: The folder holds none, or other ones, or they were changed.
+            RunFolderError: The folder holds no settings, or others, or they were changed.
         """
         if not (folder / SETTINGS_FILE).exists():
             raise RunFolderError(
@@ -295,16 +295,16 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
     """Return a guarantee whose assumptions say what the loop enforced and what it takes on trust.
 
     Args:
-        guarantee: Of the ledger.
+        guarantee: A guarantee of the ledger.
         several: Whether several processes shared the loop.
     """
     of_users, unit = guarantee.unit is Unit.USER, guarantee.unit
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True, unit=unit)
     rounding += about_rounding(True, enforced=True)
-    theorem = ADAPTIVE_USERS if of_users else ADAPTIVE_RECORDS  # which names what the others do, and more
+    theorem = ADAPTIVE_USERS if of_users else ADAPTIVE_RECORDS  # it includes the conditions of the others
     checked = (*theorem.checked_by_code, *ZEROTH_ORDER_GAUSSIAN.checked_by_code)
     enforced = {text for text in checked if text != STANDARDISED}
-    enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
+    enforced |= {one.text for one in rounding if one.holds}  # the others stay on trust
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     trusted = (
         *_TRUSTED,
@@ -391,7 +391,7 @@ def read_save(folder: Path) -> tuple[dict[str, Any], Position]:
     """Return the state in the last save of a folder, and how far the ledger reached.
 
     Raises:
-        RunFolderError: There is none, it cannot be read or was changed, or the folder is a copy of that of a release.
+        RunFolderError: There is no save, it is unreadable or was changed, or the folder is a copy of a release's.
     """
     file = folder / CHECKPOINT_FILE
     if not file.exists():
@@ -467,7 +467,7 @@ def _unreadable(value: Any, place: str = "") -> str | None:
 
 
 def _encoded(value: Any) -> Any:
-    """Return a value with bytes for what numpy holds in it; itself if there is nothing of numpy."""
+    """Return a value whose numpy values are replaced by bytes; the value itself if it holds none."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         if value.dtype.hasobject or value.dtype.names:
             return value  # which is refused
@@ -480,7 +480,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return what `_encoded` was given."""
+    """Undo `_encoded`."""
     if type(value) is dict and value.keys() == {_NUMPY}:
         kind, shape, is_scalar, raw = value[_NUMPY]
         array = np.zeros(shape, dtype=kind)
@@ -491,7 +491,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a list, tuple or mapping with its entries changed; itself if no entry changes, or if it is none."""
+    """Change the entries of a list, tuple or mapping; return the value itself if nothing changes."""
     if type(value) in (dict, OrderedDict):
         found = {key: change(each) for key, each in value.items()}
         return type(value)(found) if any(found[key] is not value[key] for key in found) else value

@@ -1,4 +1,4 @@
-"""Refuse what a private loop cannot take, and find out what it must know of a module before the first batch."""
+"""Refuse modules, optimizers and loaders that a private loop cannot take; probe the module before the first batch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _EXAMPLES = 7
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
 _REFUSALS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
-"""What a module may raise for records that it does not take."""
+"""Errors that a module may raise for records that it does not take."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
-"""Where torch's classes are defined that share a module between processes, devices or threads."""
+"""Packages of torch's classes that share a module between processes, devices or threads."""
 
 
 def require_plain_parts(module: nn.Module, optimizer: object, loader: object) -> None:
-    """Refuse what Opacus has prepared already: it would clip and draw a second time, and its hooks stay.
+    """Refuse parts that Opacus has prepared: they would clip and draw a second time.
 
     Raises:
         ValueError: The module, the optimizer or the loader is of Opacus, or hooks of Opacus are on the module.
@@ -63,7 +63,7 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) 
     """Refuse an optimizer that moves other parameters than the module's.
 
     Raises:
-        ValueError: It does, or it runs the module by itself.
+        ValueError: The optimizer moves other parameters, or runs the module by itself.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -79,14 +79,14 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) 
 
 
 def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Warn of parameters that ask for gradients and that the optimizer does not move: the clip counts them, too."""
+    """Warn about parameters that require gradients but are not in the optimizer: the clip counts them, too."""
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     learning = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     left_out = [(name, p) for name, p in learning if id(p) not in moved]
     if left_out:
         share = sum(p.numel() for _, p in left_out) / sum(p.numel() for _, p in learning)
         warnings.warn(
-            f"optimizer: leaves out {len(left_out)} of the {len(learning)} parameters of module that ask for gradients "
+            f"optimizer: leaves out {len(left_out)} of the {len(learning)} parameters of module that require gradients "
             f"({left_out[0][0]!r}; {share:.0%} of their numbers); each record is clipped over all of them, so the "
             "others move less at the same noise: call requires_grad_(False) on those that no optimizer trains, before "
             "make_private",
@@ -106,7 +106,7 @@ def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
 def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignment]) -> None:
     """Refuse feedback that reaches parameters of a module from a part that the module does not register.
 
-    What a private loop sees to, such as secret draws, would not reach it.
+    The settings of a private loop, such as secret draws, would not reach that part.
 
     Raises:
         TypeError: There is such feedback.
@@ -122,11 +122,11 @@ def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignmen
 
 
 def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) -> None:
-    """Refuse feedback devices whose readings may hold another's frame, or that the processes cannot read together.
+    """Refuse feedback devices that may return another record's frame, or that the processes cannot read together.
 
     Raises:
-        ValueError: A description says that frames repeat, or shared devices are those of other processes, or several,
-            whose calls could not be kept in order.
+        ValueError: A description says that frames repeat; a shared device belongs to other processes; or several
+            devices are shared, whose calls cannot be kept in order.
     """
     devices = [each.noisy_device for each in points if each.noisy_device is not None]
     shared = [device for device in devices if device.world is not None]
@@ -149,7 +149,7 @@ def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) ->
 
 
 def require_recordable(module: nn.Module) -> None:
-    """Refuse modules whose gradients of single records cannot be taken here.
+    """Refuse modules whose per-record gradients cannot be computed here.
 
     Raises:
         ValueError: The module is in evaluation mode, compiled, distributed or sparse, or a parameter has a hook; the
@@ -188,14 +188,14 @@ def first_records(loader: DataLoader[Any]) -> list[Any]:
 def arguments_for(
     module: nn.Module, loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None
 ) -> Rows:
-    """Return arguments of a module for a few records, after its first pass, which is on invented ones.
+    """Return arguments of a module for a few records, after its first pass, which takes invented ones.
 
-    From that pass it may take initial values that it keeps. Everything that is found out of the module, or refused,
-    depends on no record of the data set.
+    The module may keep initial values from that pass. No finding about the module, and no refusal, depends on a record
+    of the data set.
 
     Args:
         module: The module.
-        loader: Whose first records say what the module takes, if nothing is given.
+        loader: Its first records give the shapes of the arguments, if none are given.
         given: Public or invented arguments, a sequence or a mapping by name, or None to invent some.
 
     Raises:
@@ -258,7 +258,7 @@ def template_of(module: nn.Module, given: Rows) -> Any:
     """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 
     A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches
-    of two sizes, so that a dimension that only happens to have the size of a batch is told from that of the records.
+    of two sizes, to tell the dimension of records from one that only happens to have the size of a batch.
 
     Raises:
         ValueError: A training pass changes a parameter or a buffer, no output has a row per record, or an output that
@@ -302,10 +302,10 @@ def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
 
 
 def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a parameter, or a buffer if `before` holds buffers too, that is not as before.
+    """Refuse a changed parameter, and a changed buffer if `before` holds buffers too.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A parameter or a buffer changed.
     """
     parameters = dict(module.named_parameters())
     tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
@@ -313,7 +313,7 @@ def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
         if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
             raise ValueError(
                 f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
-                "tells of the records or of their number and which no noise protects; switch that off, such as "
+                "reveals the records or their number and which no noise protects; switch that off, such as "
                 "track_running_stats=False, or use modules that keep nothing"
             )
 
@@ -369,7 +369,7 @@ def require_rows(leaves: Sequence[Any], records: int) -> None:
     A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such an argument.
     """
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -393,7 +393,7 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
         handed: Leaves of the batch, as the loop received it.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such an argument.
     """
     known = [leaf for leaf in handed if isinstance(leaf, Tensor)]
     for leaf in leaves:
@@ -413,7 +413,7 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
 
 
 def _in_order(rows: Tensor) -> Tensor:
-    """Return rows in an order that does not depend on theirs."""
+    """Sort rows, so that the result does not depend on their order."""
     flat = rows.reshape(len(rows), -1)
     return flat[flat.double().sum(dim=1).argsort(stable=True)]
 
@@ -425,7 +425,7 @@ NO_NUMBERS = (
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a bare number; truth values and texts choose what is computed, and are none."""
+    """Return whether a value is a bare number; truth values and texts are options instead."""
     return isinstance(value, int | float | complex | np.generic) and not isinstance(value, bool | np.bool_)
 
 
@@ -451,10 +451,10 @@ def require_steady(
 
 
 class ProbedParts:
-    """Refuses a module that is another one than was probed, since nothing is known about it.
+    """Refuses any module but the one that was probed.
 
     Args:
-        module: As it was probed.
+        module: The module as it was probed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -465,7 +465,7 @@ class ProbedParts:
         self._runs = {name: (type(part), vars(part).get("forward")) for name, part in self._parts.items()}
         owners: list[tuple[Any, str]] = [(part, name) for part in module.modules() for name in HOOKS]
         self._owners = [*owners, *((torch_module, f"_global{name}") for name in HOOKS)]
-        # They are held, so that no later hook has the identity of one of these.
+        # Kept alive, so that no later hook has the id of one of these.
         self._hooks = {
             (id(owner), id(hook)): hook for owner, name in self._owners for hook in vars(owner)[name].values()
         }
@@ -474,7 +474,7 @@ class ProbedParts:
         """Refuse other learning parameters, other parts or code, and further hooks; hooks may have been removed.
 
         Raises:
-            RuntimeError: There are some.
+            RuntimeError: The module changed in one of these ways.
         """
         if {id(p) for p in self._module.parameters() if p.requires_grad} != self._parameters:
             raise RuntimeError(
@@ -510,7 +510,7 @@ class ProbedParts:
                 )
 
     def require_same_modes(self) -> None:
-        """Refuse a training pass in other modes than those that were probed, such as frozen batch statistics in use.
+        """Refuse a training pass in other modes than those probed, such as with batch statistics that were frozen.
 
         Raises:
             RuntimeError: A part of the module changed its mode.

@@ -1,17 +1,16 @@
 """Hand out secret Poisson batches of a user's data loader, each paid for before it is handed out.
 
-The user's loader says which records there are, how they are put together, how many are expected in a batch, and which
-workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
-of all others (opusim.training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the
-batch.
+The user's loader gives the data set, the collate function, the expected batch size and the workers. Its order is
+replaced: in each step, each record enters the batch with probability q, independently of all others
+(opusim.training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the batch.
 
 With fixed physical batches every batch has the same number of rows: copies of its first row fill it, of weight zero, so
-that shapes do not tell how many were drawn. The collate function sees the records only, so that it may sort or change
-them. Else a batch without records has tensors without rows and is a step like any other.
+that shapes do not tell how many were drawn. The collate function gets only the records, so that it may sort or change
+them. Without fixed batches, a batch without records has tensors without rows and is a step like any other.
 
-Where users are drawn, each drawn user has k rows, which copies of its first record fill. The collate function is called
-on the records of one user at a time, so that a row is its user's whatever that function does; torch's own, which stacks
-rows, is called once.
+Where users are drawn, each drawn user has k rows, filled up by copies of its first record. The collate function is
+called on the records of one user at a time, so that each row belongs to its user whatever that function does; torch's
+own, which stacks rows, is called once.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ from opusim.training.private_loop.inputs import first_records
 from opusim.training.private_loop.module import ModuleInLoop
 
 _COLLATED = 4
-"""Seeds under which a collate function is tried, which may mix records at random."""
+"""Seeds under which a collate function is tried, since it may mix records at random."""
 _OFFERS = 3
 """How often a batch that was left without a backward pass is handed out again."""
 _FILL = -1
-"""The index of a row that a record's copy fills."""
+"""Index of a row that holds a copy of a record."""
 _SEEDED = "accelerate.data_loader.SeedableRandomSampler"
-"""The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
+"""The sampler of a loader that Accelerate or the Hugging Face Trainer has prepared."""
 _DRIFT = 1e-3
-"""By how much of its norm a parameter may differ between processes at the start of an epoch: rounding is far below."""
+"""Largest relative difference of a parameter's norm between processes when an epoch starts; rounding is far below."""
 
 
 _Handed = tuple[int, int | list[int] | None, Any]
-"""The rows of a batch, how many of them are records (None for all; of each user if users are drawn), and the batch."""
+"""Number of rows of a batch, number of records (None if all rows are; a list by user if users are drawn), the batch."""
 
 
 class PrivateLoader:
@@ -76,21 +75,21 @@ class PrivateLoader:
 
     An epoch has the nearest whole number to 1 / q steps. After a break or a resumed save, iterating finishes the epoch
     that was begun. A batch that was left without a backward pass, by a break or an error, is handed out again first:
-    were it skipped, what is left out could tell of its records.
+    the choice to skip it could depend on its records.
 
     Attributes:
         dataset: The records.
         batch_size: Expected number of records in a batch.
         sampler: Draws the batches.
-        users: Who is drawn, or None for records.
+        users: The users to draw from, or None if records are drawn.
 
     Args:
         loader: The user's loader.
         settings: How batches are drawn, and what a step releases.
         physical: The rows of a batch, or its users.
         module: Trains on each batch that is handed out.
-        steps: Where each batch is paid for, and the processes that share it.
-        users: Who is drawn in the place of records, or None.
+        steps: Pays for each batch, and holds the processes that share it.
+        users: The users to draw from, or None if records are drawn.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class PrivateLoader:
 
     @property
     def batch_sampler(self) -> BatchSampler:
-        """What Opacus's BatchMemoryManager asks for; it is not needed.
+        """Opacus's BatchMemoryManager reads it; here it is not needed.
 
         Raises:
             AttributeError: Always; the message says what takes its place.
@@ -180,7 +179,7 @@ class PrivateLoader:
             self._end_step(number)
 
     def _begin_iteration(self) -> None:
-        """Refuse to hand out batches after the budget, or if other processes do or hold something else.
+        """Refuse to hand out batches if the budget is spent, or if the processes differ in call, group or parameters.
 
         Raises:
             BudgetExceeded: The budget was spent before.
@@ -224,10 +223,10 @@ class PrivateLoader:
         return True
 
     def _offer_again(self, step: int) -> None:
-        """Take the batch at hand once more; refuse if it was left too often, such as by a loop that would skip it.
+        """Hand out the batch at hand again; refuse if it was left too often, as by a loop that would skip it.
 
         Raises:
-            RuntimeError: It was.
+            RuntimeError: The batch was left too often.
         """
         self._offers += 1
         if self._offers > _OFFERS:
@@ -239,7 +238,7 @@ class PrivateLoader:
         self._module.begin(step, *self._last)
 
     def _end_step(self, iteration: int) -> None:
-        """Refuse to go on before the batch at hand was trained on, or in an iteration that another one took over from.
+        """Refuse to continue before the batch at hand was trained on, or after another iteration began.
 
         Raises:
             RuntimeError: See above.
@@ -295,7 +294,7 @@ def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:
 
 
 class _Drawn(BatchSampler):
-    """The indices of this process in some steps, and `_FILL` in the rows that are left; each step is drawn once."""
+    """The indices of this process in some steps, and `_FILL` for rows to fill; each step is drawn once."""
 
     def __init__(
         self,
@@ -331,7 +330,7 @@ class _Row:
 
 
 class _Indexed(torch.utils.data.Dataset[Any]):
-    """A data set of which any number of records may be asked for, also none, and rows to be filled."""
+    """A data set that returns any number of records, also none, and a `_Row` for each row to fill."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -357,20 +356,20 @@ class _CollateCounted:
 
 
 class _CollateFilled:
-    """The user's collate function, with copies of rows in those that are left, and the numbers of rows and records.
+    """The user's collate function, with copies of rows that fill the batch, and the numbers of rows and records.
 
-    Copies of the first row stand behind the rows of all records. If users are drawn, each of them is collated by
-    itself, and copies of its own first row stand behind its rows; users that only fill the batch stand at its end.
+    Copies of the first row follow the rows of all records. If users are drawn, each of them is collated separately, and
+    copies of its own first row follow its rows; users that only fill the batch come last.
 
     Args:
-        collate: Of the user.
+        collate: The user's collate function.
         one: A batch of one record, whose row fills batches without records.
-        two: A batch of that record twice, which differs from the other where rows are.
+        two: A batch of that record twice; it differs from `one` in the dimensions of rows.
         empty: The batch without rows, if there may be one.
         each: Rows of a user, or None if records are drawn.
 
     Raises:
-        ValueError: The batches hold something whose rows cannot be told.
+        ValueError: The batches hold something whose rows cannot be told apart.
     """
 
     def __init__(
@@ -403,7 +402,7 @@ class _CollateFilled:
 
 
 def _are_alike(records: list[Any]) -> bool:
-    """Whether records are tuples with tensors or numbers of one kind at each place, of which batches stack rows."""
+    """Return whether records are tuples with tensors, or numbers, of one kind at each place, which batches stack."""
     if set(map(type, records)) != {tuple} or len(set(map(len, records))) > 1:
         return False
     kinds = [set(map(type, column)) for column in zip(*records, strict=True)]
@@ -423,7 +422,7 @@ class _Kept:
         self._as_they_are = rows == list(range(len(rows)))
 
     def are_all(self, count: int) -> bool:
-        """Whether they are the rows of a batch of a size as they stand."""
+        """Return whether they are the rows of a batch of a size as they stand."""
         return self._as_they_are and len(self.rows) == count
 
 
@@ -433,14 +432,14 @@ _TOO_FEW = (
 
 
 def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -> Any:
-    """Return some rows of each batch, one after the other; rows are where batches of a record and of it twice differ.
+    """Return some rows of each batch, one after the other; dimensions in which `one` and `two` differ hold rows.
 
     Raises:
-        ValueError: Rows cannot be told, or have other shapes in one batch than in another.
+        ValueError: Rows cannot be told apart, or have other shapes in one batch than in another.
     """
 
     def constant(values: Sequence[Any], one: Any, where: str) -> Any:
-        """Return a value without rows, which reaches all records of a step, so that none of them may decide it."""
+        """Return a value without rows; it reaches all records of a step, so that no record may determine it."""
         if any(not _is_same(value, one) for value in values):
             raise ValueError(
                 f"data_loader: its collate function puts a value without rows into batches (batch{where}), and it "
@@ -499,7 +498,7 @@ def empty_batch(one: Any, two: Any) -> Any:
 
     Tensors and arrays lose all rows, and all entries of dimensions that vary. A list or tuple that grows with the batch
     becomes empty; in others, and in mappings, each entry is emptied. None stays, and so does a truth value that both
-    batches have. Nothing else can be kept, since it may tell of the records that the batches were built from.
+    batches have. Nothing else can be kept, since it may reveal the records that the batches were built from.
 
     Raises:
         ValueError: There is something else.
@@ -521,14 +520,13 @@ def empty_batch(one: Any, two: Any) -> Any:
 
 
 _Leaf = Callable[[Sequence[Any], Any, Any, str], Any]
-"""Returns some rows of the values of batches, from them, those of a batch of one and of two records, and where they
-stand."""
+"""Takes the values of batches, of batches of one and of two records, and their place; returns some rows of them."""
 
 
 def _rebuilt(
     batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept], leaf: _Leaf, where: str
 ) -> Any:
-    """Return some rows of each batch: containers entry by entry, and what grows row by row."""
+    """Return some rows of each batch: containers entry by entry, lists that grow with the batch row by row."""
     kind: Any = type(one)
     if isinstance(batches[0], Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
         if list(one) == list(two):
@@ -555,7 +553,7 @@ def _rebuilt(
 
 
 def _is_same(value: Any, one: Any) -> bool:
-    """Whether two values without rows are equal, entry by entry where they have entries."""
+    """Return whether two values without rows are equal, entry by entry where they have entries."""
     if isinstance(one, Tensor):
         return isinstance(value, Tensor) and torch.equal(value, one)
     if isinstance(one, np.ndarray):
@@ -564,7 +562,7 @@ def _is_same(value: Any, one: Any) -> bool:
 
 
 def _has_entries(value: Any) -> bool:
-    """Whether a value is a tensor or an array whose entries have places."""
+    """Return whether a value is a tensor or an array whose entries have places."""
     return isinstance(value, Tensor | np.ndarray) and not getattr(value, "is_nested", False)
 
 
@@ -621,8 +619,9 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
 def require_separate_rows(loader: DataLoader[Any]) -> None:
     """Refuse a collate function that mixes records, as mixup does: another record would change a record's row.
 
-    Batches of the first records differ in the first or the last one. Rows are compared if the collate function drew as
-    many numbers for both, under the same seed, and where the tensors of both have one shape, which padding may change.
+    Two batches of the first records differ in the first or the last one. Their rows are compared if the collate
+    function drew equally many numbers for both, under the same seed, and their tensors have one shape, which padding
+    may change.
 
     Raises:
         ValueError: There is such a row.

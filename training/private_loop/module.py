@@ -6,8 +6,8 @@ mode on the batch at hand is recorded by a `RecordTape`, and its outputs are ret
 gradient of each record's loss at these outputs; a backward pass from there gives the gradients of single records, which
 `RecordGradients` clips, sums and noises.
 
-What reaches a parameter's `.grad` is therefore private from the first moment, and every other backward pass that would
-reach a parameter is refused:
+A parameter's `.grad` is therefore private at all times, and every other backward pass that would reach a parameter is
+refused:
 
 | what the loop does | what happens |
 | --- | --- |
@@ -80,8 +80,8 @@ class Pass:
         args: Its arguments.
         kwargs: Its keyword arguments.
         attached: Its outputs with their graph, by place; empty if parts of the batch run again.
-        handed: What the user received in their place.
-        versions: How often torch had changed each of these in place when it was handed out.
+        handed: The detached outputs that the user received instead.
+        versions: Torch's version of each of these when it was handed out; a change in place raises it.
         states: The states of torch's generators before each part, if parts run again.
     """
 
@@ -104,7 +104,7 @@ class Batch:
     Attributes:
         step: Its number.
         records: Its rows.
-        recorder: What its passes are recorded with; None before the first, and if parts run again.
+        recorder: Records its passes; None before the first, and if parts run again.
         passes: The calls of the module on it.
         written: Whether its gradients were written.
         failed: How many backward passes on it ended in an error.
@@ -124,11 +124,11 @@ USES_PARAMETERS = (
 )
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _LEAST_SCALE = 2.0**8
-"""Powers of two from here on are taken for the factor of a GradScaler, which starts with 2^16."""
+"""Powers of two from here on count as the factor of a GradScaler, which starts at 2^16."""
 _ORDER_CHECKS = 4
-"""Filled batches of which the order of rows is checked; a loop that changes it does so in every batch."""
+"""Number of filled batches whose order of rows is checked; a loop that changes it does so in every batch."""
 _PASSES_A_STEP = 2**20
-"""Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
+"""Step numbers of the device for each step's backward passes, so that parts of a batch do not share its noise."""
 
 
 class ModuleInLoop(ABC):
@@ -168,7 +168,7 @@ class ModuleInLoop(ABC):
         self._template = template_of(module, given)
         args, kwargs = given.values
         self.tape = RecordTape(module, *args, **kwargs)
-        """What follows the records through the module."""
+        """The tape that follows the records through the module."""
         require_steady(self.tape, args, kwargs, points)
         self.trained_parameters = [p for layer in self.tape.layers for p in layer]
         """The parameters that are trained."""
@@ -209,8 +209,8 @@ class ModuleInLoop(ABC):
         Args:
             step: Its number.
             rows: Its size.
-            drawn: How many of its rows, the first ones, are records; the others have weight zero. None for all. If
-                users are drawn, how many of each user's rows.
+            drawn: Number of its first rows that are records; the others have weight zero. None for all. If users are
+                drawn, the number for each user.
             handed: The batch, as the loop receives it.
         """
         self.probed.require_same()
@@ -241,12 +241,12 @@ class ModuleInLoop(ABC):
 
     @property
     def on_processor(self) -> bool:
-        """Whether the trained parameters are there, so that their noise is exactly rounded."""
+        """Whether the trained parameters are on the CPU, so that their noise is exactly rounded."""
         return all(parameter.device.type == "cpu" for parameter in self.trained_parameters)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Tensors that a save holds of it, by name; a resumed loop copies into them."""
+        """Tensors for a save, by name; a resumed loop copies into them."""
         return {}
 
     @abstractmethod
@@ -255,7 +255,7 @@ class ModuleInLoop(ABC):
 
     @abstractmethod
     def outputs(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
-        """Return by place the outputs that the user received of the batch at hand, if not changed in place."""
+        """Return the leaves, by place, that are outputs of the batch at hand and were not changed in place."""
 
     def _parts_of(self, records: int) -> list[slice]:
         size = self._limit or max(records, 1)
@@ -326,7 +326,7 @@ class PrivateModule(ModuleInLoop):
     @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
         batch, leaves, reason = self._batch, tree_leaves((args, kwargs)), None
-        # 1. Find out whether this is a training pass, and why not.
+        # 1. Find out whether this is a training pass, and if not, why.
         if not torch.is_grad_enabled():
             reason = "the module ran under torch.no_grad"
         elif not self.module.training:
@@ -392,7 +392,7 @@ class PrivateModule(ModuleInLoop):
         return tree_unflatten(joined, flat[0][1])
 
     def _handed(self, one: Pass, output: Any, *, attach: bool) -> Any:
-        """Return outputs detached; those that lead to parameters learn through the criterion only."""
+        """Return outputs detached; only the criterion brings gradients to those that lead to parameters."""
         leaves, spec = tree_flatten(output)
         for n, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -412,8 +412,8 @@ class PrivateModule(ModuleInLoop):
         """Return a loss of the batch at hand, whose backward pass writes the private gradients.
 
         Args:
-            value: What it shows.
-            gradients: At its outputs.
+            value: The loss that the user sees.
+            gradients: Gradients at the module's outputs.
         """
         batch = self._batch
         if not torch.is_grad_enabled():
@@ -424,7 +424,7 @@ class PrivateModule(ModuleInLoop):
         return loss
 
     def _write(self, batch: Batch | None, gradients: Gradients, attempt: int, factor: float) -> None:
-        """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
+        """Write the private gradients of a batch, and add those of earlier batches since the last step or zero_grad."""
         self._steps.require_own()
         # 1. Refuse a batch that is over, or whose gradients were released.
         if batch is None or batch is not self._batch:
@@ -460,7 +460,7 @@ class PrivateModule(ModuleInLoop):
                 f"backward: the module was moved to or from a graphics card after step {batch.step} was paid for, and "
                 "the ledger says how noise is rounded there; move it before its batch is drawn"
             )
-        # 3. Write the gradients of this batch alone, then add those that were there.
+        # 3. Write the gradients of this batch only, then add the earlier ones.
         earlier = [parameter.grad for parameter in self.trained_parameters]
         for parameter in self.trained_parameters:
             parameter.grad = None
@@ -495,7 +495,7 @@ class PrivateModule(ModuleInLoop):
     def _recorded(
         self, batch: Batch, gradients: Gradients, readings_of_others: int
     ) -> Iterator[Contributions]:
-        """Yield what the records of a batch contribute, and take part in what else other processes read."""
+        """Yield the contributions of a batch's records, and take part in the further readings of other processes."""
         padding, weights = self.padding, self._weights
         if padding is not None and weights is not None:
             gradients = [
@@ -580,7 +580,7 @@ class MeasuredModule(ModuleInLoop):
 
     Args:
         module, given, steps, points, most_rows: See `ModuleInLoop`; the module runs in evaluation mode.
-        optimizer: Its directions.
+        optimizer: The optimizer whose directions are measured.
         release: Clips jointly, sums and noises.
     """
 
@@ -647,14 +647,14 @@ class MeasuredModule(ModuleInLoop):
         return output
 
     def losses(self, found: Tensor) -> Tensor:
-        """Take the losses of records, shape (records,), for those of the private criterion."""
+        """Note losses, shape (records,), as those that the private criterion returned."""
         if found.requires_grad:
             raise ValueError(USES_PARAMETERS)
         self._losses.append(found)
         return found
 
     def _measure(self, losses: Callable[..., Tensor], batch: tuple[Any, ...]) -> Tensor:
-        """Measure the batch at hand; see `ZerothOrder.measure`, in whose place it stands.
+        """Measure the batch at hand, in place of `ZerothOrder.measure`.
 
         Returns:
             The mean loss of the records on the plus side of the first direction.
@@ -678,7 +678,7 @@ class MeasuredModule(ModuleInLoop):
         if self._handed_out:
             require_order(leaves, self._handed_out)
         self.probed.require_same()
-        # 2. Its clipped sums. What the module does with arguments of new shapes is found out on invented ones.
+        # 2. Its clipped sums; arguments of new shapes are followed with invented records first.
         try:
             while True:
                 try:
@@ -705,8 +705,8 @@ class MeasuredModule(ModuleInLoop):
     ) -> tuple[Tensor, Tensor]:
         """Return the clipped sums of the batch at hand, and its losses on the plus side of the first direction.
 
-        Moving the parameters to a side and back rounds them, and no noise protects that. So they move as often whatever
-        was drawn: all parts run on a side before the next.
+        Moving the parameters to a side and back rounds them, and no noise protects that. So the number of moves must
+        not depend on the draw: all parts run on one side before the next.
         """
         place, at_once = self.trained_parameters[0].device, self._optimizer.at_once
         parts = self._parts_of(records) or [slice(0)]

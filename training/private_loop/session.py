@@ -1,4 +1,4 @@
-"""A private loop at work: what it hands out, pays for, states, saves and refuses; and the loss of single records.
+"""A running private loop: its payments, statement, saves and refusals; and the loss of single records.
 
 A loss over a batch may mix records: with `ignore_index`, a mean over tokens divides by the number of counted tokens of
 all records, and contrastive losses compare records. A clip then bounds nothing. Here record i has the loss
@@ -8,7 +8,7 @@ all records, and contrastive losses compare records. A clip then bounds nothing.
 both with a first dimension of 1, so that l_i depends on no other record, whatever the criterion computes. torch.vmap
 calls it for all records at once; a criterion that vmap cannot map is called in a loop.
 
-Another accountant's epsilon stands next to ours if an installed package brings one, by an entry point:
+The statement also gives another accountant's epsilon if an installed package brings one, by an entry point:
 
     [project.entry-points."opusim.accountants"]
     my_accountant = "my_package:MyAccountant"
@@ -66,7 +66,7 @@ ENTRY_POINT_GROUP = "opusim.accountants"
 
 
 class Accountant(Protocol):
-    """What an entry point's class is asked; it is built without arguments."""
+    """Interface of an entry point's class, which is built without arguments."""
 
     def epsilon(self, mechanisms: Sequence[Mapping[str, Any]], *, delta: float) -> float:
         """Return epsilon of all mechanisms together, each of which ran `steps` times."""
@@ -77,7 +77,7 @@ class NamedAccountant:
     """An accountant that a package brings.
 
     Attributes:
-        name: Of the entry point.
+        name: Name of the entry point.
         package: The package.
         accountant: An object of its class.
     """
@@ -108,11 +108,11 @@ class NamedAccountant:
             raise _unusable(name, package, error) from error
 
     def claimed(self, mechanisms: Sequence[Mechanism], proven: Guarantee) -> Guarantee:
-        """Return what the accountant says of what a proven guarantee is about.
+        """Return the accountant's epsilon as a claimed guarantee for the mechanisms of a proven one.
 
         Args:
-            mechanisms: What was paid for.
-            proven: Ours, of the same mechanisms.
+            mechanisms: The mechanisms that were paid for.
+            proven: The guarantee of opusim for the same mechanisms.
 
         Raises:
             ValueError: The accountant raises an error, or returns no epsilon.
@@ -228,7 +228,7 @@ class PrivateCriterion(nn.Module):
 
         if isinstance(self._private, MeasuredModule):
             # The mode that evaluates directions at once has no part in the criterion.
-            with torch._C.DisableTorchFunction(), torch.enable_grad():  # which tells of parameters
+            with torch._C.DisableTorchFunction(), torch.enable_grad():  # the graph shows uses of parameters
                 return self._private.losses(self._losses(one, [leaves[n] for n in places]))
         if not self._private.records:
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
@@ -270,7 +270,7 @@ class PrivateCriterion(nn.Module):
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.
 
-        A number may, and a tensor without a row for each record; one in a container reaches the criterion whole.
+        A number may, and a tensor without a row for each record; a tensor in a container would not be cut by record.
         """
         records = self._private.records
         for leaf in leaves:
@@ -312,7 +312,7 @@ class PrivateTraining(Shown):
         data_loader: Stands for the loader given.
         settings: Every constant of the guarantee.
         physical_batches: How the records of a step run.
-        extra: What the `save` that was resumed from was given besides, or None.
+        extra: The `extra` of the save that was resumed from, or None.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class PrivateTraining(Shown):
     ) -> None:
         """Open the ledger, of a new private loop or of the one in the folder, and watch the optimizer.
 
-        `make_private` describes the arguments; the stack holds what `close` ends.
+        `make_private` describes the arguments; the stack holds the contexts that `close` ends.
         """
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
         self.criterion = PrivateCriterion(criterion, private)
@@ -352,7 +352,7 @@ class PrivateTraining(Shown):
         self._movement, self._until_look = Movement(self.module), STEPS_TO_MOVE
         stack.callback(optimizer.register_step_pre_hook(self.before_step).remove)
         stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
-        self._stack = stack.pop_all()  # from here on `close` ends it, and no longer the caller
+        self._stack = stack.pop_all()  # from here on `close` ends it, not the caller
 
     def _opened(self, *, resume: bool) -> Ledger:
         """Return the open ledger, in the folder of a new private loop or of one that resumes."""
@@ -397,7 +397,7 @@ class PrivateTraining(Shown):
     def close(self) -> None:
         """Give the plain module back, return steps that were reserved and not taken, and close the ledger.
 
-        Of several processes the first returns steps; the others go on to count the steps that were reserved.
+        Of several processes only the first returns steps; the others still count the reserved ones.
         """
         self._steps.return_unused()
         self._stack.close()
@@ -419,14 +419,14 @@ class PrivateTraining(Shown):
 
     @property
     def epsilon(self) -> float:
-        """What has been paid for so far, at `target_delta`; 0 before the first step.
+        """Epsilon of all steps that were paid for, at `target_delta`; 0 before the first step.
 
         Steps are paid for in blocks that end with the epoch, so that within an epoch this may include steps to come.
         """
         return self.get_epsilon(self.settings.target_delta)
 
     def get_epsilon(self, delta: float) -> float:
-        """Return what has been paid for so far, at a delta in [0, 1)."""
+        """Return epsilon of all steps that were paid for, at a delta in [0, 1)."""
         content = self._steps.content
         if not content.payments:
             return 0.0
@@ -503,12 +503,12 @@ class PrivateTraining(Shown):
     # The optimizer
 
     def before_step(self, *_: Any) -> None:
-        """Refuse an optimizer that would move what is not private; called before each step of the optimizer."""
+        """Refuse an optimizer that would move other parameters than private ones; called before each of its steps."""
         self._private.probed.require_same()
         require_own_parameters(self.optimizer, self.module)
 
     def after_step(self, *_: Any) -> None:
-        """Refuse a step without new private gradients; called after it, for a closure writes them within the step."""
+        """Refuse a step without new private gradients; called after it, since a closure writes them within the step."""
         written, self._private.unused_gradients = self._private.unused_gradients, 0
         if not written:
             raise RuntimeError(
@@ -525,7 +525,7 @@ class PrivateTraining(Shown):
         return self._private.padding
 
     def wrap_writer(self, wrap: Callable[[PrivateGradients], PrivateGradients]) -> None:
-        """Let another writer see or change what the loop's own one is given, as an audit does.
+        """Wrap the loop's gradient writer, as an audit does to see or change what it is given.
 
         Args:
             wrap: Returns a writer around the loop's own.

@@ -1,4 +1,4 @@
-"""Make a user's own training loop private, in the words of Opacus: `make_private`."""
+"""Make a user's own training loop private, with the argument names of Opacus: `make_private`."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def make_private(
 
     With `user_ids` users are protected: each step draws each user with probability q = b / n, where b and n count
     users, and clips the mean gradient of at most `records_per_user` of its records, once. A record without an ID is a
-    user of its own. The loader then hands out `records_per_user` rows for each drawn user, copies of weight zero in
-    those that it lacks.
+    user of its own. The loader then hands out `records_per_user` rows for each drawn user, filled up by copies of
+    weight zero.
 
     Under torchrun, or in an initialised process group, every process makes the same call and runs the same loop. The
     first process pays, draws each batch over the whole data set and adds the noise once to the sum of all.
@@ -116,26 +116,27 @@ def make_private(
             the order of the module; C is then the root of the sum of their squares. With `ZerothOrder`, the bound on
             the norm of a record's loss differences: 2 phi sqrt(K) times the norm of a gradient that it keeps whole.
         target_delta: Delta of every statement, in [0, 1); well below 1 / n.
-        folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
+        folder: Folder of ledger and saves; new, or with `resume` that of this loop. That of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.
         epochs: Planned epochs of round(1 / q) steps.
         mode: "experiment" stores a seed from which its noise can be rebuilt; "release" draws noise and batches from the
             operating system.
-        seed: Of experiment mode, in [0, 2^64); None draws one.
+        seed: Seed of experiment mode, in [0, 2^64); None draws one.
         relation: "zero_out", under which n is public, or "add_or_remove_one", under which nothing may come from n.
         sample_rate: q, for add_or_remove_one a constant of your choice; None takes b / n.
         max_physical_batch_size: Records in memory at once; larger batches run in parts, whose forward passes run twice.
-        fixed_batches: Whether every step runs a fixed number of rows, with copies of a record of weight zero in those
-            that are left, so that neither the loop nor the time of a pass sees how many records were drawn; the batch
-            has these rows, too. More run with a chance of 1e-9 a step, or if n q exceeds batch_size. None: on a
-            graphics card, and from 1,024 expected records. `physical_batches` of the private loop says how many run.
+        fixed_batches: Whether every batch has a fixed number of rows, filled up by copies of a record of weight zero,
+            so that neither the loop nor the time of a pass shows how many records were drawn. More rows run with a
+            chance of 1e-9 a step, or if n q exceeds batch_size. None takes true on a graphics card, and from 1,024
+            expected records. `physical_batches` of the private loop says how many rows run.
         example_inputs: Arguments of the module for a few records, a sequence or a mapping by name, public or invented:
             refusals may depend on them. None takes the shapes of the first entry of the loader's batches, or of all but
             the labels of a mapping, and invents the numbers.
         accountant: Name of another accountant, which an installed package brings by the entry-point group
-            "opusim.accountants"; the statement has its epsilon as well, as claimed. Budget and `epsilon` stay ours.
+            "opusim.accountants"; the statement gives its epsilon as well, as claimed. Budget and `epsilon` are those of
+            opusim.
         user_ids: The ID of each record's user, a number or a text, in the order of the data set; None, NaN or a blank
             text for none. The collate function is called on the records of one user at a time.
         records_per_user: k, at least 1. A step draws which k records of a user with more it takes.
@@ -329,7 +330,7 @@ def _one_loop_less(points: FeedbackAlignment) -> None:
 
 
 def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, Any]:
-    """Return what is public of the records of a step, or of its users, for `PhysicalBatches`.
+    """Return the public numbers of a step's records, or users, for `PhysicalBatches`.
 
     Under add_or_remove_one the number of records is private, and the number of rows follows from other constants.
     """
@@ -345,10 +346,10 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
     """Return the settings of a private loop, and hold its folder as its only writer.
 
     Args:
-        records: n, of records or of users.
+        records: n, the number of records or of users.
         folder: A new one, or with `resume` that of the loop.
-        stack: Receives what gives the folder back.
-        resume: Whether to take what was not given from the folder.
+        stack: Receives the context that holds the folder.
+        resume: Whether the folder supplies arguments that were not given.
         **given: See `PrivacySettings.resolve`.
     """
     settings = PrivacySettings.resolve(records=records, **given)
@@ -369,7 +370,7 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
 def _facts(
     module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """Return what the arguments of all processes have in common.
+    """Return facts about the arguments that must be equal in all processes.
 
     A data set that draws numbers is compared by the number of its records only.
     """

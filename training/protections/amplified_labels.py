@@ -10,8 +10,8 @@ that a record of typical features has sum_l h_l^T P_l^-1 h_l = 1. A step release
 with independent Xi_l of N(0, 1). P_l of a hidden layer may be that of the weights of earlier steps, which were released
 as well: any P_l serves that public numbers determine before the step. Everything is computed in float64, because
 whitening magnifies float32 rounding by the root of P_l's condition number, up to 900 at a floor of 0.001. Only the
-whitened sum is rounded to float32. Noise is added there, on the processor as one exactly rounded number, and colours
-are post-processing. Whitened by P_l, each record's contribution has norm at most C under every label, whatever a
+whitened sum is rounded to float32. Noise is added to that sum, on the CPU as one exactly rounded number; colouring it
+is post-processing. Whitened by P_l, each record's contribution has norm at most C under every label, whatever a
 device's noise did to delta. This is the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
 Source: docs/privacy-labels.md, section 3 (a secret batch and noise of a public covariance).
 """
@@ -94,7 +94,7 @@ class AmplifiedLabelProtection(PoissonProtection):
         return self.noise_work(sizes, n_outputs)
 
     def _reference(self) -> Tensor:
-        """Return features of training records that stand for all: public, since only the labels are protected."""
+        """Return a sample of the training features, which are public, since only the labels are protected."""
         config, train = self.config, self.dataset.train
         size = self.options.reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
@@ -113,7 +113,7 @@ class AmplifiedLabels(PrivateGradients):
         reference: Public features, shape (n, n_0): those of training records, since only their labels are protected.
         equalise: Whether the first layer weights them by the D-optimal design.
         noise: Source of independent N(0, 1).
-        error: What one record may change of the rounding of the sum, over C; more noise makes up for it.
+        error: Change that one record may make in the rounding of the sum, over C; the noise is raised to cover it.
         reference_every: Steps for which P_l of hidden layers is kept.
         sizes: Inputs of each layer, the bias's constant included; for `reference_every` above 1.
 

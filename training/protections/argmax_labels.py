@@ -1,10 +1,10 @@
-"""Labels shown once to a camera, of which only the brightest group of pixels is kept.
+"""Labels shown once to a camera; only the brightest group of pixels of each frame is kept.
 
 Each label has a group of pixels that it lights most. Under a secret permutation of each record's labels only the group
-with the largest sum is kept, and the frames are discarded in the function that takes them. Light that fluctuates is
-accounted for at every power up to one that a frame exceeds with a small probability, which is taken off delta. A
-certificate leaves open how much light and dark charge all outputs share, and how far groups differ from that: the first
-is covered in cells, so that only the second can favour one group over another.
+with the largest sum is kept, and the frames are discarded in the function that takes them. The guarantee covers light
+that fluctuates, up to a power that a frame exceeds with a small probability, which is taken off delta. A certificate
+limits the light and dark charge that all outputs share, and the differences of groups from that. Cells cover the shared
+part, so that only the differences can favour one group over another.
 A camera sees each one-hot vector as a binary frame, with the laser dimmed (`LabelFrames`).
 Source: docs/privacy-labels.md, sections 8 and 9 (the argmax of counts, light that varies in common).
 """
@@ -39,7 +39,7 @@ from opusim.training.protections.noisy_labels import Pay
 
 FRAMES_AT_ONCE = 4096
 POWER_SHARE = 0.1
-"""Share of the delta that certificates leave, at which a frame of light that fluctuates may be too bright."""
+"""Share of the delta that certificates leave: the probability that a frame of fluctuating light is too bright."""
 _NODES = 7
 """Powers over which a likelihood under light that fluctuates is averaged."""
 KEY = "protection.noise"
@@ -51,14 +51,14 @@ class LabelFrames:
 
     Attributes:
         device: The open camera.
-        law: Of its counts; the first frame of a reading is the one-hot vector's own.
+        law: Law of its counts; the first frame of a reading is the one-hot vector's own.
         dark: Least expected electrons without light that are credited at each pixel, shape (pixels,).
         certified: Limits of the device's certificate, or None without one.
         power: Law of the laser's power in a frame, of the largest spread that the certificate allows; None if it is
             constant.
-        beta: Probability that these are wrong, 0 without one; with that of `measured`.
+        beta: Probability that a limit of the certificate or of `measured` is wrong; 0 without them.
         certificate: Digest of the certificate, or empty.
-        measured: What frames of the labels' patterns say of `light`; None if the description tells it.
+        measured: Measured rates of the labels' patterns; None if `light` is that of the description.
     """
 
     device: CameraDevice
@@ -72,11 +72,11 @@ class LabelFrames:
 
     @classmethod
     def of(cls, device: NoisyDevice, n_classes: int) -> LabelFrames:
-        """Return how an open device sees the labels, within the limits of its certificate if it has one.
+        """Return the labels' frames of an open device, within the limits of its certificate if it has one.
 
         Raises:
-            ConfigError: It is no simulated camera, reads holograms, its light drifts slowly, or it states no law of its
-                counts.
+            ConfigError: The device is no simulated camera, reads holograms, its light drifts slowly, or it states no
+                law of its counts.
         """
         if not isinstance(device, CameraDevice) or device.stated_noise is None:
             reason = (
@@ -94,8 +94,8 @@ class LabelFrames:
         pixels = None if device.description.camera is None else device.description.camera.pixels
         if pixels is not None and pixels.uneven_keys:
             reason = (
-                "makes noise that differs over pixels or that they share, and the argmax has a law of equal and "
-                f"independent pixels only; remove the key, or use {KEY} = 'digital'"
+                "makes noise that differs over pixels or that they share, and the law of the argmax is for equal and "
+                f"independent pixels; remove the key, or use {KEY} = 'digital'"
             )
             raise ConfigError(device.name, f"camera.pixels.{pixels.uneven_keys[0]}", reason)
         law = device.count_law(torch.eye(n_classes), at_mean_power=True)
@@ -142,15 +142,15 @@ class LabelFrames:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Tells whether two openings of a camera see the labels alike: a digest of all but the device."""
+        """Digest of all fields but the device; equal if two openings of a camera see the labels alike."""
         parts = self.law, self.dark, self.certified, self.power, self.beta, self.certificate, self.measured
         return hashlib.blake2b(pickle.dumps(parts)).digest()
 
     @property
     def excess(self) -> float:
-        """Most mean light, as a multiple of the law's, that the certificate allows; 1 without one.
+        """Largest mean light that the certificate allows, as a multiple of the law's; 1 without a certificate.
 
-        Of measured light, most light of a frame as a multiple of the mean of frames.
+        For measured light, the largest light of a frame, as a multiple of the mean over frames.
         """
         limits = self.certified
         if limits is None:
@@ -161,7 +161,7 @@ class LabelFrames:
         return limits.frame_ratio_high or math.inf
 
     def power_error(self, delta: float) -> float:
-        """Return the share of a delta with which a frame may be brighter than accounted for; 0 of constant light.
+        """Return the probability, a share of delta, that a frame is brighter than accounted for; 0 for constant light.
 
         Each label is shown in one frame, so the union bound over the frames of a record has one term.
         """
@@ -170,7 +170,7 @@ class LabelFrames:
         return POWER_SHARE * max(delta - self.beta, 0.0)
 
     def brightest(self, power_error: float) -> float:
-        """Return w_max: the relative power that a frame exceeds with at most this probability; 1 of constant light."""
+        """Return w_max: the relative power that a frame exceeds with at most this probability; 1 for constant light."""
         return 1.0 if self.power is None else self.power.limit(power_error)
 
     @cached_property
@@ -224,15 +224,15 @@ def _require_steady_mean(device: CameraDevice) -> None:
 LEAST_LIGHT = 1e-9
 """Smallest multiple of the described light that is searched."""
 NO_LIGHT = 1e-300
-"""Stands for a light of 0, which a camera's operating point does not take."""
+"""Replaces a light of 0, which a camera's operating point does not take."""
 _MOST_PER_GROUP = 32
 _PIXELS_COMPARED = 2048
-"""Pixels among which those of the groups are chosen."""
+"""Number of pixels from which groups are chosen."""
 _TOLERANCE = 1e-4
 _CELL_TOLERANCE, _MOST_CELLS = 0.005, 400
-"""How far the epsilon of cells may exceed that of a point, relatively, and how many cells are bounded."""
+"""Largest relative excess of the cells' epsilon over that of a point, and largest number of cells."""
 _MOST_SPREAD_ERROR = 1e-7
-"""Largest distance between the laws of a group's sum at one total rate, from which on each output counts by itself."""
+"""Largest distance between the laws of a group's sum at one total rate; beyond it, each output has its own limits."""
 
 Matrices = tuple[np.ndarray, np.ndarray]
 """Lower and upper limits of a confusion matrix, each of shape (labels, groups)."""
@@ -263,8 +263,8 @@ class ArgmaxReadout:
 
         Args:
             frames: The camera.
-            epsilon: Of the answer, above 0.
-            delta: Of the run, a share of which light that fluctuates takes; constant light takes none.
+            epsilon: Epsilon of the answer, above 0.
+            delta: Delta of the run; fluctuating light takes a share of it.
 
         Raises:
             ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
@@ -280,8 +280,8 @@ class ArgmaxReadout:
                 f"{least}"
             )
             raise ConfigError("configuration", "protection.delta", reason)
-        # The largest groups, and under a certificate smaller ones too: it leaves each pixel's dark charge open within
-        # limits, and what that may tell grows with the pixels of a group as the light that it collects does.
+        # The largest groups, and under a certificate smaller ones too: it only limits each pixel's dark charge, and
+        # what that may reveal grows with the size of a group, as does the light that the group collects.
         choices = [label_groups(frames.light)]
         while frames.certified is not None and choices[-1].shape[1] > 1:
             choices.append(label_groups(frames.light, most=choices[-1].shape[1] // 2))
@@ -313,7 +313,7 @@ class ArgmaxReadout:
 
         Args:
             labels: Class numbers, shape (n,).
-            source: Of the permutations and of what breaks ties.
+            source: Source of the permutations and of random numbers that break ties.
         """
         found = []
         for part in labels.split(FRAMES_AT_ONCE):
@@ -336,10 +336,10 @@ def read_argmax(readout: ArgmaxReadout, labels: Tensor, source: UniformSource, *
     """Show every label once and keep its answer only.
 
     Args:
-        readout: What is read, and its light.
+        readout: The groups of pixels, and the light.
         labels: Class numbers, shape (n,).
-        source: Of the permutations and of what breaks ties; the operating system's own for a release.
-        pay: Takes what is released, before a frame is taken.
+        source: Source of the permutations and of random numbers that break ties; the operating system's for a release.
+        pay: Pays for the release, before a frame is taken.
 
     Returns:
         The log-likelihood of every class, float32, shape (n, k).
@@ -424,7 +424,7 @@ def own_light(light: np.ndarray, groups: np.ndarray) -> float:
 
 
 def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarray:
-    """Return the pixels of each label, equally many: an assignment of the largest light beyond the other labels'.
+    """Return equally many pixels for each label: those with most light beyond the mean light of the other labels.
 
     Args:
         light: Expected electrons of light, shape (labels, pixels).
@@ -454,9 +454,9 @@ class Cell:
     Attributes:
         least: Least light, a multiple of the described one, at least 0.
         most: Largest light.
-        dark_low: Least dark charge of every output that a certificate leaves open, electrons. Without one what it is
-            beyond the described charge: 0, or less if the law of the dark current is a rule of thumb, whose credited
-            charge is less.
+        dark_low: Least dark charge of every output under a certificate, electrons. Without one, the difference from
+            the described charge: 0, or below 0 if the law of the dark current is a rule of thumb, whose credited charge
+            is less.
         dark_high: Largest dark charge, likewise; 0 without a certificate.
     """
 
@@ -467,7 +467,7 @@ class Cell:
 
     @property
     def worst(self) -> Cell:
-        """The brightest frames at the least dark charge, where an answer usually tells most."""
+        """The brightest frames at the least dark charge, where an answer usually reveals most."""
         return replace(self, least=self.most, dark_high=self.dark_low)
 
     @property
@@ -478,7 +478,7 @@ class Cell:
         return replace(self, dark_high=self.dark_low), replace(self, dark_low=0.0)
 
     def halves(self, electrons: float) -> tuple[Cell, Cell]:
-        """Return the halves along the range that changes more, if a light of 1 has so many electrons at an output."""
+        """Return the halves along the wider range in electrons; a light of 1 has `electrons` of them at an output."""
         if (self.most - self.least) * electrons > self.dark_high - self.dark_low:
             light = (self.least + self.most) / 2
             return replace(self, most=light), replace(self, least=light)
@@ -499,9 +499,9 @@ def shared_range(
     Args:
         frames: The camera.
         size: Outputs of a group.
-        light: Largest multiple of the described light in a frame, but for what a certificate leaves open.
+        light: Largest multiple of the described light in a frame, before the factor of a certificate.
         least: Least such multiple; None for `light` itself.
-        point: How the camera is run, but for its light; None for the description.
+        point: The camera's operating point, except for its light; None for that of the description.
     """
     certified, dimmed = frames.certified, light if least is None else least
     if certified is None:
@@ -530,7 +530,7 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     Args:
         frames: The camera.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of D; without a certificate D is what the dark charge is beyond the described.
+        cell: Ranges of the light and of D; without a certificate D is the difference from the described dark charge.
     """
     certified, law = frames.certified, frames.law
     if certified is None:
@@ -548,13 +548,13 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
 
 
 def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: OperatingPoint) -> Matrices:
-    """Return limits of the confusion matrix over a cell, of a camera as described but for its operating point.
+    """Return limits of the confusion matrix over a cell, of a camera as described, at an operating point.
 
     Args:
         law: The camera's stages.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of the dark charge beyond the described.
-        point: How the camera is run, but for its light.
+        cell: Ranges of the light and of the dark charge beyond the described one.
+        point: The camera's operating point, except for its light.
     """
     ends, described = ((cell.least, cell.dark_low), (cell.most, cell.dark_high)), law.dark_e(point)
     lowest, highest = (
@@ -569,11 +569,11 @@ def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: 
 
     Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned.
 
-    No argument says where an answer tells most, so the cell with the largest bound is halved until its bound is within
-    0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
+    No argument shows where an answer reveals most, so the cell with the largest bound is halved until its bound is
+    within 0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
 
     Args:
-        limits: Takes a cell to limits of the confusion matrix, which hold at each of its points.
+        limits: Maps a cell to limits of the confusion matrix, which hold at each of its points.
         whole: The cell.
         electrons: Light of an output at a light of 1, by which ranges of light and dark charge are compared.
     """
@@ -611,7 +611,7 @@ def _kept_at(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
 
 
 def _too_much(frames: LabelFrames, epsilon: float, least: float) -> ConfigError:
-    """Say by how much an epsilon is missed that no light reaches."""
+    """Return the refusal of an epsilon that no light reaches."""
     limits, way = "", "allow that much"
     if frames.certified is not None:
         limits = " within the limits of device.certificate"
@@ -632,14 +632,14 @@ def confusion_at(
         highest: The same, at least as large.
 
     Raises:
-        ConfigError: The camera sees ambient light, of which no amount is the worst for every matrix.
+        ConfigError: The camera sees ambient light, and no amount of it is the worst case for every matrix.
     """
     if np.any(law.ambient_e):
         raise ConfigError(
             "configuration",
             "camera.light.ambient_flux_per_s",
-            f"{float(np.max(law.ambient_e)):.4g} electrons a frame may be gone tomorrow, and the argmax would tell "
-            "more or less then; switch the light off, or keep the counts, whose guarantee does not credit it",
+            f"{float(np.max(law.ambient_e)):.4g} electrons a frame may change, and with them what the argmax reveals; "
+            "switch the light off, or keep the counts, whose guarantee does not credit it",
         )
     pixels, places = groups.ravel(), list(np.arange(groups.size).reshape(groups.shape))
     rates = lowest if lowest is highest else np.concatenate([lowest, highest])

@@ -1,4 +1,4 @@
-"""What a protection is: how a run protects its records or labels, and what turns signals into private gradients."""
+"""Base classes of protections, and of the writers that turn contributions into private gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ soft labels: it sees only the labels that `Algorithm.trainer` is given. own nois
 
 
 class SoftLabels(ABC):
-    """What training may know of labels that are read or randomized once."""
+    """Targets that replace the labels, from labels that were read or randomized once."""
 
     @abstractmethod
     def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
@@ -70,7 +70,7 @@ class Protection:
         config: Its configuration.
         options: Its section `protection`.
         dataset: Its records.
-        algorithm: What trains the run, which knows the mechanism of a step on whole records.
+        algorithm: The training algorithm, which states the mechanism of a step on whole records.
     """
 
     needs: ClassVar[frozenset[Applied]] = frozenset({"gradients"})
@@ -84,7 +84,7 @@ class Protection:
 
     @property
     def correlation(self) -> tuple[float, ...]:
-        """Coefficients of noise that is correlated over as many steps (theorem banded-records); (1,) if it is not."""
+        """Coefficients of noise that is correlated over several steps (theorem banded-records), else (1,)."""
         return (1.0,)
 
     @property
@@ -99,7 +99,7 @@ class Protection:
 
     @property
     def counted_sums(self) -> CountedSums | None:
-        """How a release adds contributions so that its noise counts the sum's rounding; None if it does not count."""
+        """How a release adds contributions so that its noise covers the sum's rounding; None if it does not."""
         return None
 
     @property
@@ -137,7 +137,7 @@ class Protection:
         """Return what the whole run releases, at some noise; `opusim tune` prices a choice between runs by it.
 
         Raises:
-            NoGuarantee: The protection does not say.
+            NoGuarantee: The protection states no such mechanism.
         """
         raise NoGuarantee(
             f"protection.kind = {self.options.kind!r}: no theorem prices a choice between such runs; take another one"
@@ -174,16 +174,16 @@ class Protection:
             folder: The run folder, which keeps the release.
 
         Raises:
-            BudgetExceeded: It would cost more than the budget.
-            LedgerCorrupt: It was taken and is not paid for.
+            BudgetExceeded: The release would cost more than the budget.
+            LedgerCorrupt: The release exists and is not paid for.
         """
 
     def work_before(self) -> DeviceWork:
-        """Return what `pay_upfront` takes of the device in a new run."""
+        """Return the device work of `pay_upfront` in a new run."""
         return DeviceWork()
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
-        """Return what the writer of `gradients` takes of the device in one step.
+        """Return the device work of the writer of `gradients` in one step.
 
         Args:
             records: Records of the batch; their mean, if it is random.
@@ -206,10 +206,10 @@ class Protection:
         return noise_stream(config.mode, config.seed_for("central-noise"), "central-noise")
 
     def noise_work(self, sizes: Iterable[float], n_outputs: int) -> DeviceWork:
-        """Return what draws from `central_noise` take of the device: nothing, unless the noise is the device's.
+        """Return the device work of draws from `central_noise`: none, unless the noise is the device's.
 
         Args:
-            sizes: Numbers of each draw.
+            sizes: The count of numbers of each draw.
             n_outputs: Outputs of the open device.
         """
         if self.options.noise != "device":
@@ -217,7 +217,7 @@ class Protection:
         return sum((DeviceWork.of_noise(size, n_outputs) for size in sizes), DeviceWork())
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
-        """Return what clips and noises the updates, or None if nothing does.
+        """Return the writer that clips and noises the updates, or None if there is none.
 
         Args:
             device: The run's open device, for noise that is the device's.
@@ -228,11 +228,11 @@ class Protection:
         return None
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
-        """Return what training knows of the labels in their place, or None if it sees the labels themselves.
+        """Return the noisy labels that replace the labels, or None if training sees the labels themselves.
 
         Args:
             device: The run's open device.
-            folder: The run folder, which holds the look that `pay_upfront` takes.
+            folder: The run folder, which holds the release of `pay_upfront`.
 
         Raises:
             ConfigError: The device's noise cannot be credited.
@@ -254,9 +254,9 @@ def calibrated_once(mechanism: MechanismT, *, epsilon: float, delta: float) -> M
     """Return a mechanism with the least noise that stays within epsilon; a run that asks again is not calibrated again.
 
     Args:
-        mechanism: What is released; its noise is where the search starts.
-        epsilon: Of the whole run, above 0.
-        delta: Of the whole run, in [0, 1).
+        mechanism: What is released; the search starts at its noise.
+        epsilon: Epsilon of the whole run, above 0.
+        delta: Delta of the whole run, in [0, 1).
 
     Raises:
         NoGuarantee: No noise reaches epsilon.
@@ -271,7 +271,7 @@ def _calibrated(mechanism: Mechanism, epsilon: float, delta: float) -> Any:
 
 
 class CalibratedProtection(Protection):
-    """Noise of which `whole_run` says what it costs, so that an epsilon has a noise multiplier."""
+    """A protection whose noise multiplier follows from its epsilon, by the cost of `whole_run`."""
 
     def calibrated(self) -> float | None:
         """See Protection.calibrated: the whole run stays within epsilon."""
@@ -370,7 +370,7 @@ NOISE_RANGE = (1e-30, 1e30)
 
 
 class WrappedGradients(PrivateGradients):
-    """Lets another writer write, with its noise and its state, and sees or changes what it is given.
+    """Base of writers that see or change the input of another writer, and write with its noise and its state.
 
     Args:
         writer: The other writer.
@@ -409,7 +409,7 @@ def linear_uses(found: Contributions) -> list[LinearUse]:
 
 
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
-    """Return z C, the standard deviation of the noise on a sum, once float32 can hold it.
+    """Return z C, the standard deviation of the noise on a sum, if float32 can hold it.
 
     Args:
         clip_norm: C.
@@ -463,7 +463,7 @@ def creditable_law(
         credit: The certificate and the beta that the run's mechanisms name (`Plan.credit`), or None for neither.
 
     Raises:
-        ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate that no mechanism names.
+        ConfigError: The law is not Gaussian, is 0 at some output, or rests on a certificate that no mechanism names.
     """
     law, named = device.noise, (credit or {}).get("beta", 0.0)
     device.credit_noise()
@@ -471,7 +471,7 @@ def creditable_law(
         return law
     remedy = "use 'digital', or for label-readout another device"
     if law.beta != named:
-        remedy = f"whose beta = {law.beta:g} the run's guarantee does not count ({named:g}); set device.certificate"
+        remedy = f"its beta = {law.beta:g} is not the one that the guarantee counts ({named:g}); set device.certificate"
     raise ConfigError(
         "configuration",
         key,

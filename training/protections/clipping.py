@@ -1,4 +1,4 @@
-"""How contributions are brought within norm C: the rules of `protection.clipping` and of `make_private`.
+"""Rules that bring contributions within norm C: those of `protection.clipping` and of `make_private`.
 
 For a record with gradient g, of norm |g| over all layers and |g_l| in layer l, the contribution is
 
@@ -38,7 +38,7 @@ class Clipping:
         kind: "flat", "per_layer", "automatic" or "adaptive"; see above.
         layer_norms: C_l of each layer, under per_layer; None for C / sqrt(layers).
         stability: s, under automatic, in units of a gradient's norm, in [1e-6, 1e6].
-        target_quantile: The share of records whose norm the bound exceeds in the end, under adaptive, in (0, 1).
+        target_quantile: Under adaptive, the share of records whose norm the bound exceeds in the long run, in (0, 1).
         bound_rate: eta, under adaptive: C_(t+1) = C_t exp(-eta (share below C_t - target_quantile)), above 0.
         count_noise: r, the noise of a step's count over the noise multiplier, at least 0.6; None unless adaptive, which
             takes 5 then.
@@ -99,14 +99,14 @@ class Clipping:
         return found, math.hypot(*norms)
 
     def factors(self, squares: Tensor, bound: float) -> Tensor:
-        """Return what multiplies the contribution of each record in each layer, float64, shape (layers, batch).
+        """Return the factor on the contribution of each record in each layer, float64, shape (layers, batch).
 
         Args:
             squares: Squares of the norms by layer, float64, shape (layers, batch).
             bound: C, or C_t.
 
         Raises:
-            ValueError: There are other layers than `layer_norms`.
+            ValueError: The number of layers is not that of `layer_norms`.
         """
         whole = squares.sum(dim=0)  # infinite if any layer's is
         if self.kind == "automatic":
@@ -115,7 +115,7 @@ class Clipping:
             factors = (self._bounds(len(squares), bound).to(squares.device) / squares.sqrt()).clamp(max=1.0)
         else:
             factors = (bound / whole.sqrt()).clamp(max=1.0)
-        kept = factors >= LEAST_FACTOR  # neither NaN nor 1 / infinity is
+        kept = factors >= LEAST_FACTOR  # false for NaN and 1 / infinity
         if self.kind == "per_layer":
             kept &= whole < torch.inf
         return torch.where(kept, factors, 0.0).expand(len(squares), -1)
@@ -127,14 +127,14 @@ class Clipping:
         return torch.tensor(norms, dtype=torch.float64)[:, None]
 
     def require_layers(self, layers: int, names: Sequence[object] = ()) -> None:
-        """Refuse another number of norms than of layers.
+        """Refuse `layer_norms` whose number is not that of the layers.
 
         Args:
             layers: Layers of the module, that is groups of parameters that are measured together.
-            names: What they hold, for the message.
+            names: Names of the parameters in them, for the message.
 
         Raises:
-            ValueError: See above.
+            ValueError: The numbers differ.
         """
         if self.layer_norms is not None and len(self.layer_norms) != layers:
             listed = f" ({', '.join(map(str, names))})" if names else ""
@@ -144,7 +144,7 @@ class Clipping:
             )
 
     def within(self, squares: Tensor, bound: float) -> Tensor:
-        """Return the sum over records of 1/2 if a norm is at most the bound, else of -1/2, float64, shape (1,).
+        """Return the sum over records of 1/2 for a norm within the bound and -1/2 for others, float64, shape (1,).
 
         A record that float32 cannot hold, and a row that only fills the batch, have infinite norms and add 0.
 
@@ -159,7 +159,7 @@ class Clipping:
 
 FLAT = Clipping()
 RELEASED_COUNTS = "released_counts"
-"""Name of what a writer's state holds of released counts."""
+"""Name of the released counts in a writer's state."""
 
 
 class MovingBound:
@@ -189,9 +189,9 @@ class MovingBound:
         return min(max(self._start * math.exp(min(max(moved, -100.0), 100.0)), low), high)
 
     def move(self, count: float) -> None:
-        """Take a step's noisy count.
+        """Add a step's noisy count.
 
         Args:
-            count: Over the divisor.
+            count: The count over the divisor.
         """
         self.released += torch.tensor([count, 1.0], dtype=torch.float64)

@@ -146,7 +146,7 @@ class RecordConfig(_NoisyStrength):
     """Bound of each layer in place of clip_norm, which is then the root of the sum of their squares; None takes C /
     sqrt(layers) for each. A layer is a weight with its bias."""
     stability: float = Field(0.01, ge=1e-6, le=1e6)
-    """What is added to a record's norm before C is divided by it, so that short gradients stay short."""
+    """Constant added to a record's norm before C is divided by it, so that short gradients stay short."""
     target_quantile: float = Field(0.5, gt=0.0, lt=1.0)
     """Share of the records whose norm the bound exceeds in the long run."""
     bound_rate: float = Field(0.2, ge=1e-6, le=10.0)
@@ -161,17 +161,17 @@ class RecordConfig(_NoisyStrength):
     the t-th of b random subsets of the records in turn (bp, dfa, tdfa, pdfa, ulr). At most 1 / q; 1 for independent
     noise. Less noise stays in the parameters at small batches and large epsilon; accuracy need not follow."""
     fixed_batches: bool | None = None
-    """Run the same number of rows in every step, with rows of weight zero behind the records that were drawn, so that
-    the time of a step does not tell their number (bp, dfa, tdfa, pdfa). A batch of more records, at most once in 10^9
+    """Run the same number of rows in every step, with rows of weight zero after the records that were drawn, so that
+    the time of a step does not reveal their number (bp, dfa, tdfa, pdfa). A batch of more records, at most once in 10^9
     steps, runs as many rows again. It costs arithmetic: 1.2 times at 1,024 expected records, 1.4 at 256. None: on a
     graphics card, and from 1,024 expected records. Under add_or_remove_one sampler.batch_size says what is expected."""
     correlation: tuple[float, ...] | None = None
-    """The coefficients of such noise, bands many; None takes those of the least noise in the parameters over the run,
-    for its momentum and schedule."""
+    """Coefficients of the correlated noise, one for each band; None takes those with the least noise in the parameters
+    over the run, for its momentum and schedule."""
 
     @model_serializer(mode="wrap")
     def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not stated and former versions did not know, so that their folders resume."""
+        """Leave out unset keys that former versions lacked, so that their folders resume."""
         found: dict[str, Any] = write(self)
         if self.fixed_batches is None:
             found.pop("fixed_batches", None)
@@ -248,8 +248,8 @@ class RecordConfig(_NoisyStrength):
         falls = all(first >= second >= 0 for first, second in pairwise((*(self.correlation or ()), 0.0)))
         if self.correlation is not None and not (falls and self.correlation[0] > 0):
             reason = (
-                f"{list(self.correlation)} must not increase, with the first above 0 and none below 0: the noise is "
-                "what C^-1 makes of fresh numbers, and rounding would take its place; leave it out"
+                f"{list(self.correlation)} must not increase, with the first above 0 and none below 0: else the noise, "
+                "C^-1 times fresh numbers, may grow until rounding replaces it; leave it out"
             )
             raise BadKey("protection.correlation", reason)
 
@@ -362,14 +362,14 @@ class LabelReadoutConfig(OneLookConfig):
     noise: Literal["digital", "device", "counts", "argmax"] = "digital"
     """Source of the noise that the guarantee rests on; digital is found in stored runs only. device: the device, whose
     noise must be Gaussian. counts: a camera's photon counts of each label, kept; the laser is dimmed until they cost
-    epsilon. argmax: only the brightest of as many groups of pixels as labels, under a secret permutation of each
+    epsilon. argmax: only the brightest group of pixels, one group for each label, under a secret permutation of each
     record's labels; the counts are discarded."""
     rate_frames: int | None = Field(None, ge=500, le=1_000_000)
-    """Frames of each label's pattern, before and behind the labels, by which counts measure the rates of every pixel
-    with limits, whatever medium and responses are; None takes the described ones. More frames narrow the limits."""
+    """Frames of each label's pattern, before and after the labels, from which limits of every pixel's rates are
+    measured for any medium and responses; None takes the described rates. More frames narrow the limits."""
     top_up: bool = True
-    """Whether digital noise makes up what the device's lacks for epsilon; false refuses a device of too little noise,
-    and says how much it lacks."""
+    """Whether digital noise is added if the device's is too little for epsilon; false refuses such a device, and says
+    how much noise it lacks."""
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             keys=("protection.top_up",),
@@ -385,7 +385,7 @@ class LabelReadoutConfig(OneLookConfig):
 
     @model_serializer(mode="wrap")
     def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not stated and former versions did not know, so that their folders resume."""
+        """Leave out unset keys that former versions lacked, so that their folders resume."""
         found: dict[str, Any] = write(self)
         if self.rate_frames is None:
             found.pop("rate_frames", None)
@@ -437,7 +437,7 @@ class LabelReleaseConfig(_Strength):
     """How often the weights of records are fitted to their leverages; 0 leaves all weights at 1. The noise follows the
     largest weighted leverage."""
     level: float = Field(1.0, gt=0.0, le=1e6)
-    """Largest weighted leverage that is kept, as a root over the root mean square."""
+    """Largest root of a weighted leverage that is kept, over the root mean square of all."""
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             keys=("protection.level",),

@@ -24,11 +24,9 @@ from typing_extensions import override
 
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.counts import LabelCounts
-from opusim.accounting.mechanisms.labels import UniformSource
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
-from opusim.randomness.streams import SystemUniforms
 from opusim.training.protections.argmax_labels import (
     FRAMES_AT_ONCE,
     KEY,
@@ -39,19 +37,18 @@ from opusim.training.protections.argmax_labels import (
 from opusim.training.protections.base import calibrated_once
 from opusim.training.protections.measured_rates import SHARE, MeasuredRates
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
-from opusim.training.protections.planning import epsilon_of
 
 _PIXELS_COMPARED = 2048
-"""Pixels among which those that are kept are chosen."""
+"""Number of pixels from which the kept ones are chosen."""
 _PIXELS_EXCHANGED, _EXCHANGES = 256, 60
-"""Most pixels among which single ones are exchanged, and how often."""
+"""Most pixels for which single ones are exchanged, and most exchanges."""
 _START_LIGHT = 1e-3
 """Where the search for the light of kept counts starts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountsReadout:
-    """A frame of each label, of which the counts of some pixels are kept.
+    """One frame of each label; the counts of some pixels are kept.
 
     Attributes:
         frames: The camera.
@@ -68,7 +65,7 @@ class CountsReadout:
         """Return the readout with the most light, at most the described, that stays within epsilon.
 
         Raises:
-            NoGuarantee: No light does.
+            NoGuarantee: No light stays within epsilon.
         """
         power_error, measured = frames.power_error(delta), frames.measured
         if measured is None:
@@ -122,9 +119,9 @@ def read_counts(readout: CountsReadout, labels: Tensor, *, pay: Pay) -> Tensor:
     """Show every label once and keep its counts.
 
     Args:
-        readout: What is read, and its light.
+        readout: The pixels that are kept, and the light.
         labels: Class numbers, shape (n,).
-        pay: Takes what is released, before a frame is taken.
+        pay: Pays for the release, before a frame is taken.
 
     Returns:
         The log-likelihood of every class, float32, shape (n, k), largest 0.
@@ -146,11 +143,11 @@ def measured_rates(frames: LabelFrames, count: int, beta: float) -> MeasuredRate
         beta: Probability that a limit is wrong.
 
     Raises:
-        ConfigError: The light fluctuates or fills the pixels, or numbers bend.
+        ConfigError: The light fluctuates or fills the pixels, or the numbers are not linear.
     """
     device = frames.device
     if frames.law.nonlinearity:
-        reason = "bends numbers, and rates are measured by straight ones; leave protection.rate_frames out"
+        reason = "bends numbers, and rates are measured from linear ones; leave protection.rate_frames out"
         raise ConfigError(device.name, "camera.pixels.nonlinearity", reason)
     if frames.power is not None and frames.power.rms > 0:
         reason = "fluctuates, and rates are measured under steady light; leave protection.rate_frames out"
@@ -166,11 +163,11 @@ def measured_rates(frames: LabelFrames, count: int, beta: float) -> MeasuredRate
 
 
 def equidistant_pixels(light: np.ndarray) -> np.ndarray:
-    """Return the pixels whose frames of the labels are most nearly equidistant: those that training gains by.
+    """Return the pixels whose frames of the labels are most nearly equidistant, from which training gains most.
 
-    Epsilon is that of the farthest two labels, and what is learnt rests on all pairs. With d_i the squared distance of
-    a pair at pixel i, the pixels raise the mean over pairs of sum d_i relative to its largest: a linear programme over
-    shares of pixels, rounded, then exchanges of single pixels. The choice depends on the medium only.
+    The farthest two labels determine epsilon, but training uses all pairs. With d_i the squared distance of a pair at
+    pixel i, the pixels raise the mean over pairs of sum d_i relative to its largest: a linear programme over shares of
+    pixels, rounded, then exchanges of single pixels. The choice depends on the medium only.
 
     Args:
         light: Expected electrons of light, shape (labels, pixels).
@@ -189,7 +186,7 @@ def equidistant_pixels(light: np.ndarray) -> np.ndarray:
 
 
 def _programme(distances: np.ndarray) -> np.ndarray:
-    """Shares in [0, 1] of pixels that make the largest pair's distance least, at a mean of half of all pixels'."""
+    """Return shares in [0, 1] of pixels with the least largest distance, at half of all pixels' mean distance."""
     pairs, pixels = distances.shape
     mean = distances.mean(axis=0)
     found = linprog(
@@ -228,7 +225,7 @@ def _exchanged(distances: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, f
 
 Readout = TypeVar("Readout", CountsReadout, ArgmaxReadout)
 _LAST: dict[tuple[type, bytes, float, float], dict[str, Any]] = {}
-"""What the last search found, but for the camera: by readout, fingerprint of the frames, epsilon and delta."""
+"""Result of the last search, without the camera: by readout, fingerprint of the frames, epsilon and delta."""
 
 
 class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
@@ -257,11 +254,11 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
         return LabelFrames.of(device, self.dataset.n_classes)
 
     def _readout(self, frames: LabelFrames) -> Readout:
-        """Return how the labels are read; the last search is not repeated for a camera that sees them alike.
+        """Return the readout; the last search is reused for a camera that sees the labels alike.
 
         A run opens its device for its statement and again for its labels.
         """
-        epsilon, delta = epsilon_of(self.options), self.options.delta
+        epsilon, delta = self.options.epsilon, self.options.delta
         wanted = self.readout, frames.fingerprint, epsilon, delta
         if wanted not in _LAST:
             found = self.readout.within(frames, epsilon=epsilon, delta=delta)
@@ -278,7 +275,7 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
         return self._read(frames, self.dataset.train.y.cpu(), pay)
 
     def work_before(self) -> DeviceWork:
-        """See Protection.work_before; one frame of each label, and those that measure rates before and behind."""
+        """See Protection.work_before; one frame of each label, and those that measure rates before and after."""
         labels, k = len(self.dataset.train), self.dataset.n_classes
         measured = 2 * (k + 1) * (getattr(self.options, "rate_frames", None) or 0)
         return DeviceWork(frames=labels + measured, calls=math.ceil(labels / FRAMES_AT_ONCE))
@@ -296,7 +293,7 @@ class LabelCountsProtection(_CameraProtection[CountsReadout]):
 
     @override
     def _frames(self, device: NoisyDevice | None) -> LabelFrames:
-        """The camera; its rates are measured at the first opening, if they are to be measured."""
+        """Return the camera's frames; measure its rates at the first opening, if rate_frames is given."""
         frames, count = super()._frames(device), self.options.rate_frames
         if count is None:
             return frames
@@ -315,7 +312,4 @@ class LabelArgmaxProtection(_CameraProtection[ArgmaxReadout]):
     readout = ArgmaxReadout
 
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:
-        readout = self._readout(frames)
-        seed = self.config.seed_for("labels")
-        source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
-        return read_argmax(readout, labels, source, pay=pay)
+        return read_argmax(self._readout(frames), labels, self.source(), pay=pay)

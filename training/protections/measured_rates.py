@@ -10,9 +10,10 @@ means is that of Poisson counts and Gaussian noise, a sub-gamma number: at each 
 most exp(-2 pi^2 v) / pi. Limits in electrons are divided by the lower limit of K: at another K the light is less by one
 factor for all pixels, which is dimming (theorem measured-rates).
 
-**Drift.** The patterns are shown again behind the labels, and the run ends unless the limits of that measurement lie
-within the stated ones. These are therefore wider, by what two measurements of steady rates differ by: drift beyond them
-is found with probability 1 - beta, and steady rates end a run with probability `_ALARM` at most.
+**Drift.** The patterns are shown again after the labels, and the run ends unless the limits of that measurement lie
+within the stated ones. The stated limits are therefore wider, to allow for the difference of two measurements of steady
+rates: drift beyond them is found with probability 1 - beta, and steady rates end a run with probability `_ALARM` at
+most.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from opusim.devices.camera import CameraDevice
 from opusim.errors import DeviceFault
 
 SHARE = 0.1
-"""Share of the delta that a certificate leaves, at which measured limits may be wrong, before or behind the labels."""
+"""Share of the delta that a certificate leaves: the probability that limits measured before or after are wrong."""
 LEAST_FRAMES = 500
 _ALARM = 1e-4
 _SPARE = 1.5
-"""By how much two chi-squared limits of one variance differ at most, of `LEAST_FRAMES` frames or more."""
+"""Largest ratio of two chi-squared limits of one variance, from at least `LEAST_FRAMES` frames."""
 _FULL = 0.9
 """Share of the converter's or the well's range above which a pattern's mean may be clipped."""
 _NUMBERS_AT_ONCE = 2**22
@@ -41,7 +42,7 @@ _NUMBERS_AT_ONCE = 2**22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredRates:
-    """What frames of the patterns say of each pixel.
+    """Statistics of each pixel over frames of the patterns.
 
     Attributes:
         light_dn: D of each pattern, shape (patterns, pixels).
@@ -65,14 +66,14 @@ class MeasuredRates:
     def of(
         cls, device: CameraDevice, patterns: int, *, count: int, gain: tuple[float, float], beta: float
     ) -> Self:
-        """Show the first unit vectors, one at a time, and nothing.
+        """Measure frames of the first unit vectors, one at a time, and frames without light.
 
         Args:
             device: open.
-            patterns: how many.
+            patterns: number of unit vectors.
             count: R, at least `LEAST_FRAMES`.
             gain: limits of K.
-            beta: of all limits of a measurement together; half of it is that of the variances.
+            beta: probability that any limit of the measurement is wrong; half of it is for the variances.
         """
         width = device.n_outputs
         sums, squares = np.zeros((patterns + 1, width)), np.zeros(width)
@@ -123,9 +124,9 @@ class MeasuredRates:
     def _moved(
         self, from_dn: np.ndarray, side: int, t: float, measurements: int, variance_dn2: np.ndarray
     ) -> np.ndarray:
-        """Return the x farthest from D at one side that D does not exclude, DN.
+        """Return the limit of x on one side of D, DN: the farthest x that D does not exclude.
 
-        Beyond the terms that do not depend on x it lies s farther, s^2 = (2 t / R) (2 v + K (D +- s)).
+        It lies s beyond the terms that do not depend on x, s^2 = (2 t / R) (2 v + K (D +- s)).
         """
         gain, share = self.gain[1], 2 * t * measurements / self.count
         rounding = 2 * np.exp(-2 * math.pi**2 * variance_dn2 / _SPARE) / math.pi
@@ -138,8 +139,8 @@ class MeasuredRates:
         """End a run whose rates moved beyond the stated limits.
 
         Args:
-            again: the measurement behind the labels.
-            pixels: those that are kept.
+            again: the measurement after the labels.
+            pixels: the pixels that are kept.
             name: the device's name.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Labels that are noised once, before training, and never looked at again.
+"""Labels that are noised once, before training, and never read again.
 
 Either training keeps a device's noisy reading of each record's one-hot label, or each label is replaced by k-ary
 randomized response, or by one among the labels that a model of earlier responses makes likely. All that training sees
@@ -51,7 +51,7 @@ from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from opusim.training.networks.clipping import full_precision
 from opusim.training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from opusim.training.protections.planning import epsilon_of, require_own_noise
+from opusim.training.protections.planning import require_own_noise
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array, write_array
 
@@ -64,7 +64,7 @@ _ROWS = 4096
 """Records of one matrix product."""
 _RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _SHARPNESSES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
-"""Between these ridges, and factors of a regression's output, held-out responses choose."""
+"""Held-out responses choose one of these ridges, and one of these factors of a regression's output."""
 
 
 def drawn_parts(n_records: int, stages: int, source: UniformSource) -> list[np.ndarray]:
@@ -73,13 +73,13 @@ def drawn_parts(n_records: int, stages: int, source: UniformSource) -> list[np.n
     Args:
         n_records: n.
         stages: Number of parts; their sizes differ by at most 1.
-        source: Of random numbers; the parts need not be secret.
+        source: Source of random numbers; the parts need not be secret.
     """
     return np.array_split(np.argsort(source.random((n_records,)), kind="stable"), stages)
 
 
 class StagedResponses:
-    """The responses of one part of the records after the other; the caller has paid for them.
+    """Collects the responses of one part of the records after the other; the caller has paid for them.
 
     Args:
         x: Public features, shape (n, d).
@@ -87,7 +87,7 @@ class StagedResponses:
         mechanism: What is paid for.
 
     Attributes:
-        kept: The log-likelihood of every class, and behind it the logarithm of the last prior, float64, shape (n, 2 k).
+        kept: The log-likelihood of every class, then the logarithm of the last prior, float64, shape (n, 2 k).
 
     Raises:
         ValueError: The parts do not hold every record once: a label would be randomized twice, or never.
@@ -107,8 +107,8 @@ class StagedResponses:
         """Randomize the labels of the next part among those that the responses so far make likely.
 
         Args:
-            labels: Class numbers of all records, shape (n,); those of other parts are not looked at.
-            source: Of randomness; the operating system's own for a release.
+            labels: Class numbers of all records, shape (n,); those of other parts are not read.
+            source: Source of randomness; the operating system's own for a release.
         """
         part, epsilon, k = self._left.pop(0), self._epsilon, self.kept.shape[1] // 2
         priors = self._model.priors()
@@ -126,7 +126,7 @@ def randomize_in_stages(
     """Randomize every label once, in parts drawn at random; see `StagedResponses`.
 
     Returns:
-        What is kept of them, float32, shape (n, 2 k).
+        `StagedResponses.kept`, float32, shape (n, 2 k).
     """
     responses = StagedResponses(x, drawn_parts(len(x), mechanism.stages, source), mechanism)
     for _ in range(mechanism.stages):
@@ -135,9 +135,9 @@ def randomize_in_stages(
 
 
 class ResponseModel:
-    """What responses say of the class of every record: softmax(beta f), f a weighted ridge regression on the features.
+    """Predicts every record's class from the responses: softmax(beta f), f a weighted ridge regression on the features.
 
-    Ridge and beta are those under which the responses of held-out records are likeliest; f is then fitted to all.
+    Ridge and beta maximise the likelihood of the responses of held-out records; f is then fitted to all.
 
     Args:
         x: Features of all records, shape (n, d); read in blocks, and not copied.
@@ -151,7 +151,7 @@ class ResponseModel:
         self._scores: list[np.ndarray] = []
 
     def add(self, part: np.ndarray, targets: np.ndarray, weights: np.ndarray, scores: np.ndarray) -> None:
-        """Take the responses of some records, in random order; every tenth is held out.
+        """Add the responses of some records, in random order; every tenth is held out.
 
         Args:
             part: The numbers of the records, shape (m,).
@@ -254,23 +254,23 @@ Pay = Callable[[Mechanism], None]
 
 
 class OneLookProtection(Protection, ABC):
-    """Labels that are looked at once; the run folder keeps what was observed."""
+    """Labels that are read once; the run folder keeps what was observed."""
 
     needs = frozenset({"soft labels"})
     payment: ClassVar[str] = "labels"
-    """What a ledger calls the one look at the labels."""
+    """What a ledger calls the one reading of the labels."""
 
     @property
     @abstractmethod
     def mechanism(self) -> Mechanism:
-        """What the look releases at the run's epsilon; a device with more noise releases less."""
+        """What `look` releases at the run's epsilon; a device with more noise releases less."""
 
     @override
     def whole_run(self) -> Mechanism:
         return self.mechanism
 
     def calibrated(self) -> float | None:
-        """See Protection.calibrated; a look that no noise keeps within epsilon is refused before the run begins."""
+        """See Protection.calibrated; an epsilon that no noise reaches is refused before the run begins."""
         _ = self.mechanism
         return super().calibrated()
 
@@ -278,12 +278,17 @@ class OneLookProtection(Protection, ABC):
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """Read or randomize every label, and return the log-likelihood of every class, shape (n, k).
 
-        Behind it may stand as many columns of the logarithm of the prior with which training begins.
+        k more columns may follow: the logarithm of the prior with which training begins.
 
         Args:
             device: The run's open device, or None without one.
-            pay: Takes what is released.
+            pay: Pays for the release.
         """
+
+    def source(self) -> UniformSource:
+        """Return what responses are drawn from: a generator of the run's seed, or the system in a release."""
+        seed = self.config.seed_for("labels")
+        return SystemUniforms() if seed is None else np.random.default_rng(seed)
 
     @override
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
@@ -311,7 +316,7 @@ class LabelReadoutProtection(OneLookProtection):
     def mechanism(self) -> LabelReadout:
         options = self.options
         start = LabelReadout(mu=1.0, **self.plan.credit)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -344,16 +349,11 @@ class RandomizedResponseProtection(OneLookProtection):
     @override
     def mechanism(self) -> RandomizedResponse:
         options, start = self.options, RandomizedResponse.from_epsilon(1.0, self.dataset.n_classes)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         return randomize(self.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
-
-    def source(self) -> UniformSource:
-        """Return what responses are drawn from: a generator of the run's seed, or the system in a release."""
-        seed = self.config.seed_for("labels")
-        return SystemUniforms() if seed is None else np.random.default_rng(seed)
 
 
 class StagedResponseProtection(RandomizedResponseProtection):
@@ -368,7 +368,7 @@ class StagedResponseProtection(RandomizedResponseProtection):
     def mechanism(self) -> StagedResponse:  # type: ignore[override]
         options, k = self.options, self.dataset.n_classes
         start = StagedResponse(step_epsilon=1.0, n_classes=k, stages=self._stages)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     def require_covered(self) -> None:
         """See Protection.require_covered; records without plain features, or too few or too wide ones, are refused."""
@@ -398,7 +398,7 @@ class StagedResponseProtection(RandomizedResponseProtection):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyLabels(SoftLabels):
-    """What training knows of the labels.
+    """Targets from log-likelihoods of the labels and a prior.
 
     Attributes:
         log_likelihood: Log P(observed | class), up to a constant of each record, float32, shape (n_records, classes).
@@ -460,9 +460,9 @@ def read_once_through(
         device: Open, simulated (its matrix is known), as many inputs as classes.
         labels: Class numbers, shape (n,).
         n_classes: k.
-        mu: Of the guarantee, above 0; a device with more noise than that gives a smaller one.
-        noise: Source of independent N(0, 1) for the rest.
-        pay: Takes what is released.
+        mu: mu of the guarantee, above 0; a device with more noise gives a smaller one.
+        noise: Source of independent N(0, 1) for the added noise.
+        pay: Pays for the release.
         credit: The certificate of the device's noise and its beta, as `creditable_law` takes them.
 
     Returns:
@@ -496,7 +496,7 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
         credit: As for `creditable_law`.
 
     Raises:
-        ConfigError: See `creditable_law`, or its matrix is not known.
+        ConfigError: See `creditable_law`; or the device's matrix is not known.
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
         camera = device.description.camera
@@ -522,7 +522,7 @@ def randomize(labels: Tensor, mechanism: RandomizedResponse, generator: UniformS
         labels: Class numbers, shape (n,).
         mechanism: The response.
         generator: Source of randomness; the operating system's own for a release.
-        pay: Takes what is released.
+        pay: Pays for the release.
 
     Returns:
         The log-likelihood of every class, shape (n, k).

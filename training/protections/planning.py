@@ -1,4 +1,4 @@
-"""What a protection reads of its run, what it asks of the algorithm, and which runs no theorem covers."""
+"""What a protection needs of its run and of its algorithm, and refusals of runs that no theorem covers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
-from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.run import RunConfig, split_refusal
 from opusim.training.data import Dataset
 from opusim.training.data.public_maps import map_from_facts
@@ -55,7 +54,7 @@ class Plan(ABC):
 
     @property
     def protects(self) -> Literal["nothing", "records", "labels"]:
-        """What the run's guarantee is about."""
+        """What the run's guarantee protects."""
         return self.config.protection.protects
 
     @property
@@ -86,7 +85,7 @@ class Plan(ABC):
 
     @abstractmethod
     def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
-        """Open the device of the run; gives None if it has none."""
+        """Open the device of the run; yields None if it has none."""
 
 
 class ProtectedAlgorithm(ABC):
@@ -102,7 +101,7 @@ class ProtectedAlgorithm(ABC):
     applies: ClassVar[frozenset[str]] = frozenset()
     """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""
     fills_batches: ClassVar[bool] = False
-    """Whether its steps run a fixed number of rows, with rows of weight zero behind the records."""
+    """Whether its steps run a fixed number of rows, with rows of weight zero after the records."""
 
     @property
     def clips_by_layer(self) -> bool:
@@ -129,7 +128,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
     Args:
         config: The run.
         dataset: Its records.
-        scheme: That of its sampler.
+        scheme: The scheme of its sampler.
 
     Raises:
         NoGuarantee: The sampling scheme, the split, the standardisation, the features or the number of classes leak
@@ -139,7 +138,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
     by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
     if dataset.split not in ("given", *by_position, *config.fitting_splits):
         raise NoGuarantee(split_refusal(config, dataset.split))
-    if options.poisson and options.bands == 1:  # else RecordProtection looks at the sampler
+    if options.poisson and options.bands == 1:  # else RecordProtection checks the sampler
         require_poisson(scheme, by=f"protection.kind = {options.kind!r}")
     if options.protects == "records" and not dataset.standardisation.public:
         raise NoGuarantee(
@@ -160,7 +159,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
         )
     if added and read is not None and read.depends_on_order:
         raise NoGuarantee(
-            f"data.features = {config.data.features!r}: the device's noise has a fixed seed and goes by a record's "
+            f"data.features = {config.data.features!r}: the device's noise has a fixed seed and depends on a record's "
             "place, so that one record more changes the features of all others; take protection.relation = 'zero_out', "
             "or a device without noise"
         )
@@ -169,10 +168,10 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
 
 
 def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse user-supplied records whose number or names of classes, or number of token values, are read off them.
+    """Refuse user-supplied records whose classes or number of token values would be read from private data.
 
     Raises:
-        NoGuarantee: One of them is.
+        NoGuarantee: The names or the number of classes, or the number of token values, is not stated.
     """
     stated, target = config.data, dataset.target
     if dataset.classes and not stated.classes:
@@ -205,7 +204,7 @@ def require_own_noise(device: NoisyDevice, law: GaussianNoise, distance: float, 
         wanted: The reading at the run's epsilon.
 
     Raises:
-        ConfigError: The noise is too little; one line with every way to more of it that the description has.
+        ConfigError: The noise is too little; the message names every way of the description to more noise.
     """
     needed, own = distance / wanted.mu, law.min_std
     if own >= needed:
@@ -225,16 +224,3 @@ def require_own_noise(device: NoisyDevice, law: GaussianNoise, distance: float, 
         f"needs noise of {needed:.4g} in each reading, and device {device.name!r} has {own:.4g}, {needed / own:.3g} "
         f"times too little; {', or '.join(ways)}",
     )
-
-
-def epsilon_of(options: ProtectionSection) -> float:
-    """Return the section's epsilon, which the label protections require.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if options.epsilon is None:
-        raise ValueError(
-            f"protection.epsilon is missing; protection.kind = {options.kind!r} needs one above 0"
-        )
-    return options.epsilon

@@ -109,7 +109,7 @@ class RecordProtection(PoissonProtection):
 
     @property
     def _drawn(self) -> dict[str, Any]:
-        """What is public of the records of a step."""
+        """Public numbers of a step's records, for `PhysicalBatches`."""
         config, sampler = self.config, self.plan.sampler
         if not config.counts_are_public:
             return {"expected": config.sampler.batch_size, "records": None, "processes": Ranks().world}
@@ -140,24 +140,20 @@ class RecordProtection(PoissonProtection):
         if bands > 1 and not is_cyclic:
             raise NoGuarantee(
                 f"sampler.scheme = {sampler.scheme!r}: noise that is correlated over {bands} steps needs batches of "
-                f"{bands} subsets in turn, into which records fall by coins of their own; leave the sampler out"
+                f"{bands} subsets in turn, which each record joins by a random draw of its own; leave the sampler out"
             )
-        if self.options.fixed_batches and not self.algorithm.fills_batches:
-            reason = (
-                f"True is for bp, dfa, tdfa and pdfa, not for trainer.kind = {self.config.trainer.kind!r}"
-            )
-            raise ConfigError("configuration", "protection.fixed_batches", f"{reason}; leave it out")
-        if self.options.clipping != "flat" and not self.algorithm.fills_batches:
-            kind = self.config.trainer.kind
-            reason = (
-                f"{self.options.clipping!r} is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}"
-            )
-            other = "take trainer.clip = 'module'" if kind == "ulr" else "leave it out"
-            raise ConfigError("configuration", "protection.clipping", f"{reason}; {other}")
-        if self.config.of_users and not self.algorithm.fills_batches:
-            kind = self.config.trainer.kind
-            reason = f"'user' is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}; take 'record'"
-            raise ConfigError("configuration", "protection.unit", reason)
+        kind, options = self.config.trainer.kind, self.options
+        other = "take trainer.clip = 'module'" if kind == "ulr" else "leave it out"
+        # a key, whether the run asks for it, its value, and a remedy
+        keys: tuple[tuple[str, object, object, str], ...] = (
+            ("fixed_batches", options.fixed_batches, True, "leave it out"),
+            ("clipping", options.clipping != "flat", options.clipping, other),
+            ("unit", self.config.of_users, "user", "take 'record'"),
+        )
+        for key, is_asked, value, remedy in keys:
+            if is_asked and not self.algorithm.fills_batches:
+                reason = f"{value!r} is for bp, dfa, tdfa and pdfa, not for trainer.kind = {kind!r}; {remedy}"
+                raise ConfigError("configuration", f"protection.{key}", reason)
         super().require_covered()
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
@@ -180,7 +176,7 @@ class RecordProtection(PoissonProtection):
         return dict(found) if self.options.bands == 1 else {**found, "correlation": self.correlation}
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """Pay for C that begins anew: a release run keeps neither noise nor coins, so its parts compose."""
+        """Pay for correlated noise that begins anew: a release keeps neither noise nor coins, so its parts compose."""
         content = ledger.content
         if self.options.bands > 1 and content.mode == "release" and content.payments:
             step = self.mechanism(self.noise_multiplier)
@@ -317,14 +313,14 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
 
 
 def weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
-    """Return A of `banded_coefficients`: what the noisy sum of each step weighs in each iterate.
+    """Return A of `banded_coefficients`: the weight of each step's noisy sum in each iterate.
 
     Args:
         steps: Steps of the run.
         optimizer: Its momentum (beta1 of the Adam family) and schedule.
 
     Returns:
-        Shape (iterates, steps), for up to 32 iterates, equally spaced, of which the last is the final one.
+        Shape (iterates, steps), for up to 32 iterates, equally spaced, the last of which is the final one.
     """
     rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])
     count = max(1, min(steps, _ITERATES, _ENTRIES // steps))
@@ -355,8 +351,8 @@ def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, n
     """Refuse batches so large that `SUM_ERROR` would not bound the rounding of sums over several uses of a weight.
 
     Args:
-        tape: Of the module.
-        expected: Expected number of records in a batch; twice as many are counted on.
+        tape: The tape of the module.
+        expected: Expected number of records in a batch; the bound holds for twice as many.
         processes: The processes that share a batch.
         name: The argument or key that sets it, for the message.
 
@@ -380,8 +376,9 @@ class RecordGradients(PrivateGradients):
           record changes the sum of contributions by at most that, up to the rounding of the sum itself;
         - under adaptive clipping C is C_t, a function of what was released before. A step also releases how many more
           norms lie within C_t than beyond, halved, with noise of r z: an exact sum, exactly rounded with its noise;
-        - with `counted`, on the processor, that rounding counts, too: the noise is (1 + counted.error) z C;
-        - if a module uses a parameter several times, the rounding of such sums counts in any case: `SUM_ERROR` more;
+        - with `counted`, on the CPU, the noise covers that rounding, too: it is (1 + counted.error) z C;
+        - if a module uses a parameter several times, the noise always covers the rounding of such sums: `SUM_ERROR`
+          more;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.
 
@@ -396,7 +393,8 @@ class RecordGradients(PrivateGradients):
         noise: Source of independent N(0, 1), apart from every other stream of the run.
         clipping: How a contribution is brought within C; C is the first bound if it is adaptive.
         ranks: The processes that share each batch; None for one.
-        counted: How sums are added so that their rounding counts; None, and on a graphics card, as they come.
+        counted: How sums are added so that the noise covers their rounding; None does not cover it, nor does a graphics
+            card.
 
     Raises:
         ValueError: float32 cannot hold such a clip or such noise; see opusim.training.protections.base.noise_std.
@@ -497,7 +495,7 @@ class RecordGradients(PrivateGradients):
         Args:
             total: Sum of this process's records, of all parameters, float32, or float64 where float32 would round it
                 by more than `error`; changed in place.
-            error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
+            error: Change that one record may make in the rounding of the sum, over C; the noise is raised to cover it.
             count: The count that is released with the sum, float64, shape (1,); changed in place.
         """
         ranks = self._ranks

@@ -45,7 +45,6 @@ from opusim.randomness.rounded import toward_zero
 from opusim.training.data.public_maps import cache_folder
 from opusim.training.protections.base import calibrated_once
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
-from opusim.training.protections.planning import epsilon_of
 from opusim.training.ridge.config import RidgeConfig
 from opusim.training.runs.folder import RunFolder
 
@@ -148,7 +147,7 @@ def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
 _ROWS, _COLUMNS = 4096, 1024
 """Records, and columns of S, of one matrix product."""
 _NOT_KEPT = (OSError, ValueError, KeyError, IndexError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
-"""What a design that was never kept, or was cut, raises."""
+"""Errors of reading a design that was never kept, or whose file is incomplete."""
 _LARGEST_SHARE = 2.0
 """Bound on the entries of a_i, which fixes the grid of their sums. |a_i| is at most 1 up to rounding, since S has the
 term w_i h_i h_i^T, with a weight that is not smaller."""
@@ -156,7 +155,7 @@ term w_i h_i h_i^T, with a weight that is not smaller."""
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSums:
-    """All that is read of labels, before the noise.
+    """Sums over the labels, before the noise: all that is read of them.
 
     Attributes:
         by_class: sum_i a_i e(y_i)^T, exact, float64, shape (k, d).
@@ -171,7 +170,7 @@ class LabelSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What the features say of a linear model, before a label is read.
+    """The part of a linear model that comes from the features, before a label is read.
 
     Attributes:
         metric: S by its factor L, float64, shape (d, d); d counts the constant.
@@ -246,7 +245,7 @@ class Design:
         return torch.cholesky_solve(sums.t(), self.metric.factor).t()
 
     def label_sums(self, x: Tensor, y: Tensor, n_classes: int) -> LabelSums:
-        """Return what is read of labels; see `LabelSums`.
+        """Return the sums over the labels; see `LabelSums`.
 
         Args:
             x: Features, shape (n, d - 1), those of the design.
@@ -284,7 +283,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def lowered(weights: Tensor, norms: Tensor, level: float) -> Tensor:
-    """Return weights so low that no w_i q_i exceeds `level` times the root mean square of w_i q_i before.
+    """Return weights so low that no w_i q_i exceeds `level` times the root mean square of the given w_i q_i.
 
     Args:
         weights: w_i, shape (n,).
@@ -310,8 +309,8 @@ def public_design(x: Tensor, *, cached: bool, **settings: Any) -> Design:
 
     Args:
         x: Its training features.
-        cached: Whether to keep it beside the features of a public map (`OPUSIM_CACHE`), and to take it from there if
-            the same features come again.
+        cached: Whether to keep it next to the features of a public map (`OPUSIM_CACHE`), and to reuse it for the same
+            features.
         **settings: See `Design.levelled`.
     """
     file = _kept_file(x, settings) if cached else None
@@ -334,7 +333,7 @@ def _kept_file(x: Tensor, settings: Mapping[str, Any]) -> Path:
 
 
 def _keep(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays, and put the file in its place once it is whole."""
+    """Write arrays, and put the file in its place once it is complete."""
     make_folder(file.parent)
     unfinished = file.with_name(f".{os.getpid()}.{file.name}")
     try:
@@ -356,14 +355,14 @@ class LabelReleaseProtection(OneLookProtection):
         """What the one model releases at the run's epsilon."""
         options = self.options
         start = LabelRelease(mu=1.0, device_noise=options.noise == "device", **self.plan.credit)
-        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+        return calibrated_once(start, epsilon=options.epsilon, delta=options.delta)
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """See Protection.soft_labels: training sees the model; a device whose noise earns nothing is refused here."""
+        """See Protection.soft_labels: training sees the model; refuse a device whose noise cannot be credited."""
         self.central_noise(device)
 
     def work_before(self) -> DeviceWork:
-        """See Protection.work_before; one draw for all weights, from as wide a window."""
+        """See Protection.work_before; one draw for all weights, from a device with d outputs."""
         dataset = self.dataset
         width = dataset.n_features + 1
         return self.noise_work([dataset.n_classes * width], width)
@@ -399,7 +398,7 @@ class LabelReleaseProtection(OneLookProtection):
             design: Its design.
             x: Its training features.
             y: Its training labels.
-            mu: Of the guarantee, above 0.
+            mu: mu of the guarantee, above 0.
             device: Its open device, or None without one.
         """
         sums = design.label_sums(x, y, self.dataset.n_classes)

@@ -15,11 +15,11 @@ from opusim.training.config.sections import Effect
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 Directions = Literal["independent", "orthogonal"]
 MOST_COPIES = 10**6
-"""Copies of a record, at most: some seconds a record and step for the smallest network."""
+"""Most copies of a record; these take some seconds a record and step in the smallest network."""
 
 
 class UlrConfig(TrainerSection):
-    """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
+    """Forward passes with noise on one module's output at a time; score times loss estimates the gradient."""
 
     implementation = "opusim.training.ulr.trainer:UlrTrainer"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
@@ -61,7 +61,7 @@ class UlrConfig(TrainerSection):
     """Noisy copies of every record for each module (K in the paper); an antithetic pair counts as one."""
     module_copies: tuple[int, ...] = ()
     """Copies for each module with parameters, in their order, in place of `copies`. A copy costs the passes through the
-    modules behind its own, so late modules may have many."""
+    modules after its own, so late modules may have many."""
     sigma: float = Field(0.1, gt=0.0)
     """Standard deviation of the noise on a module's output; its upper limit if the published controller sets it."""
     reduction: Reduction | None = None
@@ -70,8 +70,8 @@ class UlrConfig(TrainerSection):
     directions: Directions = "independent"
     """Directions of a record's copies: independent, or orthogonal in groups of up to as many copies as the module has
     outputs. Orthogonal copies of fixed length vary less, and draw one number for each output rather than one for each
-    copy. Antithetic pairs are then at most as many as the module has outputs: a linear loss leaves no variance. The
-    guarantee of the proven form is the same."""
+    copy. There are then at most as many antithetic pairs as the module has outputs: they leave no variance of a linear
+    loss. The guarantee of the proven form is the same."""
     shape: Literal["isotropic", "matched"] = "isotropic"
     """Covariance of the noise of a record: isotropic, or matched to its Jacobian if the module's parameters act at many
     positions (convolutions, linear modules on sequences), which lowers the variance. Other modules keep isotropic
@@ -83,15 +83,15 @@ class UlrConfig(TrainerSection):
     """How protection.kind = 'record' clips: a record's contribution over all modules to clip_norm, or each module's to
     clip_norm / sqrt(modules)."""
     rows_per_pass: int | None = Field(None, ge=1)
-    """Noisy rows (records times copies times modules) that go through the model together at most; None for as many
-    copies of all records as there are modules. Fewer take less memory; the result is the same up to rounding."""
+    """Most noisy rows (records times copies times modules) that go through the model together; None for one copy of all
+    records for each module. Fewer take less memory; the result is the same up to rounding."""
     target_std: float = Field(4.0, gt=0.0)
     """sigma_0 of the published form: standard deviation over C that its noise should have in every direction."""
     clip_norm: float = Field(1.0, gt=0.0)
     """C of the published form, for each module separately."""
     remedy: Literal["none", "parameters", "extra-noise"] = "extra-noise"
-    """What the published form does if a batch's noise is not of full rank, which is always (appendix A.4): refuse
-    (none), put the noise on the parameters, or add noise that completes its covariance."""
+    """What the published form does about a batch's noise, which is never of full rank (appendix A.4): refuse (none),
+    put the noise on the parameters, or add noise that completes its covariance."""
 
     @property
     def variance_reduction(self) -> Reduction:
@@ -99,10 +99,10 @@ class UlrConfig(TrainerSection):
         return self.reduction or ("none" if self.form == "published" else "antithetic")
 
     def copies_of(self, modules: int) -> tuple[int, ...]:
-        """Return K of each of so many modules with parameters.
+        """Return K of each module with parameters.
 
         Raises:
-            ConfigError: `module_copies` holds another number of them.
+            ConfigError: `module_copies` does not hold one number for each module.
         """
         found = self.module_copies or (self.copies,) * modules
         if len(found) != modules:
@@ -133,11 +133,11 @@ class UlrConfig(TrainerSection):
             raise ValueError(f"reduction = 'leave-one-out' needs other copies, but {key}; take at least 2")
         if self.form == "published" and self.variance_reduction != "none":
             raise ValueError(
-                f"reduction = {self.reduction!r} changes the noise that form = 'published' counts on; leave it out"
+                f"reduction = {self.reduction!r} changes the noise that form = 'published' relies on; leave it out"
             )
         if self.form == "published" and (self.directions, self.shape) != ("independent", "isotropic"):
             raise ValueError(
-                "directions and shape belong to form = 'proven'; the published form counts on independent isotropic "
+                "directions and shape belong to form = 'proven'; the published form relies on independent isotropic "
                 "noise; leave them out"
             )
         if self.form == "published" and self.clip != "joint":

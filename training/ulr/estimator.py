@@ -143,9 +143,9 @@ def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: boo
     Modules whose parameters act at one position, or that have no closed form, have isotropic noise.
 
     Args:
-        jacobian: The layer's.
-        value: Its output, shape (batch, ...).
-        h: Its input, shape (batch, ...).
+        jacobian: The Jacobian of the layer.
+        value: The layer's output, shape (batch, ...).
+        h: The layer's input, shape (batch, ...).
         matched: Whether the covariance is matched to the Jacobian.
     """
     rows = jacobian.factor_rows(h) if matched and value.ndim > 2 and value.numel() else None
@@ -155,7 +155,7 @@ def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: boo
 
 
 class Draws:
-    """The copies of one layer's noise, in order, however many are asked for at a time.
+    """Draws the copies of one layer's noise in order, any number of them at a time.
 
     Args:
         coordinates: Maps coordinates to outputs.
@@ -426,7 +426,7 @@ class Estimator:
             parts = self._losses(network, outputs.values, probes, noises, losses)
             for (layer, _), (own, _), part in zip(probes, drawn, parts, strict=True):
                 sums[layer].add(own, part)
-                if sums[layer].complete:  # its noise is let go
+                if sums[layer].complete:  # frees its noise
                     found.append(sums.pop(layer).estimate(sigmas[layer]))
         return found
 
@@ -455,7 +455,7 @@ class Estimator:
     ) -> list[Tensor]:
         """Return each probe's losses, shapes (copies, signs, batch), with noise on one module's output at a time.
 
-        Some records go through at a time if one copy is too many. In one sweep over the layers a probe joins behind its
+        Records go through in parts if one copy of all is too many. In one sweep over the layers a probe joins after its
         own layer, so that earlier layers are not computed again.
         """
         batch, size, signs = len(values[0]), len(values[0]), self._signs

@@ -1,4 +1,4 @@
-"""Train by unified likelihood ratios: forward passes only, no gradient of anything behind a module.
+"""Train by unified likelihood ratios: forward passes only, without gradients of later modules.
 
 One step runs a forward pass without noise. Then, for every module with parameters, copies of its output with Gaussian
 noise pass through the rest of the model to the loss. Noise times loss estimates the gradient at that output
@@ -330,7 +330,7 @@ def _spectrum(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _WIDEST_READING = 65_536
-"""Most outputs with which a device is opened; more noise than that takes further readings."""
+"""Most outputs with which a device is opened; more noise takes further readings."""
 
 
 class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
@@ -397,7 +397,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         return sum((DeviceWork.of_noise(size, n_outputs) for size in self._draws(records)), own)
 
     def _draws(self, records: float) -> list[float]:
-        """Return how many numbers each draw of noise for the estimate has."""
+        """Return the count of numbers in each draw of noise for the estimate."""
         network, options = self.network, self.options
         if options.form == "published" and options.remedy == "parameters":
             sizes = [
@@ -459,7 +459,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
             outputs = network.forward(x)
             clean = loss(outputs.output, y)
             used = self.update.set_gradients(outputs, losses, clean, records)
-            if self.config.mode == "experiment" or protects == "nothing":  # else it would tell of the records
+            if self.config.mode == "experiment" or protects == "nothing":  # else it would reveal records
                 checks.require(used.all(), partial(_ignored, used, records, step))
             self.optimizer.step()
         norms = [
@@ -518,7 +518,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
 
 
 def _ignored(used: Tensor, records: Tensor | None, step: int) -> TrainingDiverged | None:
-    """Warn of the records that a step ignored, or return an error if it ignored all."""
+    """Warn about the records that a step ignored, or return an error if it ignored all."""
     if not bool(used.any()):
         return TrainingDiverged(
             f"step {step}: training diverged, because no record of the batch has a finite loss; start a new run "
@@ -536,5 +536,5 @@ def _ignored(used: Tensor, records: Tensor | None, step: int) -> TrainingDiverge
 
 
 def _blank_outputs(network: ModuleSequence) -> Outputs:
-    """Return what the modules make of a record of zeros."""
+    """Return the modules' outputs for a record of zeros."""
     return network.forward(torch.zeros(1, network.n_inputs, device=network.parameters[0].device))

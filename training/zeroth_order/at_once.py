@@ -44,7 +44,7 @@ _SAME = frozenset({"to", "float", "contiguous", "type_as"})
 """Functions that may return their argument."""
 _ELEMENTWISE = frozenset({"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__"})
 _PROBED = (1, 3)
-"""Records of the passes before the first step: what has as many rows in both is not there by accident."""
+"""Records of the two passes before the first step; two sizes tell the rows of records from other dimensions."""
 
 
 class Uncovered(RuntimeError):
@@ -52,7 +52,7 @@ class Uncovered(RuntimeError):
 
 
 class _Reached(Exception):
-    """The first perturbed product: what was computed before holds for all directions."""
+    """Raised at the first perturbed product; everything computed before holds for all directions."""
 
 
 class _Watched(TorchFunctionMode):
@@ -73,7 +73,7 @@ class _Watched(TorchFunctionMode):
         """Return the number of a perturbed tensor, or None for anything else.
 
         Raises:
-            Uncovered: It is a part or another form of one.
+            Uncovered: The value is a part or another form of a perturbed tensor.
         """
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
@@ -106,7 +106,7 @@ class _Watched(TorchFunctionMode):
         return self.perturbed(name, func, args, kwargs)
 
     def perturbed(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the function gives with its perturbed tensors."""
+        """Return the function's result for its perturbed tensors."""
         raise _Reached
 
 
@@ -127,13 +127,13 @@ class BothSides(_Watched):
 
     Args:
         perturbation: Holds the tensors, phi and the rank.
-        seeds: Of the K directions.
+        seeds: Seeds of the K directions.
         records: b.
 
     Attributes:
         rows: 2 K b.
         used: Numbers of the tensors that a function has received.
-        per_row: Inputs of a row, for each function so far: 1, or a row's tokens in a flat batch.
+        per_row: Number of inputs of a row, for each function so far: 1, or a row's tokens in a flat batch.
     """
 
     def __init__(self, perturbation: InPlacePerturbation, seeds: Sequence[int], records: int) -> None:
@@ -173,7 +173,7 @@ class BothSides(_Watched):
     def _product(
         self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     ) -> Tensor:
-        """Add to y = x W, in place, bias and what the perturbations of both change."""
+        """Add to y = x W, in place, the bias and the effect of both perturbations."""
         number, directions = self.number_of(weight), len(self._directions)
         if self.number_of(x) is not None:
             raise Uncovered("a product has two trained tensors")
@@ -278,7 +278,7 @@ class BothSides(_Watched):
             y.baddbmm_(own, factor)
 
     def _sides(self, tensor: Any, other: Any) -> Any:
-        """Return a perturbed tensor on both sides, with rows that broadcast against another's, or what is no such."""
+        """Return a perturbed tensor on both sides, to broadcast against another's rows; any other value as it is."""
         number = self.number_of(tensor)
         if number is None:
             return tensor
@@ -311,7 +311,7 @@ class TwoSides:
     Args:
         module: The functions to evaluate run it.
         perturbation: Moves its parameters, or holds them.
-        rows: Rows of a forward pass at most, if directions are evaluated at once; but one direction always fits.
+        rows: Most rows of a forward pass that evaluates directions at once; one direction is always allowed.
         around: Makes a context around each evaluation.
     """
 
@@ -347,7 +347,9 @@ class TwoSides:
                 self._pass(function, own, mode, count, {})
                 per_row.append(mode.per_row)
                 if len(mode.used) < len(self._perturbation.tensors):
-                    raise Uncovered("a pass uses not all trained tensors, or not by torch's functions")
+                    raise Uncovered(
+                        "a pass leaves out trained tensors, or uses some outside of torch's functions"
+                    )
             if per_row[0] != per_row[1]:
                 raise Uncovered("a product has inputs that do not belong to records")
         except Uncovered as error:
@@ -391,7 +393,7 @@ class TwoSides:
         count: int,
         common: dict[nn.Module, Any],
     ) -> Tensor:
-        """Return what the function gives for all rows of a mode; the outputs in `common` are not computed again."""
+        """Return the function's result for all rows of a mode; the outputs in `common` are reused."""
         wide = partial(tree_map, partial(_tiled, times=mode.rows // count))
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -456,10 +458,10 @@ def _next_output(module: nn.Module, output: Callable[[], Any]) -> Iterator[None]
 
 
 def _repeated(leaf: Any, *, count: int) -> Any:
-    """Return a tensor's first record so many times, and anything else as it is."""
+    """Repeat a tensor's first record `count` times; return anything else as it is."""
     return _tiled(leaf[:1], times=count) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
 def _tiled(leaf: Any, *, times: int) -> Any:
-    """Return a tensor's rows so many times in a row, and anything else as it is."""
+    """Repeat a tensor's rows `times` times as a block; return anything else as it is."""
     return leaf.repeat(times, *[1] * (leaf.ndim - 1)) if isinstance(leaf, Tensor) and leaf.ndim else leaf

@@ -30,7 +30,7 @@ class LanguageConfig(Section):
     """The columns of a table that hold the texts and their labels, which are class numbers from 0 or words of
     classes."""
     task: Literal["classify", "next-token"] = "classify"
-    """What to learn of the texts. classify: the word of a text's class behind its prompt. next-token: the texts
+    """What to learn from the texts. classify: the word of a text's class after its prompt. next-token: the texts
     themselves; the loss of a text is the mean over its tokens, and labels are not read."""
     prompt: str = "{text} It was"
     """Template around {text}, with {mask} for the class word of a masked model (DP-ZO paper, Table 14)."""
@@ -45,8 +45,8 @@ class LanguageConfig(Section):
     lora_targets: tuple[str, ...] = ()
     """Modules that get such updates, such as q_proj; empty takes those that peft knows for the architecture."""
     prefix_tokens: int | None = Field(None, ge=1)
-    """Train the keys and values of so many tokens before each text instead of the whole model (prefix tuning, 5 in the
-    DP-ZO paper)."""
+    """Train the keys and values of this number of tokens before each text instead of the whole model (prefix tuning, 5
+    in the DP-ZO paper)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the model's parameters; those of LoRA and of a prefix are float32."""
 
@@ -86,7 +86,7 @@ class LanguageConfig(Section):
 
 
 class ZoConfig(TrainerSection):
-    """Only forward passes: the loss on both sides of a random direction tells how far to move along it.
+    """Only forward passes: the loss on both sides of a random direction gives the move along it.
 
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
@@ -170,7 +170,7 @@ class ZoConfig(TrainerSection):
     rank: int | None = Field(None, ge=1, le=8)
     """Rank of the directions in matrices: both sides of many then share a forward pass. None takes full directions."""
     rows_at_once: int = Field(256, ge=2)
-    """Most rows of such a pass, two for each record and direction; fewer take less memory."""
+    """Most rows of a pass that directions share, two for each record and direction; fewer take less memory."""
     settle_every: int = Field(64, ge=1)
     """Steps after which parameters in half precision are set to their float32 copies on disk, to which the step log
     applies; parameters in float32 have no copy."""

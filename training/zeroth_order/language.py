@@ -243,8 +243,8 @@ class Prefix:
     """Keys and values of tokens before the text, in each layer; all other parameters are frozen.
 
     Attributes:
-        tokens: How many, at least 1 (5 in the DP-ZO paper).
-        seed: Seed of the tokens whose keys and values it begins with.
+        tokens: Number of tokens, at least 1 (5 in the DP-ZO paper).
+        seed: Seed of the random tokens whose keys and values the prefix begins with.
     """
 
     tokens: int = 5
@@ -256,7 +256,7 @@ class _LanguageModel(DescribedModule):
 
     Args:
         model: A model of transformers, possibly wrapped by peft.
-        words: Tokens of which invented records are made.
+        words: Tokens from which invented records are made.
         mask_token: Number of the mask token for a masked model, else None.
         description: How to load the model again, stored in `config.json`; empty if no name loads it.
     """
@@ -304,7 +304,7 @@ class _LanguageModel(DescribedModule):
 
         Args:
             x: Encoded texts, shape (batch, L); columns that no record uses are left out.
-            last: Whether to compute the scores behind the last token only, if the model can; T is then 1 in them.
+            last: Whether to compute the scores after the last token only, if the model can; their T is then 1.
         """
         present = x != PAD
         used: Tensor | slice = present.any(dim=0)  # columns with a token of some record
@@ -446,7 +446,7 @@ class TextModel(_LanguageModel):
         return torch.stack([torch.zeros_like(loss), loss + torch.log(-torch.expm1(-loss))], dim=1)
 
     def _losses(self, x: Tensor) -> Tensor:
-        """Return the mean loss of each text's tokens behind its first one, shape (batch,)."""
+        """Return the mean loss of each text's tokens after its first one, shape (batch,)."""
         ids, present, logits = self._logits(x, last=False)
         logits, wanted, there = logits[:, :-1].float(), ids[:, 1:], (present[:, :-1] & present[:, 1:]).float()
         chosen = logits.gather(2, wanted.unsqueeze(2)).squeeze(2)
@@ -608,7 +608,7 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 class PrefixedModel(nn.Module):
-    """A causal model behind a prefix; peft's own drops the positions, which padding on the left needs.
+    """A causal model with a prefix; peft's own prefix drops the positions, which padding on the left needs.
 
     Args:
         model: A model of transformers; it is frozen.
@@ -626,7 +626,7 @@ class PrefixedModel(nn.Module):
         return self.model
 
     def forward(self, *, attention_mask: Tensor, position_ids: Tensor, **options: Any) -> Any:
-        """Return what the model returns for the tokens behind the prefix."""
+        """Return what the model returns for the tokens after the prefix."""
         tokens = self.prefix.shape[3]
         cache = _library("transformers").DynamicCache()
         for layer, pair in enumerate(self.prefix.to(self.model.dtype)):  # type: ignore[arg-type]  # of transformers
@@ -723,7 +723,7 @@ def build_language(
         str(options.model), prompt if classifies else None, lora=lora, prefix=prefix, dtype=options.dtype
     )
     x, shortened = _encoded(tokenizer, texts, prompt)
-    found = "how many is not told, because it depends on the records"
+    found = "their number is not reported, because it depends on the records"
     if config.mode == "experiment":
         padded = int((x == PAD).any(dim=1).sum())
         found = f"{shortened:,} of {len(texts):,} did, and {padded:,} shorter ones are padded"

@@ -1,4 +1,4 @@
-"""Zeroth-order steps in anybody's training loop: an optimizer that takes losses instead of gradients."""
+"""Zeroth-order steps in a user's training loop: an optimizer that takes losses instead of gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepE
 from opusim.training.zeroth_order.trainer import ScalarRelease
 
 _ALIKE, _ALIKE_IN_HALF = 1e-3, 0.1
-"""How far a record's loss may differ between batches of two sizes, over one plus the loss: roundings."""
+"""Largest difference that rounding makes in a record's loss between batches of two sizes, over one plus the loss."""
 _PLAIN = ScalarRelease(clip=None, divisor=1.0)
 """Sums without a clip."""
 
@@ -48,7 +48,7 @@ class ZerothOrder(torch.optim.Optimizer):
     without arguments. Learning-rate schedulers of torch work. The module is evaluated in evaluation mode, without
     dropout.
 
-    Alone it is not private: the loop's batches are not drawn secretly, nothing is clipped, noised or paid for in a
+    By itself it is not private: the loop's batches are not drawn secretly, nothing is clipped, noised or paid for in a
     ledger. `opusim.make_private` takes it as its optimizer and does all that.
 
     Args:
@@ -56,10 +56,10 @@ class ZerothOrder(torch.optim.Optimizer):
         lr: Learning rate, at least 0.
         perturbation: phi, above 0.
         directions: K, from 1 to 1,024.
-        rank: Rank of the directions in matrices, from 1 to 8, of which many share a forward pass. None takes full
+        rank: Rank of the directions in matrices, from 1 to 8; many of them then share a forward pass. None takes full
             directions, one after another.
         weight_decay: lambda, at least 0: a step multiplies the parameters by 1 - lr lambda first.
-        seed: Of the directions, in [0, 2^64); public, and in a private loop not chosen by the records.
+        seed: Seed of the directions, in [0, 2^64); public, and in a private loop not chosen by the records.
         rows_at_once: Most rows of a forward pass that evaluates several directions, two for each record and direction.
 
     Raises:
@@ -118,7 +118,7 @@ class ZerothOrder(torch.optim.Optimizer):
 
     @property
     def module(self) -> nn.Module:
-        """What it trains."""
+        """The module that it trains."""
         return self._module
 
     @property
@@ -133,13 +133,13 @@ class ZerothOrder(torch.optim.Optimizer):
 
     @torch.no_grad()
     def measure(self, losses: Callable[..., Tensor], *batch: Any) -> Tensor:
-        """Evaluate a batch on both sides of the next step's directions, which add up until `step`.
+        """Evaluate a batch on both sides of the next step's directions; batches add up until `step`.
 
         Args:
             losses: Returns the loss of each record, shape (records,), by calling the module. A record's loss depends on
                 its own rows only.
             *batch: Its arguments: tensors whose first axis is that of the records, or lists, tuples and mappings of
-                such. Without any, `losses` knows its batch, and directions are evaluated one after another.
+                such. Without any, `losses` supplies its batch, and directions are evaluated one after another.
 
         Returns:
             The mean loss on the plus side of the first direction.
@@ -192,7 +192,7 @@ class ZerothOrder(torch.optim.Optimizer):
         """Add sums of loss differences to the next step.
 
         Args:
-            sums: Along each direction, float64, shape (K,).
+            sums: The sum along each direction, float64, shape (K,).
             records: The number of records that they are divided by.
         """
         self._sums += sums
@@ -279,7 +279,7 @@ class ZerothOrder(torch.optim.Optimizer):
         self._warn(stacklevel=5)
 
     def _warn(self, *, stacklevel: int) -> None:
-        """Warn of directions that are evaluated one after another, although a rank was given."""
+        """Warn if directions are evaluated one after another, although a rank was given."""
         if self._sides.reason:
             warnings.warn(
                 f"rank = {self._perturbation.rank}: directions are evaluated one after another, which takes longer: "
@@ -308,7 +308,7 @@ def _checked(losses: Any) -> Tensor:
     """Return losses, one for each record.
 
     Raises:
-        ValueError: They are something else.
+        ValueError: The losses have another type or shape.
     """
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

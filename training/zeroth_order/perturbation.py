@@ -62,7 +62,7 @@ def factors(
 
     Args:
         directions: K of them.
-        number: Of the matrix.
+        number: Number of the matrix.
         shape: m and n.
         rank: r.
         device: Torch device of the result.
@@ -112,7 +112,7 @@ class StepEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadEntry:
-    """One step whose scalars are on a card; it moves the parameters as the entry does that `read` returns.
+    """One step whose scalars are on a graphics card; it moves the parameters as the entry that `read` returns does.
 
     Attributes:
         rate, seeds: See StepEntry.
@@ -185,9 +185,9 @@ class InPlacePerturbation:
     """Moves a fixed list of tensors along random directions and by logged steps.
 
     Attributes:
-        tensors: What is moved.
-        phi: How far to each side.
-        rank: Of the directions in matrices, or None if all are full.
+        tensors: The tensors that are moved.
+        phi: Length of the move to each side.
+        rank: Rank of the directions in matrices, or None if all are full.
         copies: float32 copies of the half-precision tensors, by number; only entries move them. Part of a run's state.
         drifted: Unsettled values of the same tensors, in their own type, kept while they are settled temporarily.
 
@@ -221,9 +221,9 @@ class InPlacePerturbation:
         """Move by offset phi z: 1 from theta to the plus side, then -2 to the minus side, then 1 back to theta.
 
         Args:
-            seed: Of the direction.
+            seed: Seed of the direction.
             offset: See above.
-            numbers: Of the tensors to move; None for all.
+            numbers: Numbers of the tensors to move; None for all.
         """
         self._seed, directions = seed, [Direction(seed)]
         for number in range(len(self.tensors)) if numbers is None else numbers:
@@ -290,7 +290,7 @@ class InPlacePerturbation:
 
         Args:
             entry: The step.
-            numbers: Of the tensors that it moves; None for all.
+            numbers: Numbers of the tensors that it moves; None for all.
         """
         moves: Sequence[float | Tensor] = entry.moves
         directions, moves = _directions((entry.seeds[-1], *entry.seeds[:-1])), [moves[-1], *moves[:-1]]
@@ -324,9 +324,10 @@ class InPlacePerturbation:
         keep: float = 1.0,
         back: float | None = None,
     ) -> None:
-        """The tensor of a number, or a copy of it, becomes keep (tensor + back z_1) + sum_j moves_j z_j.
+        """Set a tensor, or a copy of it, to keep (tensor + back z_1) + sum_j moves_j z_j.
 
-        `back` is None if there is neither a return nor a decay; `keep` is 1, or 1 minus the weights' decay, as float32.
+        `number` is that of the tensor. `back` is None if there is neither a return nor a decay; `keep` is 1, or 1 minus
+        the weights' decay, as float32.
         """
         if self.rank is None or not has_factors(tensor.shape, self.rank):
             rest = list(zip(directions, moves, strict=True))

@@ -1,6 +1,6 @@
 """The step log of zeroth-order training, which rebuilds the final parameters from the initial ones.
 
-The log is a file of fixed-size records behind a header. Bytes, little-endian:
+The log is a file of fixed-size records after a header. Bytes, little-endian:
 
     8   magic "OPUSIMZO"
     4   length of the header
@@ -63,7 +63,7 @@ class LogHeader:
         settle_every: Steps after which half-precision parameters are settled.
         tensors: Name, shape and dtype of each tensor, in the order of their numbers.
         base: Digest of the parameters before the first step.
-        rank: Of the directions in matrices, or None if all are full.
+        rank: Rank of the directions in matrices, or None if all are full.
         at_once: Whether directions are evaluated at once, which perturbs no parameter.
     """
 

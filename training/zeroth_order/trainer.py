@@ -56,7 +56,7 @@ from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepE
 from opusim.training.zeroth_order.step_log import BASE_FILE, LOG_FILE, LogHeader, StepLog, read_header
 
 LARGEST_DIFFERENCE = 1e100
-"""Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its
+"""Bound on a difference before a joint clip, beyond float32: it replaces a loss that is not finite, and 1,024 of its
 squares have a finite sum in float64."""
 CLIP = 0.05
 """C if the configuration gives none: the DP-ZO paper's, found best of four in its Table 15."""
@@ -65,7 +65,7 @@ _MOST_RECORDS = 2**22
 _MOST_UNREAD = 64
 """Steps whose scalars may stay on a card before they are read for the log."""
 _BELOW = 1 - 2.0**-40
-"""Factor of the bound of a joint clip: more than float64 errs in a norm and a scaling of 1,024 numbers."""
+"""Factor on the bound of a joint clip; its margin exceeds float64's error in a norm and a scaling of 1,024 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class ScalarRelease:
         divisor: B > 0, the stated batch size.
         scale: Scale of the noise in units of a loss: z C or b C; 0 for no noise.
         noise: Source of the noise, independent of the directions, or None.
-        law: Of the noise.
+        law: Law of the noise.
         joint: Whether C bounds the norm of a record's differences along all directions, rather than each of them.
     """
 
@@ -145,7 +145,7 @@ class ScalarRelease:
         """Return sums over records of their clipped loss differences along each of n directions.
 
         Args:
-            losses: On the plus side and on the minus side of each direction, shapes (batch,).
+            losses: Losses on the plus side and on the minus side of each direction, shapes (batch,).
             keep: Marks the records that count, bool, shape (batch,); None for all.
 
         Returns:
@@ -300,7 +300,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         self._unread: list[tuple[UnreadEntry, Tensor]] = []  # with the number of losses that were not finite
 
     def _sides(self) -> TwoSides:
-        """Return what evaluates records on both sides of directions, after passes on invented records."""
+        """Return the evaluation of both sides of directions, after passes on invented records."""
         model, protected, rank = self.network.model, self.release.clip is not None, self.options.rank
         around = partial(preserved_state, model) if protected else nullcontext
         sides = TwoSides(model, self.perturbation, rows=self.options.rows_at_once, around=around)
@@ -514,7 +514,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             self.log.mark(self._tensors)
 
     def require_covered(self) -> None:
-        """See Algorithm.require_covered; also keys without a meaning for zo, and noise that is not its law's."""
+        """See Algorithm.require_covered; also refuse keys that zo does not use, and device noise of another law."""
         super().require_covered()
         config = self.config
         tail = config.optimizer.averaged_tail

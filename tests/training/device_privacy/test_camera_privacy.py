@@ -247,7 +247,7 @@ def test_ambient_light_that_may_be_gone_buys_no_epsilon(kept: str) -> None:
 def test_the_argmax_under_ambient_light_is_refused() -> None:
     description = load_description("camera_low_light", {"camera": {"light": {"ambient_flux_per_s": 100.0}}})
     found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept="argmax")
-    with pytest.raises(ConfigError, match="ambient_flux_per_s: .* may be gone tomorrow"):
+    with pytest.raises(ConfigError, match="ambient_flux_per_s: .* electrons a frame may change"):
         found.epsilon(OperatingPoint())
 
 

@@ -193,7 +193,7 @@ def test_the_credited_noise_is_the_certified_one(tmp_path: Path) -> None:
     ) as opened:
         law = creditable_law(opened, credit={"beta": BETA})
         assert law.min_std == 0.99 * SIGMA
-        with pytest.raises(ConfigError, match=r"beta = 1e-07 the run's guarantee does not count \(0\)"):
+        with pytest.raises(ConfigError, match=r"beta = 1e-07 is not the one that the guarantee counts \(0\)"):
             creditable_law(opened)
 
 

@@ -391,7 +391,7 @@ def remembering(way: str) -> nn.Sequential:
 def test_attributes_that_outlast_a_batch_are_refused(tmp_path: Path, kind: str, way: str) -> None:
     run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
     read = way in ("table", "variable of the file", "hook")
-    message = "reads numbers of the batch into Python" if read else "keeps what depends on earlier batches"
+    message = "reads numbers of the batch into Python" if read else "depends on earlier batches"
     with pytest.raises(ValueError, match=message):
         training.train(run, data=data(), model=remembering(way), folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()

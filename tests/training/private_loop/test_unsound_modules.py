@@ -78,7 +78,7 @@ TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
     [
         ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
         ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
-        ("log", NUMBERS, "'Kept.seen[^']*' keeps what depends on earlier batches"),
+        ("log", NUMBERS, "'Kept.seen[^']*' depends on earlier batches"),
         ("largest", NUMBERS, "a training pass changes buffer 'calls'"),
         ("seen tokens", TOKENS, "a training pass changes buffer 'histogram'"),
         ("frozen, max_norm", TOKENS, "a forward pass changes 'embedding.weight'"),

@@ -376,9 +376,10 @@ def test_a_run_says_how_many_texts_are_cut_unless_it_is_released(tmp_path: Path,
     options = {"model": str(make(tmp_path / "m")), "text": str(tmp_path / "texts.tsv"), "max_tokens": 9}
     config = load_config({"mode": mode, "trainer": {"kind": "zo", "language": options}})
     _, _, model = build_language(config)
-    told = {"experiment": "2 of 5 did, and 2 shorter ones are padded", "release": "how many is not told"}[
-        mode
-    ]
+    told = {
+        "experiment": "2 of 5 did, and 2 shorter ones are padded",
+        "release": "their number is not reported",
+    }[mode]
     assert told in model.notes[1]
     assert "5" not in model.notes[1] or mode == "experiment"
 

@@ -1,7 +1,7 @@
 """Measure the contributions of a batch's records to all parameters, and sum them with factors.
 
 Every part of every layer is measured in float32; one stack of these norms is then resolved in float64 for all layers
-at once, so that a step takes few operators and asks no tensor for a value.
+at once, so that a step takes few operators and reads no tensor's value on the host.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from opusim.training.networks.contributions.uses import (
 )
 
 _GRAM_SHARE = 1.0
-"""Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""
+"""Largest ratio of multiplications, gradient over Gram matrices, at which a record's gradient is formed."""
 _EXACT = 64
 """Records whose gradients are converted to float64 at once."""
 _CACHE_LIMIT = 2**24
-"""Numbers of per-record gradients that a layer keeps from its norms to its sum."""
+"""Most numbers of per-record gradients that a layer keeps between its norms and its sum."""
 
 
 class Contributions:
@@ -47,7 +47,7 @@ class Contributions:
     Attributes:
         layers: The layers as they were given, until their records are measured.
         several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
-        parameters: Of all layers, in the order of `totals`.
+        parameters: The parameters of all layers, in the order of `totals`.
         records: Number of rows in the batch.
         padding: Marks rows that only fill the batch (`leave_out`), or None.
 
@@ -55,7 +55,7 @@ class Contributions:
         layers: The parameters of each layer, and their uses. A layer is a group of parameters that are measured
             together: a weight and its bias, or everything that shares a use.
         records: Number of records in the batch.
-        several_uses: Whether a parameter may be used several times in a batch, be it not in this one.
+        several_uses: Whether a parameter may be used several times in a batch, even if not in this one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Contributions:
                 continue
             several, uses = len(uses) > 1, _merged(uses) if len(uses) > 1 else uses
             outer = [use for use in uses if isinstance(use, OuterUse)]
-            # The number of records has no say: it would let one record decide how others are measured.
+            # The number of records must not count: one record would change how others are measured.
             if len(outer) == len(uses):
                 s, u = outer[0].sizes
                 smaller = s * u <= _GRAM_SHARE * sum(use.positions for use in outer) * (s + u)
@@ -94,7 +94,7 @@ class Contributions:
             self._layers.append(_Formed(parameters, uses, records, several=several))
 
     def leave_out(self, padding: Tensor) -> None:
-        """Give rows that only fill a batch the weight zero, whatever they hold; call it before anything is measured.
+        """Leave out rows that only fill the batch, whatever they hold; call this before anything is measured.
 
         Args:
             padding: Marks these rows, bool, shape (records,).
@@ -120,10 +120,11 @@ class Contributions:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
         Args:
-            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record. One
-                whose gradient is not finite is removed in any case.
+            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record.
+                Records whose gradients are not finite are always removed.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: Of `CountedSums`, whose error the sums then have at most; None if the noise does not count it.
+            block: `CountedSums.block`, which keeps rounding within `CountedSums.error`; None if the noise does not
+                cover rounding.
         """
         squares = self.squared_norms() if self._squares is None else self._squares
         found: list[tuple[Tensor, Tensor]] = []
@@ -140,7 +141,7 @@ class Contributions:
     def record_gradients(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of every record by layer, one tensor (records, numbers) for each parameter.
 
-        It forms what norms and totals need not, so it is for small models, diagnoses and tests.
+        Norms and totals avoid forming them, so use it for small models, diagnoses and tests only.
         """
         for parameters, layer in zip(self._parameters, self._layers, strict=True):
             if layer is None:
@@ -194,11 +195,11 @@ class Contributions:
 
 
 class _Formed:
-    """A layer of which the gradient of each record is formed; those of the batch are kept if they fit `_CACHE_LIMIT`.
+    """A layer that forms each record's gradient, and keeps those of the batch if they fit `_CACHE_LIMIT`.
 
     Args:
-        parameters: Of the layer.
-        uses: Of these parameters, or of tensors computed from them; at least one.
+        parameters: The parameters of the layer.
+        uses: Uses of these parameters, or of tensors computed from them; at least one.
         records: Number of records, at least 1.
         several: Whether a parameter is used several times, so that gradients and sums are float64.
     """
@@ -236,7 +237,7 @@ class _Formed:
     ) -> list[Tensor]:
         """Return sum_i f_i g_i, a tensor for each parameter; see OuterUse.totals.
 
-        Gradients that were not kept are measured again, so that another rounding exceeds no norm.
+        Gradients that were not kept are measured again, so that another rounding cannot exceed the clip.
         """
         start, again = 0, not self._kept
         totals: list[Tensor] = []
@@ -267,8 +268,8 @@ class _Joint:
     """A layer of several uses of one weight, whose products may cancel: measured as one sum, and summed in float64.
 
     Args:
-        parameters: Of the layer.
-        uses: Of one weight, all with the same bias or none.
+        parameters: The parameters of the layer.
+        uses: Uses of one weight, all with the same bias or none.
         records: Number of records, at least 1.
     """
 
@@ -360,7 +361,7 @@ def _rows_of(
 def _pulled(
     tensor: Tensor, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield gradients of records with respect to parameters from those with respect to a tensor computed from them."""
+    """Yield records' gradients by parameter, from those with respect to a tensor computed from the parameters."""
     with torch.enable_grad():
         found = torch.autograd.grad(
             tensor, list(parameters), rows.to(tensor.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
@@ -371,7 +372,7 @@ def _pulled(
 
 
 def _remeasured(clip: Clip, rows: Sequence[Tensor]) -> Clip:
-    """Return a clip that keeps gradients which were formed again within the norms that were measured before."""
+    """Return a clip that keeps recomputed gradients within the norms measured before."""
     squares = resolved(measured(*rows)).square().sum(dim=0)
     finite = squares < torch.inf
     shorter = torch.where(squares > clip.squares, (clip.squares / squares).sqrt(), 1.0)

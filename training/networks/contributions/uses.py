@@ -31,11 +31,11 @@ from opusim.training.networks.clipping import (
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _GRAM_COST = 2
-"""Time of products of Gram matrices, in that of the products of a gradient."""
+"""Time of a multiplication in Gram matrices, over one in a gradient."""
 _GRAM_RAISES = 2.0**-8
-"""Twice the largest share by which Gram matrices in float32 may raise a norm if positions are orthogonal."""
+"""Twice the largest share by which float32 Gram matrices may raise a norm, for orthogonal positions."""
 _FORMED_POSITIONS = 8
-"""Positions of a record from which its gradient is formed in less time than its products are summed in float64."""
+"""Least positions of a record for which forming its gradient is faster than summing its products in float64."""
 _FORMED_AT_ONCE = 2**19
 """Numbers of gradients that are formed at once and added, so that they stay in a processor's cache."""
 _EXACT_ROWS = 4096
@@ -50,11 +50,11 @@ class Part(NamedTuple):
     """A part of a contribution, of norm at most max(formed + slack |s| |u|, least |s| |u|).
 
     Attributes:
-        formed: Of the sum as it was formed; None if the part is bounded by the product alone.
-        s: Of the signals; None counts as 1.
-        u: Of the inputs; None counts as 1.
-        slack: What rounding adds, in parts of |s| |u|, or 1 if the part *is* that product; 0 if s and u are None.
-        least: Share of |s| |u| that the norm counts as at least, see `MILD`.
+        formed: Norm of the formed sum; None if only the product bounds the part.
+        s: Norm of the signals; None counts as 1.
+        u: Norm of the inputs; None counts as 1.
+        slack: Rounding error over |s| |u|, or 1 if the part *is* that product; 0 if s and u are None.
+        least: Least norm over |s| |u|, see `MILD`.
     """
 
     formed: Measured | None
@@ -94,7 +94,7 @@ class OuterUse(Use):
         sizes: Numbers of a row of s and of u, over all groups of outputs.
         positions: Number of positions p of a record.
         single: Whether one position is a single product, of norm |s| |u|.
-        reach: sum_p |s_p| |u_p| over |delta| |h|, at most (Cauchy and Schwarz).
+        reach: Upper bound on sum_p |s_p| |u_p| over |delta| |h| (Cauchy and Schwarz).
         delta: Signals, float32, shape (records, ...).
         h: Inputs, float32, or indices, shape (records, ...).
         forms_sums: Whether it has `formed_totals`.
@@ -124,7 +124,7 @@ class OuterUse(Use):
         """Return the sums over records and positions of signals times inputs, one tensor for each of `wrt`.
 
         Args:
-            delta: Signals of some records, as `delta`, float32 or float64.
+            delta: Rows of the attribute `delta`, float32 or float64.
             h: Inputs, likewise.
             into: Tensors of the same type that may be overwritten and returned, by the id of the parameter.
         """
@@ -137,9 +137,9 @@ class OuterUse(Use):
         Args:
             clip: The factors.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: Records whose products are summed at once in float32, if they have one position each, or are formed
-                (`formed_totals`); 0 for float64, whose sums go by blocks of some thousand rows. None sums all as they
-                come, in float32.
+            block: Records whose products are summed at once in float32, if they have one position each or their
+                gradients are formed (`formed_totals`). 0: float64 sums, by blocks of some thousand rows. None: one
+                float32 sum of all.
 
         Raises:
             ValueError: A record has more positions than `CountedSums` counts.
@@ -172,9 +172,9 @@ class OuterUse(Use):
         return totals
 
     def formed_totals(self, clip: Clip, block: int) -> list[Tensor]:
-        """Return the same, where gradients of some records at once are formed in float32, and then added.
+        """Return the same from gradients that are formed in float32, some records at a time, and then added.
 
-        What forming rounds is in the norms, so that only the sum over records counts, as that of single products.
+        The norms include the rounding of forming, so only the sum over records counts, as for single products.
         """
         raise NotImplementedError
 
@@ -408,7 +408,7 @@ class ConvolutionUse(OuterUse):
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: one convolution's weight gradient, where the channels of each record are groups of their own.
 
-        Outside the processor, where torch takes the groups one by one, patches are multiplied instead.
+        On a graphics card torch processes the groups one by one, so patches are multiplied instead.
         """
         if self.delta.device.type != "cpu":
             return super().rows(part)
@@ -422,7 +422,7 @@ class ConvolutionUse(OuterUse):
 
     def _patches(self, h: Tensor) -> Tensor:
         """Shape (images, channels x kernel, positions)."""
-        if self._dims == 2 and h.device.type == "cpu":  # elsewhere it takes the images one by one
+        if self._dims == 2 and h.device.type == "cpu":  # on a card, unfold takes the images one by one
             sizes = {"kernel_size": self.weight.shape[2:], **self._options}
             del sizes["groups"]
             return functional.unfold(h, **sizes)

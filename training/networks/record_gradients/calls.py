@@ -15,7 +15,7 @@ from opusim.training.networks.record_gradients.layout import Layout
 
 
 class FlatSpec(NamedTuple):
-    """How to put arguments together again of which none holds tensors in a container; a fraction of a TreeSpec's time.
+    """How to rebuild arguments without tensors in containers, in a fraction of a TreeSpec's time.
 
     Attributes:
         positional: Number of positional arguments, which stand first.
@@ -58,7 +58,7 @@ class Site:
     made: Callable[[Call, int], Use] | None = None
 
     def layout(self, leaf: int) -> Layout | None:
-        """Return where the records stand in an argument that is another tensor."""
+        """Return where the records stand in an argument; None if nowhere, or if it is not among `others`."""
         return self.layouts[self.others.index(leaf)] if leaf in self.others else None
 
 
@@ -87,7 +87,7 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> tuple[int | None, bool, bool, int]:
-        """What may not vary between calls; numbers of rows may."""
+        """The facts that may not vary between calls; numbers of rows may."""
         if self.layout is None:
             return None, False, False, self.ndim
         return self.layout.dim, self.layout.outer > 1, self.layout.inner > 1, self.ndim
@@ -125,7 +125,7 @@ class Call:
         deltas: The gradients that arrived at each output, one for each backward pass.
         autocast: Whether torch.autocast was on, and its type.
         group: Neighbouring records of the batch that count as one, such as those of a user.
-        statistics: Of a group norm, the mean and 1 / standard deviation of each group; None if they were not kept.
+        statistics: Mean and 1 / standard deviation of each group of a group norm; None if they were not kept.
     """
 
     __slots__ = ("_versions", "autocast", "deltas", "group", "leaves", "site", "statistics", "wrt")
@@ -199,7 +199,7 @@ def require_inputs_kept(calls: Sequence[Call]) -> None:
     """Refuse inputs of calls that were overwritten between the forward and the backward pass.
 
     Raises:
-        RuntimeError: One was.
+        RuntimeError: An input was overwritten.
     """
     for call in calls:
         if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call._versions:
@@ -231,7 +231,7 @@ class Bound(NamedTuple):
     """The arguments of a call by name.
 
     Attributes:
-        values: Those that are no tensors, and defaults.
+        values: Arguments that are no tensors, and defaults.
         places: Where the tensors stand among the flattened arguments.
     """
 
@@ -243,10 +243,10 @@ class Bound(NamedTuple):
         """Bind flattened arguments to names.
 
         Args:
-            site: The call's.
+            site: The site of the call.
             leaves: The arguments.
-            names: In the order of positional arguments.
-            defaults: Of the arguments that may be left out.
+            names: Names of the arguments, in their order.
+            defaults: Defaults of optional arguments.
         """
         tensors = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         positional, others = site.spec.unflatten(range(len(leaves)))
@@ -257,7 +257,7 @@ class Bound(NamedTuple):
         )
 
     def learnt(self, site: Site, name: str) -> int | None:
-        """Return the number among a call's parameters of one that learns, or None."""
+        """Return the index of an argument among the call's parameters, or None if it is no parameter."""
         place = self.places.get(name)
         return site.places.index(place) if place in site.places else None
 

@@ -1,11 +1,11 @@
-"""Layers whose uses take more than a call: norms, and recurrent layers whose products are seen one by one.
+"""Uses of norms, and of recurrent layers, whose products are recorded one by one.
 
-Of layer, group and root-mean-square norms each record adds sums of delta x and of delta.
+In layer, group and root-mean-square norms, each record adds sums of delta x and of delta.
 
 torch computes a whole nn.RNN, nn.GRU or nn.LSTM in one function, and a step of their cells in another one, whose
 per-record gradients would take one call for each record. Here torch's function finds the outputs without gradients;
 then the inputs of all positions are one call of `linear`, and so are the states that the recurrent weights multiply.
-Backwards, a scan goes from the last position to the first with what does not depend on gradients computed for all
+Backwards, a scan goes from the last position to the first; factors that depend on no gradient are computed for all
 positions at once (backpropagation through time; Werbos 1990). Equations: those of the modules in torch's documentation.
 """
 
@@ -158,7 +158,7 @@ def normalisation(site: Site, leaves: Sequence[Any]) -> Callable[[Call, int], Us
 
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Input, weight and bias to output, as torch.nn.functional.linear, but seen."""
+"""Maps input, weight and bias to output as torch.nn.functional.linear does, and records the call."""
 
 
 class _Forward(NamedTuple):
@@ -202,7 +202,7 @@ class _Cell(ABC):
 
         Args:
             deltas: Gradients at h_t, shape (T, batch, n).
-            last: Those at the last state, besides h_T.
+            last: Gradients at the last state, except h_T.
             scan: What the forward pass left.
         """
 
@@ -215,7 +215,7 @@ class _Lstm(_Cell):
     def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
         """See _Cell."""
         weight, xs, own, outputs, state = scan
-        # 1. The gates and the cells again, of which torch's function returns the last one only.
+        # 1. The gates and the cells again; torch's function returns only the last cell.
         z = xs + own
         gates = torch.sigmoid(z)
         take, keep, _, show = gates.chunk(4, dim=2)
@@ -238,7 +238,7 @@ class _Lstm(_Cell):
             ],
             dim=2,
         )
-        # 3. From the last position to the first; o comes first, so that one product forms what stands beside dc_(t-1).
+        # 3. From the last position to the first; o comes first, so that one product forms the others and dc_(t-1).
         steps, batch, width = outputs.shape
         found = outputs.new_empty(batch, steps, 5, width)  # records first, as their gradients are measured
         ordered = torch.cat([weight[3 * width :], weight[: 3 * width]])
@@ -314,7 +314,7 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, cell: _Cell, weight: Tensor, outputs: Tensor, xs: Tensor, own: Tensor, *states: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the outputs, and the last state besides h_T."""
+        """Return the outputs, and the last state except h_T."""
         count = len(states) // 2
         ctx.cell = cell
         ctx.save_for_backward(weight, outputs, xs, own, *states[:count])
@@ -337,8 +337,8 @@ def _seen_layer(
     """Return the outputs of all positions and the last state of one layer in one direction.
 
     Args:
-        linear: Takes part in the products with the weights.
-        cell: Of the layer.
+        linear: Computes and records the products with the weights.
+        cell: The cell of the layer.
         steps: x_t, shape (T, batch, m).
         weights: W_x, W_h, b_x and b_h; the biases may be None.
         state: h_0, and c_0 of an LSTM.
@@ -393,7 +393,7 @@ PACKED = (
     "whose rows have no fixed owner; give padded sequences (torch.nn.utils.rnn.pad_sequence) and their lengths, and "
     "take each record's last output by its length"
 )
-"""What a packed sequence lacks, and what to give instead."""
+"""End of a message about a packed sequence: its fault and the remedy."""
 
 
 def unrolled(
@@ -411,10 +411,9 @@ def unrolled(
 ) -> tuple[Tensor, ...]:
     """Return what torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu returns: the outputs, then the last states.
 
-    `linear` takes part in every product with a weight. The arguments behind `func`, which names the function, are its
-    own: inputs (batch, T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for
-    torch.lstm, and of each layer and direction the weights for the input, for the state, their biases, and for the
-    projection.
+    `linear` computes every product with a weight. The arguments after `func` are those of that function: inputs
+    (batch, T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for torch.lstm, and
+    for each layer and direction the weights of the input and of the state, their biases, and the projection.
 
     Raises:
         ValueError: The arguments are those of a packed sequence, (data, batch_sizes, ...).

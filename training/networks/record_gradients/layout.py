@@ -1,4 +1,4 @@
-"""Where the records of a batch stand in a tensor, and arguments of a module of which some hold records.
+"""Find the records of a batch in a tensor, and in the arguments of a module.
 
 Modules see records in different dimensions: (batch, T, n), (T, batch, n) in recurrent layers, or rows that merge
 records and positions, (batch T, n) or (T batch, n).
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of each record in a probe's batch; above 1 their number may be another one in another batch."""
+        """Rows of each record in a probe's batch; if above 1, their number may differ in other batches."""
         return self.outer * self.inner
 
     def owners(self, records: int) -> Tensor:
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arguments of which some tensors have a row for each record.
+    """Arguments, some of which are tensors with a row for each record.
 
     Attributes:
         leaves: The arguments, flattened.
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """Take the first size of the first tensor for the number of records, and tensors of that size for records.
+        """Read the number of records from the first tensor; all tensors of the same first size hold records.
 
         Raises:
             ValueError: There is no record.
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
         return [self.take(torch.arange(count) % self.records) for count in counts]
 
     def invented(self, count: int, below: int) -> Self:
-        """Return records of the same shapes whose numbers are drawn without a look at these.
+        """Draw records of the same shapes, without reading these.
 
         Args:
             count: Number of records.
@@ -108,7 +108,7 @@ class Rows(NamedTuple):
         return self.mapped(drawn)._replace(records=count)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the arguments with all tensors changed that hold records."""
+        """Apply a change to all tensors that hold records."""
         return self._replace(
             leaves=[change(v) if h else v for v, h in zip(self.leaves, self.held, strict=True)]
         )

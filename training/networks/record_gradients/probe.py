@@ -40,20 +40,20 @@ from opusim.training.networks.record_independence import (
 )
 
 _COUNTS = (6, 37)
-"""Batch sizes of different remainders by every number up to 30, so that code which looks at one takes two paths.
+"""Batch sizes whose remainders differ modulo every number up to 30, so that code that branches on one takes two paths.
 
-The second is more than a block of some kernels.
+The second exceeds a block of some kernels.
 """
 _FEW = 7
 """The second size for models of more than `_SMALL` parameters."""
 _SMALL = 2**24
 _ROUNDS = 20
-"""Most steps by which a tensor may be computed from parameters and tensors that the model holds."""
+"""Most rounds: each meets one more function on the way from parameters and constants to a tensor."""
 UNSEEN = (
     "is used where single records cannot be told apart (a compiled, checkpointed or custom autograd function, an "
     "assignment into a tensor, or a penalty on the parameters); use it in ordinary torch functions"
 )
-"""What is wrong with a parameter that receives a gradient of its own."""
+"""End of a message about a parameter that receives a gradient of its own."""
 
 
 def probe(
@@ -64,16 +64,14 @@ def probe(
 ) -> tuple[list[list[int]], bool]:
     """Note the kinds of uses; return the layers, and whether a parameter has several uses.
 
-    A layer is the numbers of the parameters that share a use.
-
-    The model's parameters, their gradients, its buffers, its Python attributes and torch's generators are as before
-    afterwards.
+    A layer is the numbers of the parameters that share a use. The probe restores the model's parameters, gradients,
+    buffers and Python attributes, and torch's generators.
 
     Args:
         model: In the mode in which it will be trained.
         named: Its parameters that are trained.
         given: Its arguments for at least one record.
-        kinds: Receives what is found; may hold what is known of other shapes of arguments.
+        kinds: Receives the kinds that are found; may hold those of other shapes of arguments.
 
     Raises:
         ValueError: The model mixes records, or a use has no rows for each record.
@@ -110,16 +108,15 @@ def probe(
 def require_separate_outputs(model: nn.Module, x: Tensor) -> None:
     """Refuse a module in which one record of a batch changes another's output.
 
-    Forward passes on two numbers of records are followed operator by operator, see the top of this file; parameters,
-    buffers and attributes must be as before after a pass. The module is as before afterwards, but for what its first
-    pass sets.
+    Forward passes on two numbers of records are followed operator by operator, see the top of this file; a pass must
+    leave parameters, buffers and attributes as they are. The module is restored, except for what its first pass sets.
 
     Args:
         model: In the mode in which it will be trained.
         x: Invented records as it takes them, shape (n, ...), n at least 1.
 
     Raises:
-        ValueError: The module mixes records, remembers some, or returns no row for each.
+        ValueError: The module mixes records, keeps some, or does not return one row for each.
     """
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
@@ -138,7 +135,7 @@ def require_separate_outputs(model: nn.Module, x: Tensor) -> None:
 
 @contextmanager
 def _without_readings(model: nn.Module, x: Tensor) -> Iterator[None]:
-    """Let layers that read a device multiply digitally within the block: a device takes and gives rows one by one."""
+    """Let layers that read a device multiply digitally within the block; a device processes each row separately."""
     layers = [layer for layer in model.modules() if isinstance(getattr(layer, "device", None), NoisyDevice)]
     for layer in layers:
         device: Any = layer.device
@@ -174,12 +171,12 @@ def _restored(model: nn.Module, place: torch.device, *, move: bool = True) -> It
 
 
 class _ProbeRecorder(Recorder):
-    """Catches all functions of a probe's pass, and notes of which kinds the uses of parameters are.
+    """Catches all functions of a probe's pass, and notes the kind of each use of a parameter.
 
     Args:
         named: The parameters.
         kinds: What is known about uses.
-        tracker: Knows where the records stand; None in a first pass, of which nothing is noted.
+        tracker: Knows where the records stand; None in a first pass, which notes nothing.
     """
 
     def __init__(
@@ -191,7 +188,7 @@ class _ProbeRecorder(Recorder):
         self._fixed, self._copied = set[Key](), set[Key]()
 
     def is_settled(self) -> bool:
-        """Count uses that depend on no record as known; return whether all were known before."""
+        """Add uses that depend on no record to `kinds`; return whether all were there before."""
         kinds = self.kinds
         settled = self._fixed <= kinds.fixed and self._copied <= kinds.copied
         kinds.fixed |= self._fixed
@@ -199,7 +196,7 @@ class _ProbeRecorder(Recorder):
         return settled
 
     def settle(self) -> None:
-        """Count what a probe found about uses as known.
+        """Add the uses that the probe found to `kinds`.
 
         Raises:
             ValueError: Two calls of a kind see records in different dimensions.
@@ -210,14 +207,14 @@ class _ProbeRecorder(Recorder):
             differs = known is not found and [slot.kind for slot in known] != [slot.kind for slot in found]
             if differs or key in self.kinds.fixed:
                 raise ValueError(
-                    f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
+                    f"model: {key} sees records in different dimensions in two calls, or none in one; keep the same"
                 )
 
     def _states(self, key: Key, *tensors: Tensor) -> list[State]:
-        """Return what tensors of a use hold.
+        """Return the states of tensors of a use.
 
         Raises:
-            ValueError: One mixes records.
+            ValueError: A tensor mixes records.
         """
         if self._tracker is None:
             return [None for _ in tensors]
@@ -238,7 +235,7 @@ class _ProbeRecorder(Recorder):
         """Note where the records stand in the tensors of a use, which must be those of the batch."""
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             raise ValueError(
-                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
+                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told apart; "
                 "call the module on the whole batch"
             )
         if self._tracker is None:
@@ -313,7 +310,7 @@ class _Pass:
             whole: Whether every output must have one row for each record, in their order.
 
         Raises:
-            ValueError: There is one.
+            ValueError: There is such an output.
         """
         for number, (output, state) in enumerate(zip(self.outputs, self._states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
@@ -366,10 +363,10 @@ class _Pass:
                 raise ValueError(f"model: parameter {name!r} {UNSEEN}")
 
     def require_rows_of_signals(self) -> None:
-        """Refuse gradients at uses that do not stand where the outputs do.
+        """Refuse gradients at uses whose records stand in other places than in the outputs.
 
         Raises:
-            ValueError: There is one.
+            ValueError: There is such a gradient, or one mixes records.
         """
         for call in self.recorder.calls:
             where, layouts = call.site.where, call.site.layouts[len(call.site.others) :]
@@ -390,7 +387,7 @@ def mixes(where: str, state: Mixed) -> ValueError:
 
 
 def invented_rows(model: nn.Module, rows: Rows) -> Rows:
-    """Return invented records of the shapes of others, whose whole numbers every table of the model holds."""
+    """Invent records of given shapes, whose whole numbers are indices into every embedding of the model."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     sizes = [part.num_embeddings for part in model.modules() if isinstance(part, kinds)]
     return rows.invented(max(_COUNTS[0], 7), min(sizes, default=2))

@@ -1,8 +1,8 @@
 """Catch every use of a parameter in a forward pass, whatever module or function it stands in.
 
-Models of the transformers package leave a mask out if it hides nothing in the whole batch, which one record decides for
-all others, and warn if a record ends in padding. They do neither while a graph is traced, which `is_tracing` tells them
-here (`unread_masks`).
+Models of the transformers package leave a mask out if it hides nothing in the whole batch, so that one record decides
+for all others, and warn if a record ends in padding. They do neither while a graph is traced, so `unread_masks` makes
+their `is_tracing` return True.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _modules(loaded: int) -> tuple[ModuleType, ...]:
     """Return the loaded modules of the package that ask whether a graph is traced.
 
     Args:
-        loaded: Number of loaded modules of all packages; another one may have come with it.
+        loaded: Number of loaded modules of all packages; when it changes, they are looked up again.
     """
     found = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
     return tuple(module for module in found if isinstance(vars(module).get(_NAME), type(_always)))
@@ -127,7 +127,7 @@ def _handed(
 
 
 class _WatchedParameter(nn.Parameter):
-    """The class of a parameter within a recorder's block; outside it is an nn.Parameter again."""
+    """The class of a parameter within a recorder's block; outside, the parameter is an nn.Parameter again."""
 
     __torch_function__: Any = classmethod(_handed)
 
@@ -145,10 +145,10 @@ class Recorder:
     """Catches the uses of parameters in a block.
 
     A use takes its parameters detached, so that autograd computes no gradients of theirs. Tensors that are computed
-    from parameters only, such as a transposed weight, count as parameters; autograd keeps how they came about.
+    from parameters only, such as a transposed weight, count as parameters; autograd keeps their graph.
 
-    Within the block parameters are of a class that hands their functions over, so that functions without parameters run
-    as ever. A probe, and models with functions that have to be replaced though they take no parameter, hand over all.
+    Within the block parameters have a class that hands only functions of parameters to the recorder. A probe hands over
+    all functions, and so does a model that calls functions which must be replaced although they take no parameter.
 
     Attributes:
         kinds: What is known about uses.
@@ -170,7 +170,7 @@ class Recorder:
         self._parameters = [parameter for _, parameter in named]
         kinds.everything |= any(type(parameter) not in _OWN for parameter in self._parameters)
         self._mode = _Everything(self) if probing or kinds.everything else None
-        # Begins a block in which torch functions are not handed over; those of a mode are not within its own function.
+        # Begins a block in which no torch function is handed over; a mode needs none, since torch leaves it meanwhile.
         self._uncaught: Callable[[], AbstractContextManager[Any]] = (
             torch._C.DisableTorchFunctionSubclass if self._mode is None else nullcontext
         )
@@ -303,7 +303,7 @@ class Recorder:
         return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _replaced(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Call what stands for a function whose own arithmetic does not show the uses of parameters."""
+        """Call the replacement of a function whose own arithmetic hides uses of parameters."""
         if func is functional.multi_head_attention_forward:
             with nullcontext() if self._mode is None else self._mode:
                 return _attention(*args, **options)
@@ -327,9 +327,9 @@ class Recorder:
         return output
 
     def _takes_known(self, arguments: Iterable[Any]) -> bool:
-        """Whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
+        """Return whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
 
-        Most calls take none; this look costs a fraction of `tree_flatten`.
+        Most calls take none; this check costs a fraction of `tree_flatten`.
         """
         known, waiting = self._known, [arguments]
         while waiting:
@@ -445,7 +445,7 @@ def _random_state(place: torch.device) -> Tensor:
 
 @contextmanager
 def _unfollowed() -> Iterator[None]:
-    """Let no tracker see the operators of this block."""
+    """Hide the operators of this block from trackers."""
     if not torch._C._len_torch_dispatch_stack():
         yield
         return

@@ -1,8 +1,8 @@
-"""Refuse modules and losses with which a training step would not keep the records of a batch apart.
+"""Refuse modules and losses that let one record change another's contribution to a training step.
 
 `RecordTape` bounds what a record adds to a sum if no other record changes it. Which rows belong to a record follows
-from the operators that run (`opusim.training.networks.record_gradients.followed`). What operators do not show is tried
-on invented records, so that nothing that is refused here depends on private ones:
+from the operators that run (`opusim.training.networks.record_gradients.followed`). Faults that operators do not show
+are sought with invented records, so that no refusal depends on private ones:
 
 - parameters or buffers that a forward pass changes: a checkpoint would hold them without noise;
 - a module that remembers earlier batches, or draws random numbers of its own;
@@ -42,7 +42,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 _BATCH = 5
 """Records of a backward pass; a prime."""
 _WITNESS = 1
-"""The record whose loss and gradient are looked at."""
+"""The record whose loss and gradient are compared."""
 _TOLERANCE = 1e-4
 """Largest relative difference that counts as rounding."""
 
@@ -50,17 +50,17 @@ _TOLERANCE = 1e-4
 def require_separate_steps(
     model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, seek: Callable[[], None] = lambda: None
 ) -> None:
-    """Refuse a module or a loss with which one record would change what others add; see the top of this file.
+    """Refuse a module or a loss that lets one record change what others add; see the top of this file.
 
-    Parameters, buffers, modes and torch's generators are as before afterwards, but for what the module's first training
-    pass sets, such as initial values that depend on its batch: no private batch may set them.
+    Parameters, buffers, modes and torch's generators are restored, except for what the module's first training pass
+    sets, such as initial values that depend on its batch: no private batch may set them.
 
     Args:
         model: Maps records to outputs, with its feedback points if it has any.
         loss: The losses of the records.
         x: Invented records as the model takes them, shape (n, ...), n at least 5.
         y: Their targets.
-        seek: Called before each pass; makes feedback repeat what it draws.
+        seek: Called before each pass; makes feedback repeat its draws.
 
     Raises:
         ValueError: There is such a module or loss, or the model cannot take the records.
@@ -89,8 +89,8 @@ def require_separate_steps(
             raise ValueError(reason) from error
         raise ValueError(
             f"model: a probe with invented records of shape {tuple(x.shape[1:])} ends in {type(error).__name__}: "
-            f"{reason}; a protected run must not stop because of what its records hold: take any numbers of this shape "
-            "(tokens: data.inputs = 'tokens')"
+            f"{reason}; a protected run must not stop because of what its records hold, so let the model accept all "
+            "numbers of this shape (tokens: data.inputs = 'tokens')"
         ) from error
     finally:
         for module, mode in modes.items():
@@ -102,17 +102,17 @@ def require_steady_gradients(
 ) -> None:
     """Refuse a module whose gradients depend on earlier batches.
 
-    The loss of a record is a fixed function of its outputs. Parameters, buffers and torch's generators are as before
-    afterwards; parameters have no gradients.
+    The loss of a record is a fixed function of its outputs. Parameters, buffers and torch's generators are restored;
+    the gradients of parameters are removed.
 
     Args:
-        tape: Of the module, in the modes in which it will be trained.
+        tape: The tape of the module, in the modes in which it will be trained.
         args: Its arguments for at least one record, as `RecordTape` takes them, invented.
         kwargs: Its keyword arguments, likewise.
-        seek: Called before each pass; makes feedback repeat what it draws.
+        seek: Called before each pass; makes feedback repeat its draws.
 
     Raises:
-        ValueError: They do.
+        ValueError: Gradients depend on earlier batches.
     """
     if runs_torch_only(tape.model):
         return
@@ -144,7 +144,7 @@ def require_no_hooks(model: nn.Module) -> None:
     """Refuse hooks on the gradients of parameters.
 
     Raises:
-        ValueError: There is one; autograd computes no such gradient where those of single records are clipped.
+        ValueError: There is a hook; it would not run, since autograd computes no such gradient here.
     """
     for name, parameter in model.named_parameters():
         later = getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -196,19 +196,19 @@ def _require_steady(
     """Refuse gradients that another pass on the same records does not repeat, and a module that remembers batches.
 
     Args:
-        tape: Of the model.
+        tape: The tape of the model.
         loss: The losses of the records.
         seek: Called before each pass.
-        records: At least 5.
-        targets: Theirs.
+        records: At least 5 records.
+        targets: Their targets.
 
     Raises:
-        ValueError: There are some.
+        ValueError: Gradients are not repeated, or the module remembers batches.
     """
     parameters = [parameter for layer in tape.layers for parameter in layer]
 
     def gradient(index: Tensor, factor: float) -> Tensor:
-        """Return that of one of some records, real ones times a factor, as a step computes it, float64."""
+        """Return the gradient of record `_WITNESS` of a batch as a step computes it, real inputs times a factor."""
         rows = records.take(index).mapped(lambda leaf: leaf * factor if leaf.is_floating_point() else leaf)
         args, kwargs = rows.values
         for parameter in parameters:
@@ -237,6 +237,6 @@ def _require_steady(
 
 
 def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
+    """Return whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
     gap = (first.detach().double() - second.detach().double()).norm()
     return bool(gap <= _TOLERANCE * size.detach().double())

@@ -38,11 +38,11 @@ class RecordTape:
     A record is whatever has one index in the batch: features, an image, a sequence. The loss of a step must be a sum
     over records, so that the gradient at a use belongs to the record.
 
-    With factors f_i from `squared_norms`, the contribution of a record to the sum that `set_gradients` writes, as
-    float32 arithmetic forms it, has at most the norm that was measured times f_i, up to 1e-6 of it, whatever finite
-    numbers the record holds (opusim.training.networks.clipping); a record whose norm is not finite adds exactly
-    nothing. Products of several uses of a weight may cancel, so they are summed in float64; those of one use at several
-    positions count at least 1/128 of their magnitudes in the norm.
+    Let f_i be factors computed from `squared_norms`. For all finite numbers, and in float32 arithmetic, a record's part
+    of the sum that `set_gradients` writes has at most f_i (1 + 1e-6) times the measured norm
+    (opusim.training.networks.clipping); a record whose norm is not finite adds exactly 0. Products of several uses of a
+    weight may cancel, so they are summed in float64; those of one use at several positions count at least 1/128 of
+    their magnitudes in the norm.
 
     Attributes:
         several_uses: Whether a parameter is used several times in a forward pass.
@@ -88,14 +88,14 @@ class RecordTape:
         self._layer_of = {n: number for number, group in enumerate(members) for n in group}
 
     def has_followed(self, args: Any, kwargs: Any) -> bool:
-        """Return whether arguments of these shapes were seen, see `follow`."""
+        """Return whether `follow`, or the constructor, has seen arguments of these shapes."""
         return self._signature(Rows.of((args, kwargs))) in self._followed
 
     def follow(self, args: Any, kwargs: Any) -> None:
-        """Find out where the records stand for arguments of shapes that were not seen yet, on invented records.
+        """Locate the records in arguments of new shapes, on invented records.
 
         Args:
-            args: Arguments of a batch, of which only types and shapes are read.
+            args: Arguments of a batch; only their types and shapes are read.
             kwargs: Keyword arguments, likewise.
 
         Raises:
@@ -107,19 +107,19 @@ class RecordTape:
             return
         rows = invented_rows(self.model, given)
         args, kwargs = rows.values
-        # Calls are plain meanwhile: a loop that records them would take these for a training pass.
+        # Switch recording off: a loop that records calls would take these for a training pass.
         caught, self.model._compiled_call_impl = self.model._compiled_call_impl, None
         try:
             with preserved_generators(rows.tensors[0].device), torch.no_grad():
-                self.model(*args, **kwargs)  # from which it may take what it keeps for records of a shape
+                self.model(*args, **kwargs)  # the model may fill caches for this shape
             members, several = probe(self.model, self._named, rows, self._kinds)
         finally:
             self.model._compiled_call_impl = caught
         self.several_uses = self.several_uses or several
         if members != self._members:
             raise ValueError(
-                "model: uses other parameters together for records of this shape than for those it was prepared with; "
-                "use all of them in every batch"
+                "model: records of this shape use other parameters than those that it was prepared with; use all "
+                "parameters in every batch"
             )
         self._followed.add(signature)
 
@@ -177,7 +177,7 @@ class RecordTape:
         return Recorder(self._named, self._kinds)
 
     def end(self, recorder: Recorder) -> None:
-        """Take what the forward passes and the backward pass of a batch left.
+        """Collect the uses that the forward passes and the backward pass of a batch recorded.
 
         Args:
             recorder: What `begin` returned.
@@ -202,7 +202,7 @@ class RecordTape:
 
     @property
     def contributions(self) -> Contributions:
-        """What the records of the batch that was recorded add to the parameters.
+        """What the records of the recorded batch add to the gradients of the parameters.
 
         Raises:
             RuntimeError: No batch is recorded.
@@ -247,7 +247,7 @@ class RecordTape:
     def record_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of every record by name of parameter, shapes (records, *shape).
 
-        It forms what `squared_norms` and `clip` need not, so it is for small models, diagnoses and tests.
+        `squared_norms` and `clip` avoid forming them, so use it for small models, diagnoses and tests only.
         """
         found = {}
         layers = zip(self.names, self.layers, self.contributions.record_gradients(), strict=True)

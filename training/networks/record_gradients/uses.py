@@ -26,7 +26,7 @@ from opusim.training.networks.record_gradients.layers import normalisation
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
 EMBEDDINGS = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}
-"""The functions that look rows of a table up, and the names of their arguments."""
+"""The functions that look up rows of a table, and the names of their arguments."""
 
 
 class FunctionUse(CallUse):
@@ -191,4 +191,4 @@ CLOSED: dict[Callable[..., Any], Callable[[Site, Sequence[Any]], Made | None]] =
     functional.rms_norm: normalisation,
     copies: lambda site, leaves: CopiesUse,
 }
-"""Functions whose uses are known, and what makes them; others are called again for each record."""
+"""Makers of the uses of functions in closed form; other functions are called again for each record."""

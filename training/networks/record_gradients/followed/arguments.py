@@ -1,4 +1,4 @@
-"""What an operator is called with, and what reaches a batch without one: generators, and ways out of torch."""
+"""Arguments of operators, and access to a batch without an operator: generators, and methods that leave torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = frozenset({
 """Arguments that may grow with the batch: the shape of the result tells whether they did so by the records only."""
 _STRIDED = frozenset({"as_strided", "new_empty_strided", "empty_strided"})
 _RESHAPES = frozenset({"squeeze", "unsqueeze", "t", "transpose", "as_strided"})
-"""Operators that in place change the shape of a tensor, and no number."""
+"""Operators whose in-place form changes the shape of a tensor, and no number."""
 _SEED = 2**31 + 48611
 """Seed of torch's generator in a pass that is followed; no module is likely to take it."""
 _METHODS = (
@@ -26,20 +26,20 @@ _METHODS = (
     "__reduce_ex__", "__repr__",
 )  # fmt: skip
 _PLACES = "tensor_split"
-"""Splits where a tensor says, which torch reads without an operator."""
+"""Splits at the places that a tensor holds, which torch reads without an operator."""
 _SHAPE = "_shape_as_tensor"
 """Writes the number of records into memory, without an operator."""
 
 
 class Operator(NamedTuple):
-    """An operator, whatever it is called with.
+    """An operator, independent of the arguments of a call.
 
     Attributes:
         name: Its name without the mark of an operator in place, and without its package if that is torch's.
-        defaults: The arguments that may be left out.
+        defaults: Defaults of optional arguments.
         names: The names of all arguments, in order.
-        counted: The names of those that may not vary with the batch's size, if they are numbers.
-        written: The names of those that it overwrites.
+        counted: The names of arguments that, if they are numbers, may not vary with the batch's size.
+        written: The names of arguments that it overwrites.
         reshapes: Whether it changes the shape of a tensor in place, and no number.
     """
 
@@ -81,7 +81,7 @@ def seed_pass() -> None:
 
 
 def has_own_generator(arguments: Mapping[str, Any]) -> bool:
-    """Whether an operator that draws takes a generator of the module's own, or torch's after the module seeded it."""
+    """Return whether an operator draws from the module's own generator, or from torch's after the module seeded it."""
     given = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Generator)]
     return any(each is not torch.default_generator for each in given) or torch.initial_seed() != _SEED
 
@@ -94,10 +94,10 @@ active: list[Any] = []
 
 
 def active_tracker() -> Any:
-    """Return the tracker that follows the pass that runs, or None.
+    """Return the tracker of the running pass, or None.
 
-    A function that leaves torch, such as one that reads a device, asks it, and notes where the records stand in what it
-    returns instead of running.
+    Under a tracker, a function that leaves torch, such as one that reads a device, does not run; it notes where the
+    records stand in its result.
     """
     return active[-1] if active else None
 
@@ -106,9 +106,9 @@ def _guard(owner: Any, name: str, *, first: bool) -> tuple[Any, str, Callable[..
     """Return a function that checks with the tracker before it calls another one.
 
     Args:
-        owner: What has the other function.
-        name: Its name there.
-        first: Whether it checks the tensor that it is called on, or those that follow.
+        owner: Class or module of the other function.
+        name: Name of the other function.
+        first: Whether to check the tensor that it is called on, or those that follow.
     """
     method: Callable[..., Any] = getattr(owner, name)
 
@@ -127,7 +127,7 @@ GUARDS = (
     *(_guard(owner, _PLACES, first=False) for owner in (Tensor, torch)),
     (torch, _SHAPE, lambda tensor: torch.tensor(list(tensor.shape))),
 )
-"""Methods that hand numbers to code outside of torch, and what checks with the tracker first in their place.
+"""Methods that hand numbers to code outside of torch, and their replacements, which check with the tracker first.
 
-They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
+They replace methods of the tensor class, since autograd runs the backward pass without modes of torch functions.
 """

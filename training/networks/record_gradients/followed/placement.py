@@ -1,7 +1,7 @@
-"""What is known of the records in a tensor while a model is followed operator by operator.
+"""States of tensors while the records of a batch are followed operator by operator.
 
-A tensor holds no record (None), or every record in rows of its own (`Held`), or what several records share (`Mixed`).
-Data movement, such as a view, is followed by moving the numbers of the records themselves.
+A tensor holds no record (None), or every record in rows of its own (`Held`), or numbers that depend on several
+(`Mixed`). Data movement, such as a view, is followed by moving codes that number the records.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Held:
 
     Attributes:
         layout: Which rows belong to a record.
-        free: Whether the numbers depend on no record either, and are alike at every place, as those of zeros and of
-            random draws; they may then stand for rows in any order.
+        free: Whether the numbers depend on no record and are alike at every place, as zeros and random draws are; they
+            may then stand for rows in any order.
     """
 
     layout: Layout
@@ -166,13 +166,13 @@ def moved_state(
     *,
     by_place: bool = False,
 ) -> list[State]:
-    """Return the states of what data movement returns, found by moving the numbers of the records.
+    """Return the states of the results of data movement, found by moving codes of the records.
 
     Args:
-        tensors: What is moved, and the states; records or none.
+        tensors: The tensors to move and their states, `Held` or None.
         records: Number of records.
-        move: Moves tensors that stand in the places of those of these ids.
-        by_place: Whether it may move other numbers of one record than of another.
+        move: Moves codes that take the places of the tensors with these ids.
+        by_place: Whether it may move different numbers of different records.
     """
     frees = [state.free for _, state in tensors if isinstance(state, Held)]
     found: list[State] = []
@@ -205,7 +205,7 @@ def choices(tensors: Sequence[tuple[Tensor, State]]) -> Iterator[list[Layout | N
 
 
 def constant_state(value: Tensor, shape: tuple[int, ...], counts: tuple[int, int]) -> Held | None:
-    """Return how a tensor that depends on no record holds something for each, or None if it depends on the place.
+    """Return the state of a constant tensor that holds the same numbers for each record, or None if they differ.
 
     Args:
         value: The tensor, of a batch of the second size.
@@ -257,7 +257,7 @@ Key = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 def overlap(first: Key, second: Key) -> bool:
-    """Whether two views may share numbers."""
+    """Return whether two views may share numbers."""
     ends = [
         width * (offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) - 1
         if 0 not in shape
@@ -268,7 +268,7 @@ def overlap(first: Key, second: Key) -> bool:
 
 
 def same_owners(first: Key, layout: Layout, second: Key, other: Layout, records: int) -> bool:
-    """Whether two views of the same memory give each number that they share to the same record."""
+    """Return whether two views of the same memory assign each shared number to the same record."""
     width = math.gcd(first[3], second[3])
     places, owners = _owners(first, layout, records, width)
     more, others = _owners(second, other, records, width)

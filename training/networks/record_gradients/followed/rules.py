@@ -43,7 +43,7 @@ BY_PLACE = frozenset({
     "index", "_unsafe_index", "index_put", "_index_put_impl", "_unsafe_index_put", "_embedding_bag",
     "_embedding_bag_forward_only",
 })  # fmt: skip
-"""Operators whose rules know what numbers of the places in a batch mean to them."""
+"""Operators whose rules handle indices that count the places in a batch."""
 _KEEPS = VIEWS | frozenset({
     "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach", "clone", "_to_copy",
 })  # fmt: skip
@@ -58,8 +58,8 @@ class Operation:
         func: The operator's overload.
         name: Its name, without the mark of an operator in place.
         where: The operator and the submodule, for messages.
-        arguments: Its arguments by name, with those left out.
-        numbers: Those that are no tensors, without sizes that may grow with the batch.
+        arguments: Its arguments by name, defaults included.
+        numbers: Arguments that are no tensors, without sizes that may grow with the batch.
         tensors: All tensors among them.
         written: Those that it overwrites.
         states: The states of its tensors before the call, by id.
@@ -151,7 +151,7 @@ def _single(op: Operation) -> tuple[Tensor, State]:
 
 
 def moved(op: Operation, outputs: Outputs) -> State | list[State]:
-    """Move numbers; those of records are moved likewise to see where they go."""
+    """Move numbers; codes of the records are moved likewise, to see where each record goes."""
     given = op.pairs()
     if mixed := first_mixed(given):
         return mixed
@@ -194,7 +194,7 @@ def _moves_along(op: Operation) -> list[int]:
 
 
 def _moves_by_place(op: Operation, tensors: Sequence[tuple[Tensor, State]]) -> bool:
-    """Whether an operator may move other numbers of one record than of another, as one with steps of its own does."""
+    """Return whether an operator may move different numbers of different records, as a slice with a step does."""
     if op.name in ("slice", "unfold"):
         dim = op["dim" if op.name == "slice" else "dimension"] % max(op["self"].ndim, 1)
         stepped = op.name == "unfold" or op["step"] != 1
@@ -538,7 +538,7 @@ class _Places:
     Attributes:
         own: Whether each record is taken at its own place, by 0, 1, ... in the dimension of records.
         dim: Where the records stand in the result, or None if the indices hold none.
-        layout: Of the records among the indices.
+        layout: Layout of the records among the indices.
     """
 
     own: bool
@@ -547,15 +547,15 @@ class _Places:
 
 
 def _places(op: Operation, state: State) -> _Places:
-    """Read the indices of x[...], of which at least one depends on records or on their number.
+    """Read the indices of x[...], at least one of which depends on records or on their number.
 
     Raises:
-        Refused: They take rows of other records, or as many as the numbers say.
+        Refused: The indices take rows of other records, or a number of rows that depends on records.
     """
     given = [(n, index) for n, index in enumerate(op["indices"]) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):
         raise Refused(
-            "chooses rows by a mask, as many as the records' numbers say",
+            "chooses rows by a mask, so that their number depends on the records",
             "keep all positions and mask them with torch.where, a product or masked_fill",
             sizes=True,
         )
@@ -589,7 +589,7 @@ def _counting_dimension(index: Tensor, records: int) -> int | None:
 
 
 def counts_on(op: Operation, output: Tensor) -> bool:
-    """Whether a result is 0, k, 2 k, ... as torch.arange makes it, in a type that holds the numbers of all batches."""
+    """Return whether a result is 0, k, 2 k, ... as torch.arange makes it, in a type that is wide enough."""
     if output.dtype not in (torch.int32, torch.int64):
         return False
     if op.name == "arange":

@@ -5,11 +5,11 @@ and custom autograd functions compute in the backward pass. It knows for every t
 (`placement`), by one rule for each operator (`RULES`). An operator without a rule, or whose rule finds that rows
 have no known owner, is refused: nothing follows from the numbers that records hold.
 
-Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
-seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
-draws of its own, the size of a batch, an error that an operator raised and it caught, or a question whether a tracker
-is there; native code or other threads that read or change a tensor's memory behind torch; states of generators that
-numbers of a batch become; and memory that is read before it is written.
+Numbers that a module derives from the batch's size are found by comparing passes on batches of two sizes. Not
+detected: Python code that takes another path in training than in these passes, because of a count of its calls, a
+clock, random draws of its own, the size of a batch, a caught error of an operator, or the tracker itself; native code
+or other threads that read or change a tensor's memory; generators that are seeded by numbers of a batch; and memory
+that is read before it is written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from opusim.training.networks.record_gradients.followed.rules import (
 from opusim.training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096
-"""Numbers of a tensor that Python's numbers make, which are kept to compare two passes."""
+"""Size up to which a tensor made from Python's numbers is kept, to compare two passes."""
 _FACTORIES = frozenset({
     "zeros", "ones", "full", "empty", "empty_strided", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full",
     "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
@@ -194,7 +194,7 @@ _PATTERNS = JOINS | {
 
 
 def keeps_alike(op: Operation) -> bool:
-    """Whether numbers that are alike at every place are so after an operator, in whatever rows a view puts them."""
+    """Return whether numbers that are alike at every place stay so after an operator, whatever their rows are."""
     if RULES.get(op.name) not in (rules.pointwise, rules.moved, rules.squeezed, rules.like):
         return False
     others = [tensor for tensor, state in op.pairs() if state is None]
@@ -212,7 +212,7 @@ class _Step:
         name: The operator.
         numbers: Its arguments that are no tensors.
         shapes: The shapes of its results.
-        values: Copies of small tensors that Python's numbers make.
+        values: Copies of small tensors made from Python's numbers.
         cuts: Where it cuts a tensor, if it does.
     """
 
@@ -298,7 +298,7 @@ class RowTracker(TorchDispatchMode):
     # States
 
     def note(self, state: State, *tensors: Tensor) -> None:
-        """Set what tensors hold."""
+        """Set the state of tensors."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 storage = _memory(tensor)
@@ -309,7 +309,7 @@ class RowTracker(TorchDispatchMode):
                 self.survey.states[number][key] = state
 
     def states(self, *tensors: Tensor) -> list[State]:
-        """Return what tensors hold."""
+        """Return the state of each tensor."""
         found: list[State] = []
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
@@ -351,7 +351,7 @@ class RowTracker(TorchDispatchMode):
             method: The method that would hand its numbers out.
 
         Raises:
-            ValueError: It holds records, or what they share.
+            ValueError: The tensor depends on records.
         """
         if self.states(tensor) != [None]:
             raise self.noted(
@@ -450,7 +450,7 @@ class RowTracker(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 f"model: {self._where()} computes gradients in its forward pass (torch.autograd.grad, backward or "
-                "torch.func.grad), of which those of single records cannot be told; compute them outside of the model"
+                "torch.func.grad), which cannot be split by record; compute them outside of the model"
             )
         raise ValueError(
             f"model: {self._where()} computes directional derivatives in its forward pass (forward_ad or "
@@ -472,7 +472,7 @@ class RowTracker(TorchDispatchMode):
                 raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
 
     def require_nothing_left(self) -> None:
-        """Refuse numbers of records that passes, which are over, wrote into a tensor that they had not computed.
+        """After the passes, refuse numbers of records in a tensor that no pass computed.
 
         Raises:
             ValueError: There are some.
@@ -485,10 +485,10 @@ class RowTracker(TorchDispatchMode):
                 )
 
     def require_parameters_kept(self, model: nn.Module) -> None:
-        """Refuse numbers of records that a pass, which is over, put in the place of a parameter; `memory` keeps others.
+        """After a pass, refuse a parameter that numbers of records have replaced; `_follow` refuses writes into one.
 
         Raises:
-            ValueError: There are some.
+            ValueError: There is such a parameter.
         """
         named = dict(model.named_parameters())
         for name, state in zip(named, self.states(*named.values()), strict=True):
@@ -588,8 +588,8 @@ class RowTracker(TorchDispatchMode):
         seeded = torch.Tag.nondeterministic_seeded in op.func.tags and op["dropout_p"] != 0
         if seeded and any(isinstance(state, Held) for state in states) and has_own_generator(op.arguments):
             mixed = op.mixed(
-                "draws for every place in the batch from a generator that the model made or seeded, so that records "
-                "that come or go change what the others get",
+                "draws for every place in the batch from a generator that the model made or seeded, so that one record "
+                "more or less changes the draws of the others",
                 "draw from torch's generator as it is",
             )
             return [mixed if isinstance(state, Held) else state for state in states]
@@ -619,7 +619,7 @@ class RowTracker(TorchDispatchMode):
         shared = [
             s for s in op.states.values() if isinstance(s, Mixed) and not (s.placed and name in BY_PLACE)
         ]
-        if shared:  # whatever the rule looks at
+        if shared:  # even if the rule does not read them
             mixed = replace(shared[0], placed=False, counts=False)
             return [state if isinstance(state, Mixed) else mixed for state in states]
         cuts: tuple[Any, ...] = ()
@@ -627,7 +627,7 @@ class RowTracker(TorchDispatchMode):
         if isinstance(own, Held) and own.layout.dim == op["dim"] % op["self"].ndim:
             cuts = _cuts_of(op)
         if any(a is not None and a == b for a, b in zip(cuts, step.cuts, strict=False)):
-            # also if it leaves nothing of the batches of these passes
+            # even if it leaves nothing of the batches of these passes
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
             return [state if isinstance(state, Mixed) else mixed for state in states]
         if not any(cuts) and not alike:

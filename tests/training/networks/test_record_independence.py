@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from opusim import training
 from opusim.training.networks.record_gradients.probe import require_separate_outputs
-from opusim.training.networks.record_independence import require_forgetful, runs_torch_only
+from opusim.training.networks.record_independence import require_forgetful, runs_torch_only, same
 from tests.support.ulr_models import MODELS, Residual
 
 N_INPUTS = 6
@@ -463,3 +463,13 @@ def test_a_class_that_only_claims_to_be_of_torch_is_code_of_others() -> None:
     claims = type("ReLU", (nn.ReLU,), {"__module__": nn.ReLU.__module__})
     assert claims.__module__ == nn.ReLU.__module__
     assert not runs_torch_only(claims())
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, torch.finfo(torch.float32).max])
+def test_a_number_that_becomes_infinite_or_nan_has_changed(number: float) -> None:
+    before = torch.tensor([1.0, number])
+    assert same(before, before.clone())
+    for later in (torch.nan, torch.inf):
+        after = torch.tensor([1.0, later])
+        assert not same(before, after)
+        assert same(after, after.clone())

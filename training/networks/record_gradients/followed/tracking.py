@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opusim.training.networks import record_independence
 from opusim.training.networks.record_gradients.followed import rules
 from opusim.training.networks.record_gradients.followed.arguments import (
     GUARDS,
@@ -654,7 +655,7 @@ class RowTracker(TorchDispatchMode):
                 return held
         elif shape is not None and op.name == "lift_fresh":
             value = step.values[n]
-            if value is not None and _same(value, output):
+            if value is not None and value.dtype == output.dtype and record_independence.same(value, output):
                 return None
         elif shape is not None and same:
             return None
@@ -729,8 +730,3 @@ def _cuts_of(op: Operation) -> tuple[Any, ...]:
     """Return where an operator cuts a dimension: its start, its end and its sizes; None for what cuts nothing."""
     given = (op[name] for name in ("start", "end", "split_size", "split_sizes"))
     return tuple(None if each in (0, sys.maxsize) else each for each in given)
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    same = (first == second) | ((first != first) & (second != second))
-    return first.dtype == second.dtype and bool(same.all())

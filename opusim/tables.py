@@ -84,7 +84,7 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | str:
-    """Return a table as wide as the output, or its rows below each other if that is too narrow for it or its rows."""
+    """Return a table as wide as the output, or its rows below each other if it would be too wide or a row too tall."""
     widths = column_widths([columns, *rows], output_width())
     if widths is None or any(
         len(wrap(cell, size)) > _MOST_LINES for row in rows for cell, size in zip(row, widths, strict=True)
@@ -285,7 +285,7 @@ class Shown:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table as HTML, for a notebook; what stands in it is text."""
+    """Return a table as HTML, for a notebook; the cells are escaped."""
 
     def line(tag: str, cells: Sequence[object]) -> str:
         inner = "".join(f'<{tag} style="text-align:left">{html.escape(str(cell))}</{tag}>' for cell in cells)

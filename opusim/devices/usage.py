@@ -13,13 +13,13 @@ from opusim.description.schema import FrameSettings
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted:
-    """Numbers that add up; of a call, of a step, of a run."""
+    """Numbers of a call, a step or a run that add up."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(**{key: value + getattr(other, key) for key, value in vars(self).items()})
 
     def times(self, repeats: float) -> Self:
-        """Return so many repeats of it."""
+        """Return the numbers of `repeats` repetitions."""
         checks.non_negative(repeats=repeats)
         return type(self)(**{key: repeats * value for key, value in vars(self).items()})
 

@@ -45,7 +45,7 @@ _MOST_AT_ONCE, _MIRRORS_AT_ONCE = 256, 2**27
 _NOISE_READINGS = 32
 """Readings of each vector by which an opening measures the noise."""
 _MOST_COLUMNS = 2**13
-"""Inputs whose columns of the matrix are measured, four frames for each at least."""
+"""Most inputs for which a matrix is measured; each takes at least four frames."""
 _MOST_BYTES = 2**33
 
 
@@ -68,7 +68,7 @@ class BenchDevice(NoisyDevice):
 
     Raises:
         ConfigError: the section is missing, or names no instruments and none are given.
-        TypeError: what is given cannot be called.
+        TypeError: an argument cannot be called.
     """
 
     can = NoisyDevice.can | {"intensities"}
@@ -160,8 +160,8 @@ class BenchDevice(NoisyDevice):
             repeats: R, at least 1.
 
         Returns:
-            float32, shape (n_outputs, n_inputs), in the units of readings; `matrix` answers with it from now on, also
-            after the next opening if ``bench.setup`` is given.
+            float32, shape (n_outputs, n_inputs), in the units of readings; `matrix` returns it from now on, also after
+            the next opening if ``bench.setup`` is given.
 
         Raises:
             ValueError: repeats is out of range, or the window has more than 8,192 inputs.
@@ -215,7 +215,7 @@ class BenchDevice(NoisyDevice):
     def retrieve_transmission(self, frames_per_input: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the complex transmission matrix T by phase retrieval from intensities of random patterns.
 
-        Neither reference nor anchor is shown, so that all outputs are known alike, from fewer frames than
+        Neither reference nor anchor is shown, so that all outputs are found equally well, from fewer frames than
         `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.probes.retrieved`.
 
         Args:
@@ -242,7 +242,7 @@ class BenchDevice(NoisyDevice):
         return found, torch.from_numpy(unexplained.astype(np.float32)).to(self._torch_device)
 
     def _require_columns(self) -> None:
-        """Refuse a window of which no matrix is measured."""
+        """Refuse a window that is too wide for its matrix to be measured."""
         if self.n_inputs > _MOST_COLUMNS:
             raise ValueError(
                 f"n_inputs = {self.n_inputs}: columns of at most {_MOST_COLUMNS} inputs are measured; open a smaller "
@@ -332,7 +332,7 @@ class BenchDevice(NoisyDevice):
 
     @override
     def _saturated_share(self, vectors: torch.Tensor) -> float:
-        """Every frame of the projections is shown."""
+        """Show every frame of the projections."""
         source = self._open_source()
         frames = source.show(source.layout.ternary(vectors.numpy()), self.setup.outputs)
         self._meter.count(len(frames))
@@ -420,7 +420,7 @@ class BenchDevice(NoisyDevice):
         return setup
 
     def _measure_setup(self, source: Sequencer, sensor: tuple[int, int]) -> BenchSetup:
-        """Measure the setup, and keep it if there is a place for it."""
+        """Measure the setup, and save it if ``bench.setup`` names a folder."""
         settings, period_us = self._settings, self.description.frames.frame_period_us
         longest_us = period_us - settings.readout_us
         if longest_us < settings.shortest_exposure_us:
@@ -508,7 +508,7 @@ def open_bench(
 
     Raises:
         ConfigError: a setting out of range.
-        TypeError: an instrument is given, and not what opens it.
+        TypeError: an instrument is given instead of the function that opens it.
         DeviceError: an instrument does not open, or the bench cannot be used; the message says why.
     """
     given = {"status": "override", "source": "given to open_bench"}

@@ -1,4 +1,4 @@
-"""What a user gives to an OPU: a device with its times, and vectors, their shapes, bits and batches on its mirrors."""
+"""Check a user's device and vectors for an OPU, and lay the vectors out on its mirrors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Features:
 
 
 def features_of(X: np.ndarray | None, n_features: Any, *, packed: bool, axes: int) -> Features:
-    """Return the features that a fit is told or sees.
+    """Return the features that a fit is given, or finds in X.
 
     Args:
         X: Vectors, or None.
@@ -234,7 +234,7 @@ def layout_of(features: Features, mirror_shape: tuple[int, int] | None, strategy
     Args:
         features: The features.
         mirror_shape: Rows and columns of the device's mirrors, or None if it has no geometry.
-        strategy: What 2-D features take.
+        strategy: How 2-D features become mirrors.
 
     Raises:
         ValueError: They do not fit.
@@ -260,7 +260,7 @@ class Fit:
         layout: Where they stand on the mirrors.
         online: Whether vectors come one by one.
         n_components: Outputs.
-        strategy: The OPU's strategy then, which the fit may override.
+        strategy: The OPU's strategy at the time of the fit, which may have overridden it.
         timing: Exposure and time of a frame, if the fit sets them, microseconds.
     """
 
@@ -392,7 +392,7 @@ class OpuDevice:
 
         Raises:
             ConfigError: The device is too small, or the exposure is wrong.
-            DeviceError: The device cannot be had.
+            DeviceError: The device cannot be opened.
         """
         if self._given is not None:
             if exposure_us is not None or frametime_us is not None:

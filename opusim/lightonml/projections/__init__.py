@@ -12,7 +12,7 @@ from opusim.lightonml.opu import OPU, set_verbose_level
 
 
 class OpuTransformer:
-    """What both kinds of `OPUMap` share: an OPU, the fit that is theirs, and how vectors pass.
+    """The base of both classes `OPUMap`: an OPU, a fit of the map's own, and the mapping of vectors.
 
     Args:
         n_components: Number of outputs.
@@ -92,7 +92,7 @@ class OpuTransformer:
 
         Raises:
             ValueError: An OPU on hardware is given with simulated=True.
-            DeviceError: It cannot be had.
+            DeviceError: It cannot be opened.
         """
         if self.verbose_level >= 0:
             set_verbose_level(self.verbose_level)

@@ -8,8 +8,8 @@ target g and independent standard normal z_1, z_2 of each programmed device:
   where s is linear in ln t between a polynomial at t_1 and one at the latest time.
 
 A conductance is a reading of one device, with the likelihood of a normal number that is limited to at least 0. The
-reading of a product x w is x (g+ - g-) + s_0 z_3, where a pair of devices holds w; it is given its mean and variance
-under the same laws, as if it were normal.
+reading of a product x w is x (g+ - g-) + s_0 z_3, where a pair of devices holds w; its likelihood is that of a normal
+number with its mean and variance under the same laws.
 
 Degree and law of time are chosen by Akaike's information criterion, corrected for few lines, with at most one constant
 for eight lines, or three, besides the noise of outputs. Limits come from a parametric bootstrap that draws whole
@@ -99,7 +99,7 @@ class Measurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Which form is fitted.
+    """The form that is fitted.
 
     Attributes:
         degree: of the polynomial of programming.
@@ -137,7 +137,7 @@ class FittedLaw:
     parameters: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def numbers(self) -> dict[str, float]:
-        """Return every constant that was fitted under a name."""
+        """Return every fitted constant by its name."""
         found = {f"programming[{k}]": c for k, c in enumerate(self.programming)}
         found |= {f"relaxed[{k}]": c for k, c in enumerate(self.relaxed or ())}
         if self.shape.time == "drift":
@@ -231,7 +231,7 @@ def fit(
 
 
 def _check_units(data: Measurements) -> None:
-    """Refuse values whose size has nothing to do with their targets'; drift lowers later ones."""
+    """Refuse values in other units than their targets, judged at the earliest times, since drift lowers later ones."""
     expected = data.target * (1.0 if data.factor is None else data.factor)
     early = data.time_s <= np.quantile(data.time_s, 0.25)
     size = float((expected[early] ** 2).sum())
@@ -248,7 +248,7 @@ def _check_units(data: Measurements) -> None:
 
 
 def _shapes(data: Measurements) -> list[Shape]:
-    """Return the forms with at most one constant for eight lines, or three; products have that of outputs besides."""
+    """Return the forms with at most one constant for eight lines, or three; products add the noise of outputs."""
     highest = min(3, len(np.unique(abs(data.target))) - 1)
     laws: list[tuple[TimeLaw, bool]] = [("none", False)]
     if data.elapsed.max() > 0:
@@ -336,7 +336,7 @@ def _limited(g: np.ndarray, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _loss(law: FittedLaw, data: Measurements) -> float:
-    """Return minus the logarithm of the likelihood, and a wall where a polynomial is below 0."""
+    """Return minus the logarithm of the likelihood, plus a penalty where a polynomial is below 0."""
     mean, std = expected_moments(law, data)
     z = (data.value - mean) / std
     terms = z**2 / 2 + np.log(std) + 0.5 * math.log(2 * math.pi)
@@ -404,7 +404,7 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     """Read a table with a header: conductance_us, programmed_us, time_s or input, weight, time_s, reading.
 
     Units may be left out of the names. A column `device` names the programmed device of each line; without it every
-    line is another one. Other columns are ignored.
+    line is another device. Other columns are ignored.
 
     Args:
         path: text with commas, semicolons or tabs between columns.
@@ -414,7 +414,7 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
         The measurements, and g_max of conductances; that of products is as given.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a column, or holds what is no number in its range.
+        ConfigError: the file cannot be read, lacks a column, or has a cell that is no number in its range.
     """
     name = str(path)
     try:
@@ -546,7 +546,7 @@ def _sections(law: FittedLaw, data: Measurements, g_max_us: float) -> dict[str, 
 
 
 def _limits_text(found: ConductanceFit, key: str, g_max_us: float) -> str:
-    """Return the limits that stand behind a key of the description, for its source."""
+    """Return the limits of a key of the description, as text for its source."""
     prefixes = {
         "programming_us": ("programming",),
         "relaxation.polynomials_us": ("programming", "relaxed"),
@@ -598,7 +598,7 @@ def fit_figure(found: ConductanceFit, data: Measurements) -> Figure:
     values.plot(ends, ends, "k--", linewidth=0.8)
     unit = "conductance / largest" if data.factor is None else "reading, units of weight × input"
     values.set(xlabel=f"expected {unit}", ylabel=f"measured {unit}", title="Measured against expected")
-    # the fitted spread after programming, and what single lines at the earliest time deviate
+    # the fitted spread after programming, and the deviations of single lines at the earliest time
     g, inputs = np.linspace(0, 1, 101), np.ones_like(data.target) if data.factor is None else abs(data.factor)
     first = (elapsed == 0) & (inputs > _LEAST_INPUT)
     deviations = abs(data.value - mean)[first] / inputs[first]
@@ -650,7 +650,7 @@ def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.nd
     """Return a column's numbers.
 
     Raises:
-        ConfigError: a cell holds none in its range; the message names its line.
+        ConfigError: a cell is no number in its range; the message names its line.
     """
     found = []
     for number, row in enumerate(lines[1:], start=2):

@@ -61,7 +61,7 @@ from opusim.devices.certificate import TrustedProperty
 from opusim.p_values import FAMILY_ALARM, PropertyTest, bonferroni, decide, gamma_p_value, normal_p_value
 
 _CORRELATED = 5.0  # standard errors of the correlation of successive readings
-# the five of a lag, of five frequencies; of the law at one input
+# five statistics in time, one of them over five frequencies; six of the law at one input
 _STATISTICS_IN_TIME, _STATISTICS_OF_LAW = 25, 6
 
 
@@ -85,7 +85,7 @@ class ReadingNoise:
         mean_std: root mean variance over outputs and inputs, units of the reading.
         smallest_std: smallest standard deviation of an output at an input, estimate.
         smallest_std_low: its lower limit at confidence 1 - beta, for Gaussian readings only.
-        beta: see there.
+        beta: probability that this limit is too high.
         uses_eigenvalue: whether the limit is of the smallest eigenvalue, which correlated outputs may share.
         successive: correlation of successive readings.
         tests: of the properties that a law needs; the needed ones decide.
@@ -161,7 +161,7 @@ def evaluate_readings(
             in order of time and of the number type in which the device gave them.
         beta: probability that the lower limit is too high, in (0, 1).
         alarm: probability that sound readings fail a test, in (0, 1).
-        gaussian: whether the law in question is Gaussian; else independence only is needed.
+        gaussian: whether the law in question is Gaussian; else only independence is needed.
 
     Raises:
         ValueError: too few readings, or a beta out of range.
@@ -245,7 +245,7 @@ def smallest_variance(samples: np.ndarray, *, independent_outputs: bool) -> floa
 
 
 def variance_lower_limit(variance: float, *, readings: int, beta: float) -> float:
-    """Limit n variance / chi2_(n, 1 - beta), n = readings - 1, which the true smallest variance exceeds but for beta.
+    """Limit n variance / chi2_(n, 1 - beta), n = readings - 1, which the true one exceeds except with probability beta.
 
     Args:
         variance: from `smallest_variance`, at least 0.
@@ -309,7 +309,7 @@ _DEVIATES = ("skewness", "fourth moment")
 
 
 def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each output, shape (n_outputs,): the logarithm of A^2, and deviates that are close to N(0, 1)."""
+    """Return for each output, shape (n_outputs,): the logarithm of A^2, and deviates that are close to N(0, 1)."""
     z, n = standardised(part), len(part)
     # A^2, at least 1e-12; the variance is that with n - 1
     weights, squares = (2 * np.arange(1, n + 1) - 1)[:, None], np.empty(z.shape[1])
@@ -326,7 +326,7 @@ def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
 
 @lru_cache(maxsize=8)
 def _reference(n: int) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of each statistic over simulated outputs; of squares the mean and the variance."""
+    """Return mean and standard deviation of each statistic over simulated outputs; for squares mean and variance."""
     random = np.random.default_rng(_REFERENCE_SEED)
     statistics = _statistics(random.standard_normal((n, _reference_outputs(n))))
     found = {name: (float(values.mean()), float(values.std())) for name, values in statistics.items()}
@@ -335,12 +335,12 @@ def _reference(n: int) -> dict[str, tuple[float, float]]:
 
 
 def _reference_outputs(n: int) -> int:
-    """Return simulated outputs of n readings."""
+    """Return how many outputs of n readings are simulated."""
     return min(max(_REFERENCE_NUMBERS // n, _LEAST_REFERENCE), _MOST_REFERENCE)
 
 
 def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
-    """More pairs of nearly equal readings than a density allows, or a number type too coarse for the noise."""
+    """Return the p-values of pairs of nearly equal readings, and of a number type too coarse for the noise."""
     counts, expected, coarse = np.zeros(len(_WIDTHS) + 1), np.zeros(len(_WIDTHS) + 1), 0.0
     for part in segments:
         step = np.finfo(part.dtype).eps if np.issubdtype(part.dtype, np.floating) else 0.0
@@ -365,7 +365,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
-    """Log variances at different inputs: their means over outputs, their spread, and the largest difference."""
+    """Return the p-values of log variances at different inputs: means over outputs, spread, largest difference."""
     inputs, outputs = len(segments), segments[0].shape[1]
     half = np.array([(len(part) - 1) / 2 for part in segments])
     variances = np.stack([part.var(axis=0, ddof=1, dtype=np.float64) for part in segments])

@@ -1,6 +1,6 @@
 """Refuse recorded frames that no photon transfer can be read from, and name the cause.
 
-Frames are refused if numbers were changed behind the converter: by a curve (the variance leaves its line), by
+Frames are refused if numbers were changed after the converter: by a curve (the variance leaves its line), by
 compression or interpolation (neighbouring pixels share noise), by noise reduction (successive frames share noise), by
 scaling (codes that never occur). They are refused, too, if the black level is clipped, flat frames drift, frames are
 repeated, or levels are saturated. A light that changed between levels bends the response and not the variance: that

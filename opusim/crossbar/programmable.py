@@ -63,7 +63,7 @@ class Converter:
         return self.output_bound / levels(self.output_bits)
 
     def tiles(self, n_inputs: int) -> int:
-        """Return the number of conversions that a product over so many inputs adds up."""
+        """Return the number of conversions that a product over `n_inputs` inputs adds up."""
         return 1 if self.tile_inputs is None else math.ceil(n_inputs / self.tile_inputs)
 
     def shown(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Converter:
 
 
 def levels(bits: int) -> int:
-    """Return L, the largest code of so many bits."""
+    """Return L, the largest code of `bits` bits."""
     checks.integer(minimum=2, maximum=16, bits=bits)
     return int(2 ** (bits - 1) - 1)
 
@@ -158,14 +158,14 @@ class ProgrammableDevice(NoisyDevice):
 
     @property
     def saturated(self) -> torch.Tensor | None:
-        """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if that is not told."""
+        """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if unknown."""
         return None
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and standard deviation of what the device holds so many seconds after programming a matrix.
+        """Return mean and standard deviation of what the device holds `seconds` after a matrix was programmed.
 
-        The matrix itself and `programming_std` at every time, unless a device knows better. Each entry's moments depend
-        on that entry only.
+        By default the matrix itself and `programming_std` at every time. Each entry's moments depend on that entry
+        only.
         """
         return matrix, self.programming_std(matrix)
 
@@ -300,7 +300,7 @@ class ProgrammableDevice(NoisyDevice):
         )
 
     def _wait(self, elapsed_s: float) -> torch.Tensor:
-        """Return the realised matrix at so many seconds since programming; for the capability `wait`."""
+        """Return the realised matrix `elapsed_s` seconds after programming; for the capability `wait`."""
         raise NotImplementedError(
             f"{type(self).__name__} declares the capability 'wait' and does not override _wait"
         )
@@ -341,7 +341,7 @@ class SeveralChips(ProgrammableDevice):
     """A matrix on several chips of one kind, each with its own part of the rows and columns.
 
     All chips work at once: a frame takes the time of one chip and the power of all. Outputs of chips that share rows
-    are added digitally, behind their converters. Each chip has a seed of its own.
+    are added digitally, after their converters. Each chip has a seed of its own.
 
     Args:
         chip: class of the chips.
@@ -436,7 +436,7 @@ class SeveralChips(ProgrammableDevice):
 
     @property
     def reading_variance(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The chips' function of this name for the sums; as for them, an attribute only if they tell it."""
+        """The sum of the chips' functions of this name; an attribute only if the chips have it."""
         told = [chip.reading_variance for chip in self._chips]  # type: ignore[attr-defined]
 
         def of(x: torch.Tensor) -> torch.Tensor:
@@ -449,15 +449,15 @@ class SeveralChips(ProgrammableDevice):
         return of
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return that of the chips, each for its part."""
+        """Return the spread of the chips, each for its part."""
         return self._each(matrix, lambda chip, part: chip.programming_std(part))
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of a chip, which depend on the entry only."""
+        """Return the moments of a chip, which depend on the entry only."""
         return self._chips[0].weight_moments(matrix, seconds)
 
     def spread_error(self) -> float | None:
-        """Return that of the first chip, the largest one."""
+        """Return the error of the first chip, the largest one."""
         return self._chips[0].spread_error()
 
     def programming_cost(self) -> tuple[float, float]:
@@ -524,5 +524,5 @@ class SeveralChips(ProgrammableDevice):
 
 
 def _parts(length: int, most: int) -> list[slice]:
-    """Return a range in parts of at most so many."""
+    """Return the range up to `length` in parts of at most `most`."""
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]

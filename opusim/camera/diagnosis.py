@@ -49,7 +49,7 @@ _SILENT = 0.1
 _LEAST_LEVEL = 0.01
 """Least change of blank frames that is named, relative to the anchor's light."""
 _LEAST_SPREAD, _LIKE_THE_ANCHOR = 0.25, 0.8
-"""Least squared relative spread of speckle over outputs (0: uniform), and least correlation of light like the anchor."""
+"""Least squared relative spread of speckle over outputs (0: uniform); least correlation of light like the anchor."""
 _LEAST_TALK, _LEAST_LOSS = 0.005, 0.005
 """Least share of light from each neighbour, and least loss of correlation, that are named."""
 _ALONG = 0.6

@@ -54,7 +54,7 @@ from opusim.calibration.independence import (
     weak_inputs,
 )
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
-from opusim.calibration.reading_noise import TOLERANCE, input_p_values, shape_p_values
+from opusim.calibration.reading_noise import FULL, TOLERANCE, input_p_values, shape_p_values
 from opusim.description.camera import PowerSettings
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw, TrustedProperty
@@ -372,8 +372,6 @@ class NamedPower:
         return found
 
 
-_FULL = 0.7
-"""Share of the saturation above which an output's described anchor is left out, since it may be clipped."""
 _ANCHOR_FRAMES = 100
 _PARTS_OF_BETA = 12
 """Two limits each of the gain, the anchor, its zero, the mean dark charge and a pixel's deviation from it; one each of
@@ -455,10 +453,10 @@ def certify_counts(
     taken, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
     blank_dn, saturation_e = float(blank.mean(dtype=np.float64)), device.exposure.sensor.saturation_e
     described_e = device.anchor_light_e
-    kept = np.flatnonzero(described_e < _FULL * saturation_e)
+    kept = np.flatnonzero(described_e < FULL * saturation_e)
     if kept.size < 30:
         raise ValueError(
-            f"the anchor of {kept.size} outputs lies below {_FULL:.0%} of saturation: at least 30 are needed; dim "
+            f"the anchor of {kept.size} outputs lies below {FULL:.0%} of saturation: at least 30 are needed; dim "
             "the light, or open more outputs"
         )
     # Frames of the anchor at mean power, whose light at each output is that above the blank frames.

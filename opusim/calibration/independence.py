@@ -55,7 +55,7 @@ _MOST_FAR_OUT = 0.3  # share of all numbers that may count as far out
 _NEAR = 2.5  # distance that counts as near the mean, in errors of a mean of n readings
 _FREQUENCIES = (1, 2, 4, 8, 16)
 _LEAST_BLOCK = 8  # of one output; the sum of fewer squares is near 0 by chance
-_ROUNDINGS = 4.0  # roundings of the number type within which two readings may agree
+ROUNDINGS = 4.0  # roundings of the number type within which two readings may agree
 _FOUND = 0.99
 _MISSED = -float(ndtri(1 - _FOUND))
 
@@ -174,7 +174,7 @@ def one_value(part: np.ndarray) -> float:
     if most < 2:
         return 1.0
     step = np.finfo(part.dtype).eps if np.issubdtype(part.dtype, np.floating) else 0.0
-    rounding = _ROUNDINGS * float(step) * float(np.abs(values[[0, -1]]).max())
+    rounding = ROUNDINGS * float(step) * float(np.abs(values[[0, -1]]).max())
     density = 0.4 * float(np.sum(len(part) / part.std(axis=0, dtype=np.float64)))
     return bonferroni(float(pdtrc(most - 2, rounding * density)), values.size)
 

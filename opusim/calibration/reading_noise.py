@@ -44,6 +44,7 @@ from scipy.stats import kurtosistest, skewtest
 
 from opusim import checks
 from opusim.calibration.independence import (
+    ROUNDINGS,
     cut_tails,
     far_limits,
     far_out,
@@ -68,7 +69,6 @@ _STATISTICS_IN_TIME, _STATISTICS_OF_LAW = 25, 6
 _REFERENCE_NUMBERS, _MOST_REFERENCE, _LEAST_REFERENCE = 2_000_000, 4000, 500
 _REFERENCE_SEED = 20261122
 _WIDTHS = (1e-6, 1e-5, 1e-4, 3e-4)  # of close pairs, in standard deviations
-_ROUNDINGS = 4.0  # roundings of the number type within which two readings count as equal
 _COARSE = 1e-3  # roundings of the number type above this share of a standard deviation are a grid
 _MARGIN = 1.1  # pairs of one output are not independent
 _BLOCK = 512
@@ -350,7 +350,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
             std, largest = values.std(axis=0), np.abs(values).max(axis=0)
             gaps, rounding = np.diff(values, axis=0), step * largest
             coarse = max(coarse, float(np.max(rounding / std)))
-            widths = [_ROUNDINGS * rounding, *(np.maximum(w * std, _ROUNDINGS * rounding) for w in _WIDTHS)]
+            widths = [ROUNDINGS * rounding, *(np.maximum(w * std, ROUNDINGS * rounding) for w in _WIDTHS)]
             for i, width in enumerate(widths):
                 counts[i] += np.count_nonzero(gaps <= width)
                 expected[i] += n * (n - 1) / 2 * np.sum((width + rounding) / (np.pi**0.5 * std))
@@ -395,7 +395,7 @@ def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
 # Readings of a camera beside its flat frames
 
 TOLERANCE = 0.1
-_FULL = 0.7
+FULL = 0.7
 """Share of the saturation above which an output's described light may be clipped."""
 _SURELY = 8.0
 """Standard errors of the line by which the law of a single output is lowered."""
@@ -419,7 +419,7 @@ def input_p_values(
     rounding = exposure.sensor.rounding_limit_dn2(light_e + np.min(exposure.dark_e))
     stated = recovery.variance(np.maximum(transfer.variance_at(light_dn) - rounding, 0.0))
     start, slope = recovery.variance(np.ones_like(light_dn)), recovery.variance(light_dn)
-    kept = np.all(light_e < _FULL * exposure.sensor.saturation_e, axis=0)
+    kept = np.all(light_e < FULL * exposure.sensor.saturation_e, axis=0)
     freedom, variances = samples.shape[1] - 1, samples.var(axis=1, ddof=1, dtype=np.float64)
     found: dict[str, float] = {}
     for number, here in enumerate(kept):

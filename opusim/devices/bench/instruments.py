@@ -241,11 +241,11 @@ class Sequencer:
             FramesLost: they do not match the patterns.
         """
         self.shown += len(shown)
-        with self._calls("Patterns.load"):
+        with instrument_calls(self._name, "Patterns.load"):
             self._patterns.load(shown)
-        with self._calls("Patterns.run"):
+        with instrument_calls(self._name, "Patterns.run"):
             self._patterns.run(self._period_us)
-        with self._calls("Grabber.grab"):
+        with instrument_calls(self._name, "Grabber.grab"):
             found = self._grabber.grab(len(shown))
             if not isinstance(found, tuple | list) or len(found) != 2:
                 raise TypeError(f"it returned a {type(found).__name__}, not the frames and their numbers")
@@ -324,7 +324,7 @@ class Sequencer:
         return frames, counters.astype(np.int64)
 
     def _arm(self) -> float:
-        with self._calls("Grabber.configure"):
+        with instrument_calls(self._name, "Grabber.configure"):
             found = self._grabber.configure(**self._settings, trigger=True)
             if found is None:
                 raise TypeError("it returned None, not the exposure that was set")
@@ -340,7 +340,7 @@ class Sequencer:
     def _advice(self) -> str:
         """Return what to do about lost frames, from what the camera does without pulses."""
         seen = 0
-        with suppress(DeviceError, OSError), self._calls("Grabber.grab"):
+        with suppress(DeviceError, OSError), instrument_calls(self._name, "Grabber.grab"):
             self._grabber.configure(**self._settings, trigger=False)
             seen = len(self._grabber.grab(_LOOK)[0])
         if not seen:
@@ -351,11 +351,6 @@ class Sequencer:
             f"frames.frame_period_us = {period:g} (exposure {exposure:g} us, and the read-out of "
             f"{self.roi[2]} x {self.roi[3]} pixels)"
         )
-
-    @contextmanager
-    def _calls(self, what: str) -> Iterator[None]:
-        with instrument_calls(self._name, what):
-            yield
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import inspect
 import logging
@@ -389,9 +388,8 @@ class OPU:
         found = np.empty((len(rows), fit.n_components), dtype=np.float32)
         at_once = max(1, min(_ROWS_AT_ONCE, _MIRRORS_AT_ONCE // device.n_inputs))
         shows = get_verbose_level() > 0 and not self.disable_pbar
-        with Progress("OPU", "vectors") if shows else contextlib.nullcontext() as progress:
-            if progress is not None:
-                progress.start(len(rows))
+        with Progress("OPU", "vectors", show="lines" if shows else False) as progress:
+            progress.start(len(rows))
             for begin in range(0, len(rows), at_once):  # frames are made a block at a time
                 part = fit.features.unpacked(rows[begin : begin + at_once])
                 require_shown(part, ternary=linear)
@@ -400,8 +398,7 @@ class OPU:
                 frames = widened(fit.layout.frames(part), device.n_inputs, bias=0)
                 numbers = device.project(frames) if linear else device.intensities(frames)
                 found[begin : begin + len(part)] = numbers[:, : fit.n_components]
-                if progress is not None:
-                    progress.advance(done=begin + len(part))
+                progress.advance(done=begin + len(part))
         context = Context(
             device=device.name,
             unit="projection units" if linear else self.device.unit,

@@ -56,7 +56,7 @@ def require_lawful(transfer: RecordedTransfer) -> tuple[str, ...]:
     if missing.missing > 0.05:
         raise refused(
             missing.level.name,
-            f"{missing.missing:.0%} of the codes never occur: numbers were scaled behind the converter; switch off "
+            f"{missing.missing:.0%} of the codes never occur: numbers were scaled after the converter; switch off "
             "digital gain and corrections, or name the packing",
         )
     return _remarks(transfer)
@@ -155,7 +155,7 @@ def _require_line(transfer: RecordedTransfer) -> None:
         found += f" and means rise as the {exponent:.2f}th power of the light"
     raise transfer.frames.refused(
         transfer.levels[which[worst]].level.name,
-        f"{found}: the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction "
+        f"{found}: the camera changes numbers after the converter; switch off gamma, tone curve, noise reduction "
         "and compression",
     )
 

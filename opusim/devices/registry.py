@@ -341,7 +341,7 @@ class SharedDevice(NoisyDevice):
         if len({tuple(numbers[:4]) for numbers in found}) > 1:
             raise DeviceError(
                 f"device {self.name!r} is shared by {self._ranks.world} processes, which made different calls; seek "
-                "the same step and make the same calls in the same order on each, with a batch of none if there is "
+                "the same step and make the same calls in the same order on each, with an empty batch if there is "
                 "nothing to show"
             )
         return [numbers[-1] for numbers in found]

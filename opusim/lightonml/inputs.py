@@ -172,7 +172,7 @@ def require_shown(rows: np.ndarray, *, ternary: bool) -> None:
     may = "-1, 0 or 1" if ternary else "0 or 1"
     if np.isnan(wrong):
         raise ValueError(
-            "X holds NaN, which no encoder knows; fill gaps first, as by sklearn.impute.SimpleImputer()"
+            "X holds NaN, which no encoder takes; fill gaps first, as by sklearn.impute.SimpleImputer()"
         )
     hint = ""
     if wrong == -1:

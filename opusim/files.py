@@ -206,7 +206,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_error(error: OSError, path: Path, kept: str) -> OSError:
-    """Return the error with the file's name, what is kept of the file, and a remedy."""
+    """Return the error with the file's name, the part of the file that is kept, and a remedy."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "free some space and resume" if is_full else "check the folder's permissions"
     return OSError(error.errno, f"{error.strerror}; {kept}, {remedy}", str(path))

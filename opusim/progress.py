@@ -215,7 +215,7 @@ class _NotebookBar:
         self._updated = -math.inf
 
     def update(self, done: int, total: int, text: str) -> None:
-        """Show what is done, and a line of text, unless the last update was a moment ago."""
+        """Show the progress and a line of text, unless the last update was a moment ago."""
         if time.monotonic() - self._updated >= _BETWEEN_FRAMES_S:
             bar = f'<progress value="{done}" max="{total}"></progress>'
             self._handle.update(self._html(f"{bar} {html.escape(text)}"))

@@ -269,16 +269,16 @@ class Shown:
     """Shows itself in one line in a terminal, and as a table of two columns in a notebook."""
 
     def _shown(self) -> dict[str, object]:
-        """Return what is shown by name, in the order of its importance; None is left out."""
+        """Return the shown values by name, in the order of importance; None is left out."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """Return the class and what is shown."""
+        """Return the class and the shown values."""
         parts = [f"{name}={value}" for name, value in self._shown().items() if value is not None]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Return what is shown as a table, for a notebook."""
+        """Return the shown values as a table, for a notebook."""
         shown = self._shown().items()
         rows = [(name.replace("_", " "), str(value)) for name, value in shown if value is not None]
         return html_table((type(self).__name__, ""), rows)

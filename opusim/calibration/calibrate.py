@@ -89,7 +89,7 @@ def calibrate(
 ) -> Calibration:
     """Calibrate an open device.
 
-    A camera's constants come from frames under uniform light (`photon_transfer`), its law is that of counts; a device
+    A camera's constants come from frames under uniform light (`photon_transfer`), and its law is a count law; a device
     whose noise is described as Gaussian is certified by its readings of several inputs. No law is certified if a test
     speaks against a property that it needs.
 
@@ -257,7 +257,7 @@ def _of_readings(
     remarks = [*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE]
     remarks += [_SIMULATED] if device.description.is_simulated else []
     estimates: dict[str, Estimate] = {}
-    # The spread of B's entries, from the mean readings of the dense random input less those of nothing: their mean
+    # The spread of B's entries, from the mean readings of the dense random input minus the blank ones: their mean
     # square over outputs is |x|^2 times the entries' variance plus the noise of two means.
     nothing, dense = samples[1].astype(np.float64), samples[2].astype(np.float64)
     if dense.shape[1] >= GROUPS:
@@ -358,7 +358,7 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
 
     Raises:
         NoiseBelowCertificate: the certificate's noise law cannot be relied on any more.
-        ConfigError: the certificate has no law, or that of another kind of device.
+        ConfigError: the certificate has no law, or the law of another kind of device.
     """
     law, noise, fresh = certificate.noise, measured.reading_noise, measured.certificate.noise
     if law is None:
@@ -661,5 +661,5 @@ def shown(key: str, found: Limits) -> tuple[str, str, str, str]:
 
 
 def _number(value: float | str) -> str:
-    """Return a number of a law, or the name of one, such as that of a light's power."""
+    """Return a number as text, or the name of a law, such as the light power's, in words."""
     return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"

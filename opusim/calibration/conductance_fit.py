@@ -14,9 +14,9 @@ number with its mean and variance under the same laws.
 Degree and law of time are chosen by Akaike's information criterion, corrected for few lines, with at most one constant
 for eight lines, or three, besides the noise of outputs. Limits come from a parametric bootstrap that draws whole
 devices, so that several readings of one device count as such: an estimate e with the bootstrap quantiles q_low, q_high
-has the limits 2 e - q_high and 2 e - q_low, those of a standard deviation at least 0. They hold for the chosen form.
-The same bootstrap says how often data that obey the fitted law deviate from it as much as the measurements do, by
-residuals in groups of conductance and time.
+has the limits 2 e - q_high and 2 e - q_low, cut at 0 for a standard deviation. They hold for the chosen form. The same
+bootstrap says how often data that obey the fitted law deviate from it as much as the measurements do, by residuals in
+groups of conductance and time.
 
 Sources of the forms: Nandakumar et al., ICECS 2019; Le Gallo et al., Nature Electronics 2023; Wan et al., Nature 2022.
 """
@@ -54,7 +54,7 @@ _LINES_PER_CONSTANT = 8
 _LEAST_SPREAD, _LEAST_G = 1e-6, 1e-3
 _GAIN_TOLERANCE = 0.25
 _DEVIATIONS = ("programming[0]", "relaxed[0]", "nu_std", "output_std")
-"""Constants that are standard deviations; the coefficients [0] are those of a target of 0."""
+"""Constants that are standard deviations; a coefficient [0] is the one at a target of 0."""
 _RIDGE = 1e-3
 _LARGEST_LOG, _LARGEST_LOSS = 10.0, 50.0
 """Limits of exponents in the search, far beyond what measurements give."""
@@ -124,7 +124,7 @@ class FittedLaw:
         nu_offset: nu at g = 1.
         nu_std: tau.
         output_std: s_0, 0 for conductances.
-        parameters: those of the search, see `_law`.
+        parameters: the search's parameters, see `_law`.
     """
 
     shape: Shape
@@ -283,7 +283,7 @@ def _first_guess(data: Measurements, shape: Shape) -> np.ndarray:
 
 
 def _law(parameters: np.ndarray, shape: Shape, data: Measurements) -> FittedLaw:
-    """Return the law of parameters: logarithms of what is positive, spreads at equidistant conductances, 10 nu."""
+    """Return the law of parameters: logarithms of positive constants, spreads at equidistant conductances, 10 nu."""
     knots, rest = np.linspace(0.0, 1.0, shape.degree + 1), list(parameters)
     powers = np.vander(knots, increasing=True)
 
@@ -396,7 +396,7 @@ PRODUCTS = ("input", "weight", "time_s", "reading")
 _UNITS = ("_us", "_s")
 _DEVICE = "device"
 _LEAST_INPUT = 0.3
-"""Smaller inputs show the noise of outputs more than that of weights."""
+"""Smaller inputs show the outputs' noise more than the weights' noise."""
 _FITTED_SECTIONS = ("programming_us", "relaxation", "drift", "low_frequency")
 
 
@@ -411,7 +411,7 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
         g_max_us: conductance of a weight of 1, microsiemens; None takes the largest target.
 
     Returns:
-        The measurements, and g_max of conductances; that of products is as given.
+        The measurements and g_max, which conductances determine; for products it is as given.
 
     Raises:
         ConfigError: the file cannot be read, lacks a column, or has a cell that is no number in its range.

@@ -226,10 +226,10 @@ def _missing_p_value(codes: np.ndarray) -> float:
 # Power
 
 _POWER_SEED = 20261126
-_SMALLEST = 1e-9  # share of the largest singular value below which a direction is none
-_CLEAR = 0.05  # share of the frame means' variance that their own noise may have in tests of the power
+_SMALLEST = 1e-9  # share of the largest singular value below which a direction is dropped
+_CLEAR = 0.05  # largest share of the frame means' variance from their own noise, in tests of the power
 _MOST_RMS = 0.1  # beyond, the chi-squared limit of a log-normal power is off
-_LEAST_POWERS = 20  # of a level, in tests of the law
+_LEAST_POWERS = 20  # least powers of a level in tests of the law
 _LEAST_WEIGHT = 0.02  # least variance of an output in weights, as a share of the median
 
 
@@ -421,7 +421,7 @@ class CountCertificate:
 
     Attributes:
         law: the certified limits; None if a test speaks against them.
-        tests: of what the limits rest on.
+        tests: tests of the limits' premises.
         light_noise: relative standard deviation of the light from frame to frame; its limits are the certified ones, at
             the share of beta, which are wider than those of other constants.
         remarks: the assumed law, and why none is certified.

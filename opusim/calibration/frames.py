@@ -301,7 +301,7 @@ _FLAT, _FREE = 1e-9, 0.01  # relative curvature, and share of the noise in a dir
 
 
 def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = True) -> Estimate:
-    """Return the standard deviation of a pixel from frame to frame, DN, without that of rounding.
+    """Return the standard deviation of a pixel from frame to frame, DN, corrected for rounding.
 
     Args:
         frames: frames of one setting, at least 4, shape (frames, pixels), DN; whole numbers if is_rounded.

@@ -31,7 +31,7 @@ in n - 1 dimensions if readings are independent and Gaussian, for ranked ones a 
   in steps of d, at most a Poisson number of mean N d f agree with one of them.
 
 **What stays on trust.** A fault that is too small for these tests passes them. A `TrustedProperty` states the smallest
-one that shows with probability 0.99 at the calibration's number of readings or frames.
+fault that shows with probability 0.99 at the calibration's number of readings or frames.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def low_frequencies(parts: Sequence[np.ndarray]) -> float:
 
 
 def _frequencies(readings: int) -> list[int]:
-    """Return the numbers of lowest frequencies that are summed, at most an eighth of those of `readings` readings."""
+    """Return the numbers of lowest frequencies to sum, at most an eighth of the frequencies of the readings."""
     return [count for count in _FREQUENCIES if count <= max(readings // 16, 1)]
 
 
@@ -262,7 +262,7 @@ def third_cumulant(error: float, level: float) -> TrustedProperty:
     """Return the least loss of counts' variance that their third cumulant shows.
 
     Counts whose deviations are multiplied by f have the variance f^2 times Poisson's, and a third cumulant 1/f times
-    that of Poisson counts of the gain that their variance tells.
+    that of Poisson counts with the gain that this variance suggests.
 
     Args:
         error: relative standard error of the third cumulant.
@@ -277,7 +277,7 @@ def third_cumulant(error: float, level: float) -> TrustedProperty:
 
 
 def weak_inputs(tolerance: float, numbers: int, level: float) -> TrustedProperty:
-    """Return the least loss of variance at one tried input that shows, with what the test tolerates.
+    """Return the least loss of variance at one tried input that the test shows, its tolerance included.
 
     Args:
         tolerance: relative loss that is tolerated.

@@ -189,7 +189,7 @@ class PhotonTransfer:
     """Series of flat frames, and the camera's constants from them.
 
     Attributes:
-        light: levels of rising light at one exposure, of which the last lies far beyond saturation.
+        light: levels of rising light at one exposure; the last lies far beyond saturation.
         dark: levels of one light, each with its exposure.
         exposure_us: the light series' exposure.
         is_rounded: whether numbers come from a converter.
@@ -237,7 +237,7 @@ class PhotonTransfer:
         return jackknife(sums, partial(self._statistic, used=self.used()), confidence=confidence)
 
     def unbent(self, confidence: float) -> dict[str, Estimate]:
-        """Return the limits that a curved photon transfer does not bias: those of a certified law.
+        """Return limits that a curved photon transfer does not bias, for a certified law.
 
         Keys: gain_dn_per_e, dark_current_e_per_s, and zero_dn, where the line of means starts. Blank frames may read
         more than that: rounding biases them, and a black level below the converter's end is clipped.
@@ -247,7 +247,7 @@ class PhotonTransfer:
         return {key: found[name] for key, name in keys.items()}
 
     def light_noise(self) -> LightNoise:
-        """Return what the means of frames say of light that varies from frame to frame."""
+        """Return the variation of the light from frame to frame, by the frames' means."""
         used = self.used()
         means, variances = self.light.means()[used], self.light.variances()[used]
         return LightNoise(
@@ -258,7 +258,7 @@ class PhotonTransfer:
         )
 
     def black_noise(self, blank: np.ndarray) -> LightNoise:
-        """Return what the means of frames without light say of a black level that varies from frame to frame.
+        """Return the variation of the black level from frame to frame, by the means of frames without light.
 
         Args:
             blank: blank frames, DN, shape (frames, pixels), besides those of the series.
@@ -281,7 +281,7 @@ class PhotonTransfer:
         return found.and_frames(blank, float(blank.mean(dtype=np.float64)), blank) if shown else found
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
-        """Return the P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
+        """Return P-values of the constants' two premises: a straight photon transfer and a straight dark series."""
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
@@ -325,7 +325,7 @@ class PhotonTransfer:
     def variance_at(self, light_dn: np.ndarray) -> np.ndarray:
         """Return the straight line's temporal variance, DN squared, at `light_dn` above the dark mean.
 
-        It is at least that of the dark frames, also if the line falls.
+        It is at least the dark frames' variance, also if the line falls.
         """
         _, floor, gain = self._straight(self.light.sums.sum(0))
         least = max(floor, _ROUNDING * self.is_rounded, 1e-300)
@@ -485,8 +485,8 @@ class Plan:
         light_levels: levels of rising light below saturation, at least 6.
         dark_levels: exposures of the dark series, at least 3.
         groups: groups of pixels of the jackknife, at least 10.
-        temperatures_c: none, or two temperatures between which the dark current's doubling is measured; the first is
-            that of all other measurements.
+        temperatures_c: none, or two temperatures between which the dark current's doubling is measured; all other
+            measurements are taken at the first.
     """
 
     frames: int = 32

@@ -6,11 +6,10 @@ limit of lambda_min(Sigma) at confidence 1 - beta, without a union over outputs.
 place of lambda_min(S) if outputs are known to be independent. Both hold only for Gaussian readings that are not
 quantised and do not depend on each other. Source: docs/privacy-labels.md, section 10.
 
-**Several inputs.** The limit is that of the smallest eigenvalue if there are enough readings, so that it holds for
-correlated outputs too; otherwise it is that of the smallest output's variance, which assumes independent outputs. It is
-the lowest over the inputs, at beta / inputs each. If successive readings correlate by phi, the one-step prediction
-variance, (1 - phi^2) times the variance, takes its place. A variance proves nothing: the law stays an assumption, which
-the tests must not contradict.
+**Several inputs.** With enough readings the limit is the smallest eigenvalue's and holds for correlated outputs too;
+else it is that of the smallest output's variance, which assumes independent outputs. It is the lowest over the inputs,
+at beta / inputs each. If successive readings correlate by phi, the one-step prediction variance, (1 - phi^2) times the
+variance, takes its place. A variance proves nothing: the law stays an assumption, which the tests must not contradict.
 
 **Frames.** A reading is scale sum_f w_f I_f over its frames f. Light of L_f described electrons gives a mean of k L_f
 DN, with k from the anchor, and a variance v(k L_f) on the straight line of flat frames; so a reading has the variance
@@ -108,7 +107,7 @@ class ReadingNoise:
         return all(test.holds for test in self.tests)
 
     def trust(self, *, gaussian: bool) -> tuple[TrustedProperty, ...]:
-        """Return the smallest faults that so many readings show.
+        """Return the smallest faults that this number of readings shows.
 
         Args:
             gaussian: whether the law in question is Gaussian; numbers of counts are not tested one by one.
@@ -132,7 +131,7 @@ class ReadingNoise:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What a limit of Gaussian noise rests on, and what the tests cannot see."""
+        """Assumptions of a limit of Gaussian noise, which the tests cannot check."""
         outputs = (
             "the limit holds for correlated outputs too"
             if self.uses_eigenvalue

@@ -261,7 +261,7 @@ def inspected(
     bits: int | None = None,
     packing: Packing | None = None,
 ) -> RecordedFrames:
-    """Look at every number once: how many frames, of which size, which bits are set.
+    """Look at every number once, for the number and size of the frames and the bits that are set.
 
     Raises:
         ConfigError: fewer than two frames at a level, images of several sizes, or numbers that no converter gave.

@@ -455,7 +455,7 @@ class CountLaw:
         """Return the expected electrons without ambient light, at a dark charge of a frame in electrons.
 
         Raises:
-            ValueError: the exposure is another one, and frames average the laser's power.
+            ValueError: the exposure differs, and frames average the laser's power.
         """
         if self.averages and point.exposure != 1:
             raise ValueError(

@@ -693,7 +693,7 @@ def noise_line(description: DeviceDescription) -> str:
     """Return the noise of a reading as text."""
     noise, camera, frames = description.noise, description.camera, description.frames
     if camera is not None:
-        # where the light of a mean pixel goes, what share of its variance each stage makes, and what is sent
+        # the light budget of a mean pixel, each stage's share of its variance, and the data on the link
         light, sensor = camera.light, sensor_of(camera, frames)
         dark = dark_charge_e(camera, light.exposure_us)
         shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron

@@ -147,7 +147,7 @@ class SpeckleLaw:
         highest: largest one; infinite is off.
         grain_correlation: correlation of neighbouring pixels' fields, in [0, 0.5], if a grain spans one pixel.
         grain_pixels: pixels that a grain spans.
-        row_pixels: pixels of a row of the sensor, of which grains then span several; None: a grain lies in one row.
+        row_pixels: pixels of a row of the sensor, whose grains then span several rows; None: a grain lies in one row.
         modes: M, independent speckles whose intensities are averaged, 1 to 16.
         dense_limit_mib: largest matrix (of P and Q together) kept in memory.
     """
@@ -269,7 +269,7 @@ class Speckle:
         return other
 
     def become(self, other: Self) -> None:
-        """Move to another one's time, and take over what was computed there."""
+        """Move to the time of another speckle, and take over its computed matrix."""
         self.point, self._dense = other.point, other._dense
         for name in self._OF_A_TIME:
             self.__dict__.pop(name, None)

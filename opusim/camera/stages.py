@@ -234,10 +234,10 @@ class Sensor:
         """Return the sensor whose numbers are these without the lowest bits, for a link that sends fewer bits.
 
         With d = adc_bits - bits above 0, floor(round(v) / 2^d) = round((v + 1/2) / 2^d - 1/2) for every v except ties
-        of the rounding, and clipping commutes with it: the numbers that arrive are those of a converter of so many bits
-        with the gain K / 2^d and the black level (black_level + 1/2) / 2^d - 1/2. All laws of numbers hold for them.
-        They are a function of the finer numbers, so no guarantee changes. A nonlinear read-out's saturation is that of
-        the numbers that arrive.
+        of the rounding, and clipping commutes with it: the numbers that arrive are those of a converter of `bits` bits
+        with the gain K / 2^d and the black level (black_level + 1/2) / 2^d - 1/2, so all laws of numbers hold for them.
+        They are a function of the finer numbers, so no guarantee changes. A nonlinear read-out saturates where the
+        arriving numbers do.
 
         Args:
             bits: of a number on the link, at least 1; as many as the converter's or more change nothing.

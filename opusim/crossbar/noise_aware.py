@@ -119,9 +119,9 @@ def noise_aware(
 
 
 class _Limited(nn.Module):
-    """Limit weights to some standard deviations of their row; the gradient is that of the identity.
+    """Limit weights to some standard deviations of their row; gradients pass unchanged.
 
-    A row whose weights are all equal, as a row of one weight is, has no limit.
+    A row whose weights are all equal, such as a row of one weight, has no limit.
     """
 
     def __init__(self, clip: float) -> None:

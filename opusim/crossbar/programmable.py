@@ -90,7 +90,7 @@ class ProgrammableDevice(NoisyDevice):
 
     A subclass gives `_program`, `_multiply`, `described_noise` and `_seek`; with the capability `multiply_transposed`
     also `_multiply_transposed`, with `wait` also `_wait`. It overrides `converter`, `programming_std` and
-    `programming_cost` if they are not those of an exact device.
+    `programming_cost` if they differ from an exact device's.
 
     Args:
         description: a description with a section ``[medium]``, whose seed gives the random matrix.
@@ -113,7 +113,7 @@ class ProgrammableDevice(NoisyDevice):
     ) -> ProgrammableDevice:
         """Return a device of the window: one chip of this class, or several if the window is larger than a chip.
 
-        A class that overrides `_open` drives an instrument, of which there is one: its window has to fit.
+        A class that overrides `_open` drives a single instrument, so its window has to fit.
         """
         window = (n_inputs or description.n_inputs, n_outputs or description.n_outputs)
         fits = window[0] <= description.n_inputs and window[1] <= description.n_outputs
@@ -273,7 +273,7 @@ class ProgrammableDevice(NoisyDevice):
             state: what `held_state` returned.
 
         Returns:
-            Whether the realised matrix is that of before; if not, corrections that were measured with it are void.
+            Whether the realised matrix is the former one; if not, corrections that were measured with it are void.
 
         Raises:
             TypeError, ValueError, DeviceUnavailable: as for `program`.
@@ -407,7 +407,7 @@ class SeveralChips(ProgrammableDevice):
         """The law of the sum over the chips of an output, its limits taken over all outputs.
 
         Raises:
-            NoiseUnknown: no law is known for the sum of what the chips state.
+            NoiseUnknown: no law is known for the sum of the chips' noise.
         """
         self._held()
         laws, scale = [chip.noise for chip in self._chips], self._scale
@@ -473,7 +473,7 @@ class SeveralChips(ProgrammableDevice):
         return state
 
     def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
-        """See `ProgrammableDevice.restore`; whether all chips hold what they held."""
+        """See `ProgrammableDevice.restore`; return whether all chips hold their former matrices."""
         checked, same = self._checked_matrix(matrix), True
         for number, (chip, rows, columns) in enumerate(self._placed):
             named = (name.partition(".") for name in state)

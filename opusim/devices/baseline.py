@@ -190,7 +190,7 @@ def spread_of_squares(blank: np.ndarray, weights: np.ndarray) -> float:
 
 
 def blank_readings(readings: int, n_outputs: int) -> int:
-    """Return how many blank readings a first look takes: twice those of a reference vector, or 65,536 numbers."""
+    """Return how many blank readings the first look takes: twice a reference vector's, or enough for 65,536 numbers."""
     return 2 * max(readings, min(-(-_LEAST_NUMBERS // (2 * n_outputs)), _MOST_READINGS // 2))
 
 
@@ -207,7 +207,7 @@ def reference_vectors(count: int, n_inputs: int) -> torch.Tensor:
 
 
 TILTS = (0.25, 0.5, 1.0, 2.0, 4.0, 7.0)
-"""Changes, in standard errors of a look beyond the tolerance, for each of which a CUSUM is tuned."""
+"""Changes beyond the tolerance, in standard errors of a look; a CUSUM is tuned for each."""
 BLOCKS = (1, 8, 64)
 """Looks over which the responses of single outputs are added up."""
 _INFLATION = 1.2
@@ -219,7 +219,7 @@ _FOUND = 0.99
 SURE = 6.0
 """Standard errors of the first look that are allowed on top of a tolerance."""
 SHRUNK = (0.95, 0.8, 0.5, 0.1, 0.01)
-"""Variances over the law's, for each of which a CUSUM of every single output is tuned."""
+"""Variances over the law's; a CUSUM of every single output is tuned for each."""
 _MOST_TILT = 3.0
 _LEAST_ROOM = 0.25
 
@@ -232,7 +232,7 @@ class ShiftTest:
     Args:
         tolerance: largest mean of the statistic that is tolerated.
         error: standard error of the statistic in one look.
-        first_error: standard error of what the first look adds to the statistic of every later one.
+        first_error: standard error that the first look adds to the statistic of every later look.
         level: log(K tests / p); the logarithm of the number of tilts is added here.
         numbers: number of independent squares whose mean the statistic is; None if it is linear in the readings.
     """

@@ -211,7 +211,7 @@ class CameraDevice(NoisyDevice):
         Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over frames of w_f^2 times EMVA
         1288's eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the
         frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then
-        those at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
+        taken at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
         place of C_fg light_f light_g, given the present medium: the variance is that of the first reading of the next
         call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.moving.motion`),
             Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2,      over M if M modes are averaged.
@@ -243,8 +243,8 @@ class CameraDevice(NoisyDevice):
     def reading_mean(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """E[y] of readings of x, projection units, float64; exact, rounding and clipping included.
 
-        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame. A
-        medium that moves within a call leaves e^-t of the field that it has now; see `reading_variance`.
+        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame. Of
+        a medium that moves within a call, e^-t of the present field remains; see `reading_variance`.
 
         Raises:
             NoiseUnknown: as for `reading_variance`.

@@ -122,8 +122,8 @@ class _CountLaw(_Law):
         gain_dn_per_e_low: lower limit of the gain, DN per electron; None likewise.
         gain_dn_per_e_high: upper limit of it.
         light_spread: ``unknown`` if frames speak against the light of single outputs that the description states.
-            `light_ratio_low` and `light_ratio_high` are then those of the mean over outputs, and no law of an output's
-            light is credited but one that is measured (``protection.rate_frames``).
+            `light_ratio_low` and `light_ratio_high` are then limits of the mean over outputs, and only a measured law
+            of an output's light is credited (``protection.rate_frames``).
     """
 
     dark_e_low: float = Field(ge=0)
@@ -329,7 +329,7 @@ class Certificate(Shown, StrictSection):
             description: the device's.
             n_outputs: outputs of the open window; the smallest noise of some outputs does not bound that of more.
             n_inputs: its inputs, or None if they are not known yet. Hardware decodes a reading by the width of its
-                window, so that the noise of one width, in projection units, does not bound that of another.
+                window, so the noise of one width, in projection units, does not bound the noise of another.
 
         Raises:
             ConfigError: it is not this device's.
@@ -388,7 +388,7 @@ class Certificate(Shown, StrictSection):
         """Return the law with the certificate's limits in place of the description's numbers.
 
         Raises:
-            ConfigError: the certificate has no law, or another one.
+            ConfigError: the certificate has no law, or another law.
         """
         if self.noise is None or _kind_of_law(self.noise) not in ("other", noise.law):
             law = "no law" if self.noise is None else f"the law {self.noise.law!r}"

@@ -28,7 +28,7 @@ tolerances if each output, except for `silent_outputs` of them, keeps a slope of
 `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 - `least_correlation`) /
 `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it before the medium's does.
 
-Noise that outputs share, such as that of a laser's power, gives a mean over outputs the error of few numbers. The first
+Noise that outputs share, such as a laser's power noise, gives a mean over outputs the error of few numbers. The first
 look measures how much its means scatter beyond independent outputs (`Baseline.shared_blank` and its two companions),
 and every error includes that; so the statement below holds under a power whose values at different checks are
 independent, and the smallest changes grow with it.
@@ -100,7 +100,7 @@ BEFORE_ALL = -1
 RESERVED_STEPS = 2**63
 """Steps from here on are no steps of training: they key the noise of readings that a run takes before."""
 _TESTS = 8
-"""Tests that share the probability of a false alarm: seven sequential ones, and that of repeated blank readings."""
+"""Tests that share the probability of a false alarm: seven sequential ones, and one for repeated blank readings."""
 
 
 class Unmonitored:
@@ -423,7 +423,7 @@ class Monitor(Unmonitored):
         )
 
     def _fluctuates(self) -> bool:
-        """Return whether the scatter that outputs share is above 1.5 times that of the beginning."""
+        """Return whether the scatter that outputs share is above 1.5 times its value in the first look."""
         first = self.baseline
         try:
             taken = np.stack([self._read(self._vectors) for _ in range(_LOOKS_AFTER_AN_ALARM)])
@@ -441,7 +441,7 @@ class Monitor(Unmonitored):
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
     ) -> DeviceFault:
-        """Return what the alarms mean: darkness, another medium, silent outputs, or another light."""
+        """Return the fault that explains the alarms: darkness, another medium, silent outputs, or another light."""
         size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
         power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
         if dimmer and power < _DARK + self._other.error:

@@ -85,7 +85,7 @@ def open_device(
 
     Raises:
         ConfigError: a description that cannot be used, an unknown kind, a window larger than the device, or a
-            certificate of another one.
+            certificate of another device.
         TypeError, ValueError: an argument out of range.
         DeviceError: the device cannot be opened.
     """
@@ -160,8 +160,8 @@ class SharedDevice(NoisyDevice):
     """A device that several processes use as one: `opusim.open_shared_device` opens it.
 
     The first process holds the device. In each call the others send it their rows, it reads the rows of all processes
-    in the order of ranks, in one reading call, and sends each process its readings. The noise of a row is therefore
-    that of a single process that shows all rows in this order.
+    in the order of ranks, in one reading call, and sends each process its readings. A row therefore has the same noise
+    as in a single process that shows all rows in this order.
 
     Every process must make the same calls in the same order; a process without rows passes an empty batch. An error of
     the device, or of one process's arguments, is raised in every process. `seek` takes effect in the next call.
@@ -384,7 +384,7 @@ def open_shared_device(
     Args:
         name_or_path: See `opusim.open_device`.
         timeout_s: Seconds that a process waits for the others in a call, above 0.
-        **options: The other arguments of `opusim.open_device`; those of the first process count.
+        **options: The other arguments of `opusim.open_device`; the first process's are used.
 
     Returns:
         The device, open.

@@ -108,7 +108,7 @@ class SimulatedDevice(NoisyDevice):
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """B itself, float32, shape (n_outputs, n_inputs), on the device's torch device.
 
-        A view of what the device computes with; hardware cannot tell its matrix.
+        A view of the device's own matrix; hardware cannot tell its matrix.
 
         Raises:
             ValueError: it exceeds the description's dense_limit_mib.

@@ -26,9 +26,9 @@ _ENCODE = (
 )
 
 _KNOWN_ARRAYS = {912 * 1140: (912, 1140)}
-"""Rows and columns of mirror arrays, by their number of mirrors: that of LightOn's OPU."""
+"""Rows and columns of mirror arrays by their number of mirrors; LightOn's OPU only."""
 _PROBE_INPUTS = 16
-"""Window that is opened before a fit tells the number of features: it finds a missing device at once."""
+"""Window that is opened before a fit gives the number of features, so that a missing device is found at once."""
 _READOUT_US = 50.0
 """Time that a frame needs beyond its exposure."""
 

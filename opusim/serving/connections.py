@@ -146,7 +146,7 @@ def read_message(frames: Sequence[Any], *, limit: int) -> Message:
 
 
 def _array(entry: Any, view: memoryview) -> np.ndarray:
-    """Return the array of a frame, once its announced size is that of the frame."""
+    """Return the array of a frame; refuse an announced size other than the frame's."""
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
         raise BadMessage("garbage: an array is announced without dtype and shape")
     name, shape = entry
@@ -194,7 +194,7 @@ _ZAP, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
 _DOMAIN = "opusim"
 _MESSAGES_AT_ONCE = 256
 _ANSWERS_WAITING = 8
-"""Most messages that wait for a client that does not read; it asks again for what is dropped."""
+"""Most messages that wait for a client that does not read; the client asks again for dropped ones."""
 _LINGER_MS = 1000
 _LINES = 60
 """Most lines about one cause in the log in `_LINES_S` seconds; the others are counted."""
@@ -433,7 +433,7 @@ class Link:
 
         Args:
             message: the request; its value "request" names it.
-            probe: what is sent after every `beat_s` seconds without an answer; None sends the request again, which the
+            probe: message sent after every `beat_s` seconds without an answer; None sends the request again, which the
                 server must then allow.
             on_state: called with each message of kind "state" and returns whether to send the request again.
             timeout_s: seconds that the request may take, not counted while other clients have their turn; None for no

@@ -1,4 +1,4 @@
-"""What a server serves: one piece of hardware that its clients share, or a simulation of which each has its own noise.
+"""The device of a server: one piece of hardware that its clients share, or a simulation with noise of its own for each.
 
 | the description | what a client gets | noise |
 | --- | --- | --- |
@@ -178,7 +178,7 @@ class View:
         return None if found is None else found.cpu().numpy().astype(np.uint8)
 
     def program(self, matrix: np.ndarray) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Program the device, all of which the view must be, and return what it realised."""
+        """Program the device and return the realised matrix; the view must cover the whole device."""
         device = self.device.require("program")
         if not self._whole or self.window.n_inputs != self.device.n_inputs:
             raise ValueError(
@@ -388,7 +388,7 @@ class Instrument:
         return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
     def note_change(self, view: View, writer: str | None) -> None:
-        """Note that a client changed what the device holds; the fingerprint of a shared one then changes.
+        """Note that a client changed the device's state; the fingerprint of a shared device then changes.
 
         Args:
             view: the client's.
@@ -411,8 +411,8 @@ class Instrument:
 
         Args:
             view: the client's.
-            user: whose it is.
-            reads: whether the call shows what the device holds; another user must not have programmed that.
+            user: the client's user.
+            reads: whether the call shows the programmed matrix, which must then not be another user's.
 
         Raises:
             DeviceUnavailable: another client changed it, or another user programmed what is read.

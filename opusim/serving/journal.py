@@ -127,7 +127,7 @@ USAGE_COLUMNS = ("user", "run", "calls", "frames", "device time", "energy", "wit
 
 
 def usage_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
-    """Return a row for each user and run, those of most device time first, and one for all."""
+    """Return a row for each user and run, in descending order of device time, and one for all."""
     sums: dict[tuple[str, str], tuple[int, Usage, float]] = {}
     for entry in entries:
         for key in ((entry.user, entry.run), ("all", "")):

@@ -224,8 +224,8 @@ def server_key(host: str, port: int) -> Key:
 class Users:
     """The users that a server accepts: every ``*.pub`` of its folder except its own, read again every second.
 
-    A file is left out, with a line in the log, if it is no key, if it holds another name than its own (a user would
-    pass for another one), or if it holds the public key of an earlier file.
+    A file is left out, with a line in the log, if it is no key, if its name inside differs from the file's (a user
+    could pass for another), or if it holds the public key of an earlier file.
 
     Args:
         folder: the server's keys; only its owner may write there.

@@ -124,7 +124,7 @@ def describe(address: str) -> dict[str, Any]:
 
 
 def about(address: str) -> list[str]:
-    """Return what the server of a device tells of it: window, sharing, noise, certificate, medium; a line each.
+    """Return what a server tells about its device: window, sharing, noise, certificate, medium; a line each.
 
     Args:
         address: as for `describe`.

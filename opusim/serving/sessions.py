@@ -260,7 +260,7 @@ def require_room(message: Message, window: Window, *, shared: int | None, most: 
 
 
 def content_digest(message: Message) -> bytes:
-    """Return BLAKE2b of a message's values and arrays, by which a repeated call is told from another one."""
+    """Return BLAKE2b of a message's values and arrays, which tells a repeated call from a new one."""
     digest = hashlib.blake2b(json.dumps(message.values, sort_keys=True).encode(), digest_size=16)
     for array in message.arrays:
         digest.update(f"{array.dtype.str}{array.shape}".encode())
@@ -344,7 +344,7 @@ class Places:
         return before + 1
 
     def forget(self, user: str, ticket: str) -> None:
-        """Take a client that gave up out of those who wait."""
+        """Remove a client that gave up from the queue."""
         self._tickets.pop((user, ticket), None)
 
     def obstacle(self, window: Window, *, reserves: bool) -> str | None:

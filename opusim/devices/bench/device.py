@@ -50,7 +50,7 @@ _MOST_BYTES = 2**33
 
 
 class BenchDevice(NoisyDevice):
-    """y = B x + noise from the frames of a mirror array and a camera of one's own.
+    """y = B x + noise from the frames of your own mirror array and camera.
 
     A ternary vector x = p - n takes four frames: p, its complement in the anchor, n and its complement;
     `opusim.devices.bench.setup` decodes them. Opening finds, or reads, exposure, region, outputs and scale, measures
@@ -154,7 +154,8 @@ class BenchDevice(NoisyDevice):
         """Measure B from readings of the rows of a Hadamard matrix, and keep it beside the setup.
 
         B = (1 / (N R)) sum over readings of y h^T, with h the first n_inputs entries of the N rows, -1 and 1, N a power
-        of two, each read R times. An entry's error has the variance Var[y] / (N R), that of a dense reading over N R.
+        of two, each read R times. An entry's error has the variance Var[y] / (N R), with Var[y] that of a dense
+        reading.
 
         Args:
             repeats: R, at least 1.
@@ -185,16 +186,16 @@ class BenchDevice(NoisyDevice):
 
         Anchors are all groups (field U), and all inputs without the reference (V). Signed frames tell G = Re(conj(U) T)
         and H = Re(conj(V) T), with sums over inputs Re(conj(U) V) and |V|^2, so that with b the angle from U to V
-            e^(-i arg U) T = G / |U| + i (H / |V| - cos(b) G / |U|) / sin(b),
-        of which abs(T x)^2 is the light of a binary frame x above the blank one, DN: neither phase nor conjugation
-        change it. The sign of b is not known; the positive one is taken.
+            e^(-i arg U) T = G / |U| + i (H / |V| - cos(b) G / |U|) / sin(b).
+        The light of a binary frame x above the blank one is abs(T x)^2, DN; neither phase nor conjugation changes it.
+        The sign of b is not known; the positive one is taken.
 
         Args:
             repeats: readings of each row of a Hadamard matrix under each anchor, at least 1.
 
         Returns:
-            T, complex64, shape (n_outputs, n_inputs), square roots of a DN; and sin(b), float32, shape (n_outputs,), by
-            which the error of T's imaginary part exceeds that of its real part.
+            T, complex64, shape (n_outputs, n_inputs), square roots of a DN; and sin(b), float32, shape (n_outputs,):
+            the error of T's imaginary part is that of its real part over sin(b).
 
         Raises:
             ValueError: repeats is out of range, or the window has more than 8,192 inputs.
@@ -485,7 +486,7 @@ def open_bench(
     torch_device: torch.device | str = "cpu",
     **settings: Any,
 ) -> BenchDevice:
-    """Open a mirror array and a camera of one's own as a device; use the result as a context manager.
+    """Open your own mirror array and camera as a device; use the result as a context manager.
 
         device = open_bench(Mirrors, Camera, n_inputs=100, n_outputs=1000, frame_period_us=1000.0, setup="my_setup")
 

@@ -2,8 +2,8 @@
 
 The window, in the middle of the array, is cut into square blocks of mirrors that are switched together. Every input
 gets the same number of blocks, and a share of the blocks is the reference, which carries no data. The places are
-random, so that all inputs see the same mean light of an uneven beam, and so that the speckle of one input has grains
-as small as that of all.
+random, so that all inputs get the same mean light of an uneven beam, and the speckle grains of one input are as small
+as those of all.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def mirror_layout(
     """Assign the blocks of a window in the middle of an array.
 
     Every input gets k = floor((1 - reference_share) blocks / n_inputs) blocks, at least 1; the reference gets
-    k n_inputs reference_share / (1 - reference_share), at least 1; what is left stays off.
+    k n_inputs reference_share / (1 - reference_share), at least 1; the other blocks stay off.
 
     Args:
         shape: rows and columns of the array.

@@ -32,7 +32,7 @@ _MOST_LIGHT_NOW = 1.1
 _LEAST_LIGHT = 0.2
 """Share of the light below which frames of the anchor tell nothing of the medium."""
 _LEAST_INTERFERENCE = 0.03
-"""Least mean square of the interference of data and reference, that of fringes of 25 %; coherent light has 1/2."""
+"""Least mean square of the interference of data and reference, as for fringes of 25 %; coherent light has 1/2."""
 _PAIRS = 16
 """Pairs of vectors that the linearity test adds up."""
 _SEED = 20261130
@@ -199,8 +199,8 @@ def retrieved(
 
     Args:
         shown: patterns, entries 0 and 1, shape (frames, inputs), of rank inputs.
-        light: above that of a blank frame, shape (frames, outputs).
-        rng: of the starts.
+        light: light above a blank frame's, shape (frames, outputs).
+        rng: generator of the starting points.
 
     Returns:
         T, shape (outputs, inputs); and sum (abs(T x) - a)^2 / sum a^2 with the measured amplitudes a, shape (outputs,).

@@ -84,7 +84,7 @@ class _Encoder(BaseTransformer):
         return False
 
     def _prepared(self, X: np.ndarray) -> np.ndarray:
-        """Return what the encoder is given."""
+        """Return the records as the encoder takes them."""
         return X
 
 
@@ -368,7 +368,7 @@ class ConcatenatingBitPlanDecoder(MixingBitPlanDecoder):
 
 
 class SeparatedBitPlanDecoder(BaseTransformer):
-    """The linear readings of X from those of the rows of `SeparatedBitPlanEncoder`: positive less negative parts.
+    """Linear readings of X from readings of the rows of `SeparatedBitPlanEncoder`: positive minus negative parts.
 
     Args:
         precision: The encoder's.

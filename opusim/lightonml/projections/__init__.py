@@ -21,7 +21,7 @@ class OpuTransformer:
         n_2d_features: Rows and columns of packed matrices.
         packed: Whether eight features stand in a byte.
         simulated: Whether to make a simulated OPU.
-        max_n_features: See `OPU`, for one that is made here.
+        max_n_features: See `OPU`; for an OPU that is made here.
         verbose_level: See `opusim.lightonml.set_verbose_level`; -1 leaves it.
         linear: Whether to map linearly.
 

@@ -71,7 +71,7 @@ _LEAST_EXPECTED = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdCumulants:
-    """What third cumulants of frames say of the counts' law.
+    """The slope of frames' third cumulants, which tests the counts' law.
 
     Attributes:
         ratio: slope of the third cumulants over the gain, 1 for Poisson counts.
@@ -541,7 +541,7 @@ def certify_counts(
 
 
 def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
-    """Return constants of frames that no camera has, or that are too uncertain for a law."""
+    """Return the constants with values that no camera has, or that are too uncertain for a law."""
     found = transfer.estimates(1 - 2 * share)
     efficiency, gain = found["quantum_efficiency"], found["gain_dn_per_e"]
     if gain.high <= 0:
@@ -556,7 +556,7 @@ def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
 
 
 def _remarks(power: NamedPower | None, limit: float, ambient_e: float, failed: list[str]) -> tuple[str, ...]:
-    """Return the law that a certificate assumes, and why none is certified, with a remedy."""
+    """Return as remarks the assumed law and, if none is certified, why, with a remedy."""
     unseen = "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
     if power is None:
         assumed = (

@@ -311,15 +311,15 @@ class PhotonTransfer:
     def dark_spread_limit(self, beta: float) -> float:
         """Return the limit, DN/s, that the standard deviation of the pixels' dark slopes exceeds with probability beta.
 
-        For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the variance of a
-        measured slope by chance.
+        For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the error variance of
+        a measured slope.
         """
         slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         most = float(np.sum(np.square(slopes - slopes.mean())) / chi2.ppf(beta, slopes.size - 1))
         return max(most - variance, 0.0) ** 0.5
 
     def starts(self) -> tuple[np.ndarray, float]:
-        """Return the start of each looked-at pixel's line of means, DN, shape (pixels,), and the variance of one."""
+        """Return the start of each looked-at pixel's line of means, DN, shape (pixels,), and its error variance."""
         return _at_pixels(self.light, self.photons(), self.used())[0]
 
     def variance_at(self, light_dn: np.ndarray) -> np.ndarray:
@@ -455,7 +455,7 @@ class PhotonTransfer:
 def _at_pixels(
     series: FlatSeries, x: np.ndarray, levels: slice | np.ndarray
 ) -> tuple[tuple[np.ndarray, float], tuple[np.ndarray, float]]:
-    """Return start and slope of each looked-at pixel's line of means, each with the variance of one by chance."""
+    """Return start and slope of each looked-at pixel's line of means, each with its error variance."""
     variances = series.variances()[levels]
     means = series.looked_at[levels].mean(axis=1, dtype=np.float64)  # (levels, pixels)
     weights = line_weights(x[levels], 1 / variances)

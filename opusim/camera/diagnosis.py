@@ -100,13 +100,13 @@ class FrameLook:
     constant: np.ndarray
 
     def to_numbers(self) -> np.ndarray:
-        """Return what later looks are compared with, as float64 numbers on one axis."""
+        """Return the look that later ones are compared with, as float64 numbers on one axis."""
         head = [len(self.mean), self.repeats, self.shared]
         return np.concatenate([head, self.constant.ravel(), self.mean.ravel(), self.variance.ravel()])
 
     @classmethod
     def of_numbers(cls, numbers: np.ndarray, n_outputs: int) -> FrameLook:
-        """Return what `to_numbers` made for a device of `n_outputs` outputs; further numbers are ignored."""
+        """Return the look of numbers from `to_numbers`, for `n_outputs` outputs; further numbers are ignored."""
         frames, outputs = int(numbers[0]), min(n_outputs, _MOST_OUTPUTS)
         constant, mean, variance = np.split(
             numbers[3 : 3 + frames * (2 + 2 * outputs)], [2 * frames, frames * (2 + outputs)]

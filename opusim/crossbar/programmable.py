@@ -153,7 +153,7 @@ class ProgrammableDevice(NoisyDevice):
         return self._elapsed_s
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the standard deviation of what `program` realises about the matrix, of its shape; 0 if it is exact."""
+        """Return the standard deviation of the realised matrix about the programmed one, of its shape; 0 if exact."""
         return torch.zeros_like(matrix)
 
     @property
@@ -162,7 +162,7 @@ class ProgrammableDevice(NoisyDevice):
         return None
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and standard deviation of what the device holds `seconds` after a matrix was programmed.
+        """Return mean and standard deviation of the matrix on the device `seconds` after a programming.
 
         By default the matrix itself and `programming_std` at every time. Each entry's moments depend on that entry
         only.
@@ -181,7 +181,7 @@ class ProgrammableDevice(NoisyDevice):
         return 0.0, 0.0
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """Return the matrix that readings are noisy readings of, float32, on the device's torch device."""
+        """Return the matrix W of the readings W x + noise, float32, on the device's torch device."""
         weights = self._held()
         return weights if self._scale == 1.0 else weights * self._scale
 
@@ -388,12 +388,12 @@ class SeveralChips(ProgrammableDevice):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What a chip can do."""
+        """The capabilities of a chip."""
         return self._chips[0].capabilities
 
     @property
     def converter(self) -> Converter:
-        """That of a chip; each converts its own part of the inputs."""
+        """The converter of a chip; each chip converts its own part of the inputs."""
         own, columns = self._chips[0].converter, self._placed[0][2]
         return replace(own, tile_inputs=min(own.tile_inputs or sys.maxsize, columns.stop))
 
@@ -449,7 +449,7 @@ class SeveralChips(ProgrammableDevice):
         return of
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the spread of the chips, each for its part."""
+        """Return the chips' programming spread, each for its own part of the matrix."""
         return self._each(matrix, lambda chip, part: chip.programming_std(part))
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -491,7 +491,7 @@ class SeveralChips(ProgrammableDevice):
     def _each(
         self, matrix: torch.Tensor, act: Callable[[ProgrammableDevice, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what each chip makes of its part of a matrix, put together."""
+        """Return a matrix put together from each chip's result for its own part."""
         found = torch.empty_like(matrix)
         for chip, rows, columns in self._placed:
             found[rows, columns] = act(chip, matrix[rows, columns].contiguous())

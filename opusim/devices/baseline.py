@@ -108,7 +108,7 @@ class Baseline:
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Baseline:
-        """Return what `to_array` made.
+        """Return the baseline of an array from `to_array`.
 
         Raises:
             ValueError: it has too few rows, as arrays of earlier versions have.

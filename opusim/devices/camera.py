@@ -183,7 +183,7 @@ class CameraDevice(NoisyDevice):
         return rescaled(law, math.sqrt(light) * measured.decode()[0] / exact.decode()[0])
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """Return the B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
+        """Return the matrix B of the readings B x + noise: float32, shape (n_outputs, n_inputs).
 
         From the medium, the measured anchor and the fixed pattern; hardware cannot tell it. Exact if no frame
         saturates and nothing is rounded.

@@ -246,7 +246,7 @@ def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.n
 
 
 def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
-    """Return what `packed_law` packed.
+    """Return the law that `packed_law` packed.
 
     Raises:
         ValueError, TypeError: it is no law that is known here.

@@ -293,7 +293,7 @@ class RemoteDevice(NoisyDevice):
         return self._changed("program", self._checked(matrix))
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the standard deviation of what `program` realises about a matrix, of its shape, as the server says."""
+        """Return the standard deviation of the realised matrix about the programmed one, as the server states it."""
         self._require_open()
         self.require("program")
         return self._tensor(self._call("programming_std", self._checked(matrix)))

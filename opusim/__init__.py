@@ -1,9 +1,9 @@
 """Simulate or drive an optical processing unit, train networks on it, and state how private the training was.
 
-``opusim.X`` has the names that a script starts with; `opusim/__init__.pyi` lists them. The others stand with their
-subject: ``opusim.devices``, ``opusim.crossbar``, ``opusim.features``, ``opusim.noise``, ``opusim.accounting``,
-``opusim.training`` and so on. Each name is imported when it is first used, so that ``import opusim.noise`` and
-``opusim --help`` load neither torch nor numba.
+``opusim.X`` has the names that a script starts with; `opusim/__init__.pyi` lists them. The others are in their
+subject's module: ``opusim.devices``, ``opusim.crossbar``, ``opusim.features``, ``opusim.noise``, ``opusim.accounting``,
+``opusim.training`` and so on. Each name is imported when it is first used, so that ``import opusim.noise`` and ``opusim
+--help`` load neither torch nor numba.
 
     >>> import opusim
     >>> with opusim.open_device("gaussian", n_inputs=4, n_outputs=6) as device:
@@ -36,7 +36,7 @@ _STUB = Path(__file__).with_suffix(".pyi")
 
 
 def _homes() -> dict[str, str]:
-    """Return the module that each public name comes from, as the stub says; that of a subject is opusim.
+    """Return each public name's module, read from the stub; a subject's module is opusim itself.
 
     `lazy_loader.attach_stub` reads stubs of one package only; this one also names the layers above.
     """
@@ -79,7 +79,7 @@ _MOVED = {
     }.items()
     for name in names.split()
 }
-"""Names of version 0.2 that stand with their subject now."""
+"""Names that opusim itself had in version 0.2, and the subject that has them now."""
 _FORMER = {
     "calibrate": "opusim.calibrate_noise finds the noise for an epsilon, opusim.calibration measures a device",
     **dict.fromkeys(

@@ -10,8 +10,8 @@ Each checker takes any number of parameters and returns nothing. A message reads
 remedy``; give the remedy with `remedy` if the rule does not say what to do. Numbers, numpy arrays
 and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
 
-`require` checks what a tensor holds. A value on a card can be read only once the card has computed it, so a loop that
-must not wait in each step collects such checks (`LateChecks`) and reads them together now and then.
+`require` checks a tensor's value. Reading a value from a card waits until the card has computed it; a loop that must
+not wait at each step collects such checks (`LateChecks`) and reads them together.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) 
 def complete(**arrays: Any) -> None:
     """Every array has a number at each place: none is masked, sparse or nested.
 
-    numpy and torch would otherwise take the values behind a mask for numbers like the others.
+    numpy and torch would otherwise compute with the values behind a mask.
 
     Raises:
         TypeError: a tensor is sparse, nested or masked.
@@ -201,14 +201,14 @@ def complete(**arrays: Any) -> None:
 
 
 Refusal = Callable[[], Exception | None]
-"""Returns what to raise for a value that is refused, or warns and returns None."""
+"""Returns the error to raise for a refused value, or warns and returns None."""
 
 
 class LateChecks:
     """Checks of values on a card that the host reads together, later.
 
     Attributes:
-        failed: The error that `read` raised, or None; no result since the last read may be kept then.
+        failed: The error that `read` raised, or None; after an error, discard the results since the last good read.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class LateChecks:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Keep what this thread requires of values on a card within the block."""
+        """Collect the checks (`require`) of values on a card that this thread makes within the block."""
         token = _late.set(self)
         try:
             yield
@@ -232,7 +232,8 @@ class LateChecks:
         """Read all values that were kept since the last call, in one copy.
 
         Raises:
-            Exception: The error of the first value that is refused, in the order of the checks; at each later call too.
+            Exception: The error of the first refused value, in the order of the checks; every later call raises it
+                again.
         """
         if self.failed is not None:
             raise self.failed
@@ -252,16 +253,16 @@ _late: ContextVar[LateChecks | None] = ContextVar("opusim_late_checks", default=
 
 
 def are_late() -> bool:
-    """Return whether `LateChecks` collect, so that what is required of a tensor on a card is read later."""
+    """Return whether a `LateChecks` is collecting, so that checks of tensors on a card are read later."""
     return _late.get() is not None
 
 
 def require(value: torch.Tensor, refusal: Refusal) -> None:
-    """Refuse a value that a tensor holds: at once, or later on a card where `LateChecks` collect.
+    """Refuse a tensor's value: at once, or later if it is on a card and a `LateChecks` is collecting.
 
     Args:
         value: Scalar tensor: a truth value, or a real number that must be finite.
-        refusal: Returns the error; it is called at most once, and should hold no large tensors until then.
+        refusal: Returns the error. It is called at most once, perhaps much later, so it should hold no large tensors.
 
     Raises:
         Exception: What `refusal` returns.
@@ -276,7 +277,7 @@ def require(value: torch.Tensor, refusal: Refusal) -> None:
 
 
 def _real_array(name: str, value: Any) -> np.ndarray:
-    """Return the value as a numpy array of real numbers, or a TypeError that names it."""
+    """Return the value as a numpy array of real numbers, or raise a TypeError that names it."""
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise TypeError(

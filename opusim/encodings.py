@@ -60,7 +60,7 @@ def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor
     """Signed binary digits of numbers in [-1, 1]: e = sum_k w_k t_k up to 2^-planes, w_k = 2^-k, k = 1 .. planes.
 
     Digits are chosen from the largest down, t_k = ternarize(rest, w_k / 2). A projection of e is then
-    sum_k w_k (B t_k + g_k): its noise has sqrt(sum_k w_k^2) < 0.58 times the standard deviation of one reading's,
+    sum_k w_k (B t_k + g_k): the standard deviation of its noise is sqrt(sum_k w_k^2) < 0.58 times that of one reading,
     at `planes` times the frames.
 
     Args:
@@ -119,10 +119,11 @@ def split_frames(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_ternary(x: torch.Tensor) -> None:
-    """Refuse a real tensor with an entry other than -1, 0 and 1 (x = sign x exactly there); NaN by name.
+    """Refuse a real tensor with an entry other than -1, 0 and 1, the numbers with x = sign x.
 
     Raises:
-        ValueError: names the first such entry and the encoder to use; later, on a card (`checks.require`), no entry.
+        ValueError: there is such an entry, or NaN. The message names the first one and the encoder to use; a check that
+            is read later on a card (`checks.require`) names no entry.
     """
     if x.dtype == torch.bool:
         return

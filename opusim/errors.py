@@ -14,10 +14,10 @@ class OpusimError(Exception):
 class ConfigError(OpusimError, ValueError):
     """A configuration file, or a value given instead of one, that cannot be used.
 
-    What a hostile file puts into key and reason is cut in the middle, so that the message stays a line to read.
+    A long key or reason is cut in the middle, so that a hostile file cannot flood the message.
 
     Attributes:
-        file: the file or the name the configuration was asked for by.
+        file: the file, or the name by which the configuration was requested.
         key: the dotted key at fault, such as ``noise.sigma``.
         reason: what is wrong and what to do, in one line.
     """

@@ -1,9 +1,9 @@
 """Files of users and of runs: read within a limit, and written no wider than their folder allows.
 
 Reading never blocks on a named pipe and never takes more memory than a stated limit. Writing follows one rule: **a
-file is as private as its folder.** In a folder that its owner only may enter (mode 0700), files are created with mode
-0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such
-a folder. What grows line by line has one process that writes it (`OwnProcess`, `AppendedFile`).
+file is as private as its folder.** In a folder that only its owner may enter (mode 0700), files are created with mode
+0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such a
+folder. Only one process writes a file that grows line by line (`OwnProcess`, `AppendedFile`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ KEY_LIMIT = 50_000
 CONTAINER_LIMIT = 2**20
 """Tables and lists in a JSON file, at most."""
 INTEGER_LIMIT = 2**64
-"""Whole numbers in such a file lie below it, and above its negative."""
+"""The magnitude of a whole number in such a file is below this."""
 FIGURES = (".png", ".pdf", ".svg")
-"""How the name of a figure's file may end."""
+"""Endings of a figure's file name."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -98,7 +98,7 @@ def output_folder(path: Path) -> Iterator[None]:
 
 
 def require_writable_folder(path: Path) -> None:
-    """Refuse, before long work, a folder in which nothing could be written after it; makes nothing.
+    """Refuse, before long work, a folder that could not be written to afterwards; creates nothing.
 
     Args:
         path: The folder, which need not exist.
@@ -113,7 +113,7 @@ def require_writable_folder(path: Path) -> None:
 
 
 def folder_problem(path: Path) -> str | None:
-    """Return why nothing could be written in a folder, which need not exist; None if something could."""
+    """Return why a folder, which need not exist, could not be written to; None if it could."""
     there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not there.is_dir():
         return f"{there.name} is no folder"
@@ -129,7 +129,7 @@ def require_utf8(path: Path, option: str) -> None:
     """Refuse a path that is not UTF-8, which the files of a run and several libraries cannot name.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not UTF-8.
     """
     try:
         os.fsencode(path).decode()
@@ -139,11 +139,11 @@ def require_utf8(path: Path, option: str) -> None:
 
 
 def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> None:
-    """Refuse, before long work, a file that could not be written after it.
+    """Refuse, before long work, a file that could not be written afterwards.
 
     Args:
         path: The file.
-        option: Who asked for it, such as "--figure".
+        option: The option that names it, such as "--figure".
         suffixes: How its name may end; empty for any ending.
 
     Raises:
@@ -168,7 +168,7 @@ def quoted(path: str | Path) -> str:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter; one that is there is closed to others.
+    """Make a folder that only its owner may enter; close an existing one to others.
 
     Raises:
         OSError: It cannot be made, or belongs to another user.
@@ -206,7 +206,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_error(error: OSError, path: Path, kept: str) -> OSError:
-    """The same error with the file that could not be written, what is kept of it, and a remedy."""
+    """Return the error with the file's name, the part of the file that is kept, and a remedy."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "free some space and resume" if is_full else "check the folder's permissions"
     return OSError(error.errno, f"{error.strerror}; {kept}, {remedy}", str(path))
@@ -255,9 +255,9 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
 
 
 class OwnProcess:
-    """The process that made an object, so that a process forked from it cannot pay or draw for it a second time.
+    """The process that made an object; a process forked from it must not pay or draw a second time.
 
-    A copy that another process unpickles is that process's own.
+    An unpickled copy belongs to the process that unpickled it.
     """
 
     __slots__ = ("_maker",)
@@ -291,7 +291,7 @@ class OwnProcess:
 
 
 _forks = [0]
-"""How many forks lead to this process: a number of an ended process can be that of a later fork."""
+"""Number of forks that led to this process; its process number does not do, since the system uses numbers again."""
 
 
 def _count_fork() -> None:
@@ -302,10 +302,10 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class AppendedFile:
-    """A regular file at whose end one process writes; after an error of the system it takes nothing more.
+    """A regular file that one process appends to; after a failed write it refuses every other.
 
-    Until the file is opened again, it is not known what a failed write left on the disk. Content behind the stated end,
-    as a kill or Ctrl-C leaves it, is removed before the next content is written.
+    Only reopening the file shows what a failed write left on the disk. Content after the stated end, left by a kill or
+    Ctrl-C, is removed before the next write.
 
     Args:
         path: The file, created if it is missing; a symbolic link is refused.
@@ -327,7 +327,7 @@ class AppendedFile:
                 raise
 
     def append(self, content: bytes, *, end: int, sync: bool = True) -> None:
-        """Write behind the bytes that are kept.
+        """Write after the bytes that are kept.
 
         Args:
             content: What to write.
@@ -356,7 +356,7 @@ class AppendedFile:
 
     @contextmanager
     def refusing_after_errors(self) -> Iterator[None]:
-        """Refuse the block after an earlier error of the system, and take nothing more after one in the block.
+        """Refuse the block if an earlier write failed, and every later block if this one raises OSError.
 
         Raises:
             OSError: As in the block, with the file and a remedy; or an earlier write failed.
@@ -405,7 +405,7 @@ def append_whole_line(path: Path, line: bytes) -> None:
 
     Args:
         path: The file; its folder is there.
-        line: The line with its newline; empty only to remove a cut one.
+        line: The line with its newline; empty to remove a cut line and write nothing.
 
     Raises:
         OSError: The disk is full or not writable; earlier lines are kept.
@@ -422,11 +422,11 @@ def append_whole_line(path: Path, line: bytes) -> None:
 
 
 def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -> bytes:
-    """Read a regular file, whole or from a byte on.
+    """Read a regular file from byte `start` to its end.
 
     Args:
         path: The file, or a symbolic link to it.
-        at_most: Bytes.
+        at_most: Largest number of bytes to read.
         start: The first byte.
 
     Raises:
@@ -436,7 +436,7 @@ def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -
     with os.fdopen(descriptor, "rb") as file:
         file.seek(start)
         size = min(max(os.fstat(descriptor).st_size - start, 0), at_most)
-        content = file.read(size + 1)  # Python takes the memory of what is asked for before it reads
+        content = file.read(size + 1)  # Python reserves the memory asked for before it reads
         if len(content) > size:  # the file grew, or does not tell its size
             content += file.read(at_most + 1 - len(content))
     if len(content) > at_most:
@@ -455,7 +455,7 @@ def read_head(path: str | Path, size: int) -> bytes:
 
 
 def most_unpacked(length: int) -> int:
-    """Return the bytes that an .npz file of so many bytes may take in memory: 1 GiB, or 100 times its length.
+    """Return how many bytes an .npz file of `length` bytes may take in memory: 1 GiB, or 100 times its length.
 
     Measured data compress by 2 to 20.
     """
@@ -481,7 +481,7 @@ def open_to_read(path: str | Path) -> int:
 
 
 def require_regular(path: str | Path) -> None:
-    """Refuse what a library should not open by its name, such as a named pipe.
+    """Refuse a path that a library should not open, such as a named pipe.
 
     Raises:
         OSError: The path names no regular file, or none that can be read.
@@ -502,8 +502,8 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        json.JSONDecodeError: It is none, is nested more than `DEPTH_LIMIT` deep, has more than `CONTAINER_LIMIT`
-            tables and lists, or holds a whole number of `INTEGER_LIMIT` or more in magnitude, or half a character.
+        json.JSONDecodeError: It is no JSON, is nested more than `DEPTH_LIMIT` deep, has more than `CONTAINER_LIMIT`
+            tables and lists, or holds a whole number of `INTEGER_LIMIT` or more in magnitude, or a lone surrogate.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
@@ -519,7 +519,7 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError(_TOO_DEEP, "", 0) from None
     except ValueError as error:  # not UTF-8, or a number with too many digits
         raise json.JSONDecodeError(str(error), "", 0) from None
-    # The lines of a long ledger need no walk through what they hold
+    # A short ASCII text keeps the other limits: this spares each line of a long ledger the walk
     if containers <= DEPTH_LIMIT and decoded.isascii() and "\\u" not in decoded:
         return value
     problem = _problem(value)
@@ -532,8 +532,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        tomllib.TOMLDecodeError: It is none, is nested more than `DEPTH_LIMIT` deep, has keys of more than `KEY_LIMIT`
-            parts in all, or holds a whole number of `INTEGER_LIMIT` or more in magnitude.
+        tomllib.TOMLDecodeError: It is no TOML, is nested more than `DEPTH_LIMIT` deep, has keys of more than
+            `KEY_LIMIT` parts in all, or holds a whole number of `INTEGER_LIMIT` or more in magnitude.
     """
     if (parts := _key_parts(text)) > KEY_LIMIT:
         raise tomllib.TOMLDecodeError(
@@ -554,7 +554,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _key_parts(text: str) -> int:
-    """Return how many parts the keys of TOML have, at most; dots of a line with a text in quotes all count."""
+    """Return an upper bound on the parts of all keys in TOML; in a line with quotes every dot counts."""
     parts = 0
     for line in text.split("\n"):
         if '"' in line or "'" in line:
@@ -606,7 +606,7 @@ _TOO_LONG = "a whole number of more than 64 bits"
 
 
 def _problem(value: Any) -> str | None:
-    """Return what no reader could work with or write again, or None."""
+    """Return why a parsed value must be refused (a number's size, a lone surrogate, the depth), or None."""
     level = [value]
     for _ in range(DEPTH_LIMIT + 1):
         for item in level:

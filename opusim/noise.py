@@ -92,7 +92,7 @@ class NoiseModel(Shown, ABC):
 
         Raises:
             ValueError: the law is unknown, its package cannot be used, or its numbers are out of range.
-            TypeError: a number is missing, or one too many is there.
+            TypeError: a number is missing or unknown.
         """
         arguments = dict(content)
         law = arguments.pop("law", None)
@@ -186,13 +186,13 @@ class GaussianNoise(NoiseModel):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MeasuredNoise(NoiseModel):
-    """Noise of which only variances were measured: enough to train, nothing that a guarantee may credit.
+    """Noise known by its measured variances only: enough for training, but no guarantee may credit it.
 
     Attributes:
-        levels: entries of an input that are not 0, for each input that was measured, rising from 0.
+        levels: number of nonzero entries of each measured input, rising from 0.
         variances: variance of each output's readings at each level, squared units of the reading, at least 0, shape
             (levels, n_outputs).
-        readings: readings of each input that the variances come from, at least 2.
+        readings: readings that were taken of each input, at least 2.
     """
 
     law: ClassVar[str] = "measured"
@@ -217,7 +217,7 @@ class MeasuredNoise(NoiseModel):
         object.__setattr__(self, "variances", variances)
 
     def variance_at(self, level: float) -> np.ndarray:
-        """Return each output's variance at an input of so many entries, between neighbours on a straight line."""
+        """Return each output's variance for an input with `level` nonzero entries, interpolated linearly."""
         above = int(np.clip(np.searchsorted(self.levels, level), 1, max(len(self.levels) - 1, 1)))
         if len(self.levels) == 1:
             return np.array(self.variances[0])
@@ -252,9 +252,9 @@ class PhotonCountNoise(NoiseModel):
         rate_high: highest expected count, of the same shape, at least rate_low.
         weight: units of the reading per electron, of the rates' shape, frames first, if a reading is a sum over frames
             of weight times count; None if the reading is the counts themselves.
-        added_variance: least variance of the reading that is not the counts' (read noise, rounding), squared units of
-            the reading, at least 0, one number or the shape of a reading; earns no privacy.
-        added_variance_high: largest such variance, if rounding lets it depend on what is read, or None.
+        added_variance: least variance that read noise and rounding add to the reading, squared units of the reading, at
+            least 0, one number or the shape of a reading; earns no privacy.
+        added_variance_high: largest such variance if rounding makes it depend on the counts, else None.
         beta: as for `GaussianNoise`.
     """
 
@@ -295,9 +295,9 @@ class PhotonCountNoise(NoiseModel):
         return int(shape[-1]) if shape else 1
 
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a reading: sum over frames of weight^2 rate, plus the added variance.
+        """Return the bounds for a reading: sum over frames of weight^2 rate, plus the added variance.
 
-        Without weights the rates and the added variance: a Poisson count's variance is its mean.
+        Without weights: the rates plus the added variance, since a Poisson count's variance is its mean.
         """
         most = self.added_variance if self.added_variance_high is None else self.added_variance_high
         low, high = self._counts(np.asarray(self.rate_low)), self._counts(np.asarray(self.rate_high))
@@ -353,7 +353,7 @@ class LightPower:
     def limit(self, beta: float) -> float:
         """Return a w_max >= 1 with P(W > w_max) <= beta; infinite at beta = 0 if W fluctuates.
 
-        It holds for every smaller rms, too: exp(s g - s^2 / 2) is largest at s = g, not at the largest s.
+        It also holds for every smaller rms: exp(s g - s^2 / 2) is largest at s = g, not at the largest s.
 
         Args:
             beta: in [0, 1).
@@ -375,8 +375,8 @@ class FluctuatingCountNoise(NoiseModel):
     """Photon counts under light whose power W fluctuates, common to all pixels of a frame.
 
     Given W = w in a frame, its counts are independent Poisson(w light + d), where light <= rate_high - rate_low and the
-    dark rate d >= rate_low depends neither on the data nor on W. W has the named law in every frame, whatever earlier
-    frames showed; the powers of different frames may depend on each other in any way.
+    dark rate d >= rate_low depends neither on the data nor on W. W has the named law in every frame, whatever
+    patterns were shown before; the powers of different frames may depend on each other in any way.
 
     `at_most` gives the boxes of steady counts that a guarantee rests on. W's own noise earns no privacy.
 
@@ -430,9 +430,9 @@ class FluctuatingCountNoise(NoiseModel):
         return int(shape[0]) if shape else 1
 
     def at_most(self, frames: int, beta: float) -> PhotonCountNoise:
-        """Return the steady counts that bound these, but for a probability beta.
+        """Return steady counts that bound these except with probability beta.
 
-        Its boxes hold the light of power w_max with frames P(W > w_max) <= beta (`LightPower.limit`), a union bound
+        Its boxes hold the light of power w_max, where frames * P(W > w_max) <= beta (`LightPower.limit`), a union bound
         that holds for every joint law of the frames. See the theorem fluctuating-light.
 
         Args:
@@ -467,7 +467,7 @@ class FluctuatingCountNoise(NoiseModel):
         )
 
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a reading: the steady counts' bounds; above, also rms^2 times the square of all weighted light.
+        """Return the steady counts' bounds; the upper one adds rms^2 times the square of all weighted light.
 
         The powers of a reading's frames may agree, so that their contributions add before they are squared.
         """
@@ -489,7 +489,8 @@ class SignalGaussianNoise(NoiseModel):
     """Independent Gaussian noise per output whose standard deviation depends on the input and on the weights.
 
     A reading of x is m(x) + N(0, s(x)^2) at each output, with std_low <= s(x) <= std_high for every allowed x. Because
-    s depends on x, the noise itself tells something of x: theorems on Gaussian noise of fixed variance do not hold.
+    s depends on x, the noise itself reveals something about x: theorems on Gaussian noise of fixed variance do not
+    hold.
 
     Attributes:
         std_low: smallest standard deviation at any output for any input, units of the reading, at least 0.

@@ -22,7 +22,7 @@ def normal_p_value(z: float) -> float:
 
 
 def cosine_p_value(cosine: np.ndarray | float, dimensions: np.ndarray | float) -> np.ndarray:
-    """P(|cosine| of two independent directions is at least so large); see the module.
+    """P(|cosine| of two independent directions >= |r|); see the module.
 
     Args:
         cosine: r, any shape.
@@ -44,12 +44,12 @@ def chi_squared_p_value(sum_of_squares: float, degrees: float) -> float:
 
 
 def bonferroni(p_value: np.ndarray | float, tests: int) -> float:
-    """Return the smallest of some p-values times their number, at most 1; NaN stays NaN."""
+    """Return the smallest p-value of `tests` tests times their number, at most 1; NaN stays NaN."""
     return min(tests * float(p_value), 1.0)  # in this order: min(1.0, nan) is 1.0
 
 
 def doubt(p_value: float) -> float:
-    """Return a key for `min` that finds the smallest p-value, or one that is NaN if there is one."""
+    """Return a key for `min` that finds the smallest p-value; NaN counts as the smallest."""
     return -1.0 if math.isnan(p_value) else p_value
 
 
@@ -59,7 +59,7 @@ FAMILY_ALARM = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class PropertyTest:
-    """A property that a law needs, tested.
+    """The test of a property that a law needs.
 
     Attributes:
         text: the property, and the statistic that speaks against it most.
@@ -91,7 +91,7 @@ def decide(
     alarm: float = FAMILY_ALARM,
     not_needed: Collection[str] = (),
 ) -> tuple[PropertyTest, ...]:
-    """Bonferroni decisions: a property's smallest p-value times its statistics, at alarm over the properties.
+    """Test each property by Bonferroni: its smallest p-value times its statistics, at level alarm / properties.
 
     Args:
         properties: for each property the p-value of each statistic, in [0, 1].

@@ -3,8 +3,8 @@
 `Deferred` imports a module at the first use of a name in it, which spares what a command does not need.
 
 One rule holds for every group. opusim's own entry points win; no package can replace them. A name that two other
-packages bring is refused when it is used. A package that cannot be imported, whatever it raises, costs one line and
-disturbs no other: it is named in the error if it is needed, and in a warning, once a process, if a list passes over it.
+packages bring is refused when it is used. A package that cannot be imported, whatever it raises, disturbs no other: the
+error names it if it is needed; a list leaves it out and warns once per process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class PluginError(OpusimError, ValueError):
 class Deferred:
     """A module that is imported when a name in it is first used, by whichever thread comes first.
 
-    Importing numba and scipy's functions takes as long as a short command, and what only reads a run needs neither.
+    Importing numba and scipy's functions takes as long as a short command; a command that only reads a run needs
+    neither.
 
     Args:
         name: Full name of the module.
@@ -51,7 +52,7 @@ class Deferred:
         return Deferred, (self._name,)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute and keep it; Python's own questions, such as `__wrapped__`, import nothing."""
+        """Return the module's attribute and keep it; Python's own lookups, such as `__wrapped__`, import nothing."""
         if name.startswith("__"):
             raise AttributeError(f"{self!r} has no attribute {name!r}")
         value = getattr(import_module(self._name), name)
@@ -119,7 +120,7 @@ def load(group: str, name: str, *, accept: Callable[[Any], str | None] = lambda 
 
 
 def load_all(group: str, load_one: Callable[[str], LoadedT]) -> dict[str, LoadedT]:
-    """Load every name of a group, by a function that raises PluginError; warn of one that cannot be used."""
+    """Load every name of a group with `load_one`, and warn of each that raises PluginError."""
     found = {}
     for name in names(group):
         try:
@@ -131,7 +132,7 @@ def load_all(group: str, load_one: Callable[[str], LoadedT]) -> dict[str, Loaded
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Log a line, the first time that it is said."""
+    """Log a line, but only once per process."""
     _LOG.warning(line)
 
 
@@ -141,7 +142,7 @@ def _installed(group: str) -> Mapping[str, tuple[_Plugin, ...]]:
 
 @functools.lru_cache(maxsize=32)
 def _scanned(group: str, path: tuple[str, ...]) -> Mapping[str, tuple[_Plugin, ...]]:
-    """Return the entry points of a group on a search path, by name; opusim's own leave no other."""
+    """Return the entry points of a group on a search path, by name; opusim's own replace others of the same name."""
     found: dict[str, dict[str, _Plugin]] = {}
     named = functools.cache(lambda distribution: "" if distribution is None else distribution.name)
     for point in entry_points(group=group):

@@ -31,7 +31,7 @@ _BETWEEN_FRAMES_S = 0.2
 
 
 class Progress:
-    """Report what is done, of how much, and the time left; standard output stays clean.
+    """Report the work done, the whole work and the time left; standard output stays clean.
 
     Off a terminal, the first line comes with the first unit of work, and only if the work takes more than 5 s. Later
     ones are at least 10 s apart. The first unit also sets things up (kernels are compiled, caches filled). Its pace
@@ -68,7 +68,7 @@ class Progress:
         self._total = self._first = self._done = 0
         self._left_s: float | None = None
         self._started = clock()
-        self._set_up: tuple[int, float] | None = None  # units done and seconds spent after the first report
+        self._set_up: tuple[int, float] | None = None  # units done and seconds spent at the first report
         self._last_line: float | None = None
         self._without_estimate = False
         self._stop = threading.Event()
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Whether anything is shown, once it is entered."""
+        """Whether anything is shown; known once the block is entered."""
         return self._show == "lines" or self._bar is not None or self._cell is not None
 
     def __enter__(self) -> Self:
@@ -203,7 +203,7 @@ class Progress:
 
 
 class _NotebookBar:
-    """A bar below a notebook's cell, without a widget, so that every front end shows it; nothing of it is kept.
+    """A bar below a notebook's cell, without a widget, so that every front end shows it; removed at the end.
 
     Args:
         display: The module `IPython.display`.
@@ -215,14 +215,14 @@ class _NotebookBar:
         self._updated = -math.inf
 
     def update(self, done: int, total: int, text: str) -> None:
-        """Show what is done, and a line of text, unless the last update was a moment ago."""
+        """Show the progress and a line of text, unless the last update was a moment ago."""
         if time.monotonic() - self._updated >= _BETWEEN_FRAMES_S:
             bar = f'<progress value="{done}" max="{total}"></progress>'
             self._handle.update(self._html(f"{bar} {html.escape(text)}"))
             self._updated = time.monotonic()
 
     def clear(self) -> None:
-        """Remove the progress display from the terminal or notebook."""
+        """Remove the bar."""
         self._handle.update(self._html(""))
 
 

@@ -84,7 +84,7 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | str:
-    """Return a table as wide as the output, or its rows below each other if that is too narrow for it or its rows."""
+    """Return a table as wide as the output, or its rows below each other if it would be too wide or a row too tall."""
     widths = column_widths([columns, *rows], output_width())
     if widths is None or any(
         len(wrap(cell, size)) > _MOST_LINES for row in rows for cell, size in zip(row, widths, strict=True)
@@ -269,23 +269,23 @@ class Shown:
     """Shows itself in one line in a terminal, and as a table of two columns in a notebook."""
 
     def _shown(self) -> dict[str, object]:
-        """Return what is shown by name, in the order of its importance; None is left out."""
+        """Return the shown values by name, in the order of importance; None is left out."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """Return the class and what is shown."""
+        """Return the class and the shown values."""
         parts = [f"{name}={value}" for name, value in self._shown().items() if value is not None]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Return what is shown as a table, for a notebook."""
+        """Return the shown values as a table, for a notebook."""
         shown = self._shown().items()
         rows = [(name.replace("_", " "), str(value)) for name, value in shown if value is not None]
         return html_table((type(self).__name__, ""), rows)
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table as HTML, for a notebook; what stands in it is text."""
+    """Return a table as HTML, for a notebook; the cells are escaped."""
 
     def line(tag: str, cells: Sequence[object]) -> str:
         inner = "".join(f'<{tag} style="text-align:left">{html.escape(str(cell))}</{tag}>' for cell in cells)

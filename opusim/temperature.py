@@ -25,10 +25,10 @@ ZERO_C_K = 273.15
 """0 degrees Celsius, kelvin."""
 _EV_K = CHARGE_C / BOLTZMANN_J_PER_K  # kelvin of an electronvolt, 11,604.5
 _MOST_DOUBLINGS = 64
-"""Far beyond any sensor, and far below the exponent at which a float overflows."""
+"""Doublings of a dark current, at most: far beyond any sensor, far below the overflow of a float."""
 
 _HALVINGS = 60
-"""Of a range of temperatures, which leave its last bits."""
+"""Bisection steps on a temperature, which leave its last bits."""
 
 
 def kelvin(temperature_c: float) -> float:
@@ -127,8 +127,9 @@ class DoublingDarkCurrent(DarkCurrent):
     """I(T) = I_ref 2^((T - T_ref) / T_d): EMVA 1288 release 3.1, section 2.1.4.
 
     Silicon doubles every 5 to 8 K (harvestimaging.com, 2009). A rule of thumb over some tens of kelvin: it exceeds the
-    Arrhenius law of the same current and slope at T_ref by 2^((T - T_ref)^2 / (T T_d)), T in kelvin, at every other
-    temperature (48 % at 60 degrees for T_ref = 25 and T_d = 6.5). No guarantee rests on that excess (`credited`).
+    Arrhenius law of the same current and slope at T_ref by the factor 2^((T - T_ref)^2 / (T T_d)), T in kelvin, at
+    every other temperature (48 % at 60 degrees for T_ref = 25 and T_d = 6.5). No guarantee rests on that excess
+    (`credited`).
 
     Attributes:
         dark_current_ref_e_per_s: I_ref, electrons per second and pixel at T_ref, at least 0; 0 switches it off.
@@ -154,7 +155,7 @@ class DoublingDarkCurrent(DarkCurrent):
         )
 
     def credited(self) -> ArrheniusDarkCurrent:
-        """Return the Arrhenius law with this current and slope at T_ref, E = k T_ref^2 ln 2 / T_d: never above this."""
+        """Return the Arrhenius law with this current and slope at T_ref, E = k T_ref^2 ln 2 / T_d; never above this."""
         return ArrheniusDarkCurrent(
             dark_current_ref_e_per_s=self.dark_current_ref_e_per_s,
             temperature_ref_c=self.temperature_ref_c,
@@ -226,7 +227,7 @@ class ArrheniusDarkCurrent(DarkCurrent):
 
 @dataclass(frozen=True, kw_only=True)
 class TableDarkCurrent(DarkCurrent):
-    """I(T) from measured points, its logarithm interpolated linearly between them, none beyond them.
+    """I(T) from measured points: its logarithm is interpolated linearly between them, not extrapolated.
 
     Attributes:
         temperatures_c: at least two, strictly increasing, degrees Celsius.
@@ -261,7 +262,7 @@ class TableDarkCurrent(DarkCurrent):
         )
 
     def temperature_c(self, current_e_per_s: float) -> float:
-        """Return the same line read the other way."""
+        """Return the inverse of that interpolation."""
         self._check_reachable(current_e_per_s)
         logs = np.log(self.dark_currents_e_per_s)
         return float(np.interp(math.log(current_e_per_s), logs, self.temperatures_c))
@@ -274,10 +275,10 @@ class TemperatureLaw:
     Law: Var(T) = floor_variance + variance_per_e (t I(T) + thermal_e2_per_k T), the last T in kelvin.
 
     The expected dark charge t I is the variance of its Poisson count, in electrons squared; variance_per_e turns it
-    into squared projection units. As a law of a camera's counts it is exact, since dark counts add to the others, but
-    for rounding if the noise of a frame is below 0.4 DN: the floor then holds at the device's own temperature. As a
-    Gaussian law it is valid if the dark charge is well below the full well and either above about 100 electrons or
-    small against a Gaussian read noise.
+    into squared projection units. For a camera's counts it is exact, since dark counts add to the others, unless the
+    noise of a frame is below 0.4 DN: rounding then changes with temperature, and the floor holds at the device's own
+    only. As a Gaussian law it is valid if the dark charge is well below the full well and either above about 100
+    electrons or small against a Gaussian read noise.
 
     Attributes:
         floor_variance: variance without dark current (light, bias light, read noise, rounding), squared projection
@@ -325,7 +326,7 @@ class TemperatureLaw:
         return math.sqrt(self._steady_variance(temperature_c) + self._dark_variance(temperature_c))
 
     def dark_share(self, temperature_c: float) -> float:
-        """Return share of the variance that the dark current makes, in [0, 1]; 0 if there is no noise at all.
+        """Return the share of the variance that the dark current makes, in [0, 1]; 0 if there is no noise at all.
 
         Raises:
             ValueError: the sensor does not work at this temperature.
@@ -334,7 +335,7 @@ class TemperatureLaw:
         return part / (self._steady_variance(temperature_c) + part) if part > 0 else 0.0
 
     def thermal_share(self, temperature_c: float) -> float:
-        """Return share of the variance that thermal noise makes, in [0, 1]; 0 if there is no noise at all.
+        """Return the share of the variance that thermal noise makes, in [0, 1]; 0 if there is no noise at all.
 
         Raises:
             ValueError: the read-out does not work at this temperature.
@@ -366,7 +367,7 @@ class TemperatureLaw:
         return self.dark.temperature_c(charge / (self.exposure_us * 1e-6))
 
     def _steady_variance(self, temperature_c: float) -> float:
-        """Return what is not the dark current's part, squared projection units."""
+        """Return the variance without the dark current's part, squared projection units."""
         return self.floor_variance + self._thermal_variance(temperature_c)
 
     def _thermal_variance(self, temperature_c: float) -> float:

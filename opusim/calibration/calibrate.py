@@ -53,9 +53,9 @@ from opusim.tables import Shown, blank_figure, data_url, html_page, png_bytes, p
 from opusim.temperature import TemperatureLaw, TemperatureTable
 
 _BLANK_FRAMES = 100
-_OTHER_FRAMES = 500  # of a camera besides its series: pilots, the anchor and blanks, about
-_STANDARD_ERRORS = 5.0  # of a difference from an older number, or from the description, that counts
-_UNLIKE = 0.05  # relative difference from the description that no remark mentions
+_OTHER_FRAMES = 500  # frames of a camera besides its series, about: pilots, the anchor and blanks
+_STANDARD_ERRORS = 5.0  # by which a number must differ from an older one, or from the description
+_UNLIKE = 0.05  # largest relative difference from the description without a remark
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -89,7 +89,7 @@ def calibrate(
 ) -> Calibration:
     """Calibrate an open device.
 
-    A camera's constants come from frames under uniform light (`photon_transfer`), its law is that of counts; a device
+    A camera's constants come from frames under uniform light (`photon_transfer`), and its law is a count law; a device
     whose noise is described as Gaussian is certified by its readings of several inputs. No law is certified if a test
     speaks against a property that it needs.
 
@@ -257,7 +257,7 @@ def _of_readings(
     remarks = [*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE]
     remarks += [_SIMULATED] if device.description.is_simulated else []
     estimates: dict[str, Estimate] = {}
-    # The spread of B's entries, from the mean readings of the dense random input less those of nothing: their mean
+    # The spread of B's entries, from the mean readings of the dense random input minus the blank ones: their mean
     # square over outputs is |x|^2 times the entries' variance plus the noise of two means.
     nothing, dense = samples[1].astype(np.float64), samples[2].astype(np.float64)
     if dense.shape[1] >= GROUPS:
@@ -284,8 +284,7 @@ def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
 
 _COUNTS = PhotonCountLaw, FluctuatingCountLaw
 _MOST_DEVIATE = 999.0
-"""Standard errors that stand for all larger ones, infinite ones included, and for a statistic that frames leave
-open."""
+"""Most standard errors that are written; they also stand for infinity and NaN."""
 _BIAS = "bias light, if there is any, counts as dark current: both are counts that no data change"
 _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 %, not in its far tails"
 _NO_LAW = "the device's description states no law: only the tests support the Gaussian one"
@@ -299,7 +298,7 @@ _SIMULATED = "a certificate of a simulated device validates the simulation only"
 def constant_inputs(n_inputs: int) -> torch.Tensor:
     """Return the inputs at which noise is measured, ternary, shape (5, n_inputs); they do not depend on data.
 
-    Plus and minus one in turn; nothing, the darkest; a random vector without a zero; a random vector with one entry in
+    Plus and minus one in turn; zeros, the darkest; a random vector without a zero; a random vector with one entry in
     ten; ones, the brightest.
     """
     turns = torch.ones(n_inputs)
@@ -346,7 +345,9 @@ def compare(certificate: Certificate, measured: Calibration) -> tuple[Comparison
                 name=name,
                 certified=old.value,
                 measured=new.value,
-                standard_errors=float(min(max((new.value - old.value) / error, -999.0), 999.0)),
+                standard_errors=float(
+                    np.clip((new.value - old.value) / error, -_MOST_DEVIATE, _MOST_DEVIATE)
+                ),
             )
         )
     return tuple(rows)
@@ -357,7 +358,7 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
 
     Raises:
         NoiseBelowCertificate: the certificate's noise law cannot be relied on any more.
-        ConfigError: the certificate has no law, or that of another kind of device.
+        ConfigError: the certificate has no law, or the law of another kind of device.
     """
     law, noise, fresh = certificate.noise, measured.reading_noise, measured.certificate.noise
     if law is None:
@@ -497,7 +498,7 @@ def temperature_figure(law: TemperatureLaw | TemperatureTable, name: str) -> Fig
     return figure
 
 
-_CAP = 37.0  # of a p-value that double precision can hold
+_CAP = 37.0  # largest deviate whose p-value double precision holds
 _LAWS = {
     "gaussian": "Gaussian readings",
     "photon_count": "Poisson counts",
@@ -535,7 +536,7 @@ WORDS = {
     "entry_std": "standard deviation of B's entries, which this project takes to be 1",
     "decorrelation_s": "decorrelation time of the medium",
 }
-"""What the keys of certificates mean, for people."""
+"""Readable names of the certificates' keys."""
 
 
 def print_calibration(found: Calibration) -> None:
@@ -605,7 +606,7 @@ def print_temperatures(law: TemperatureLaw | TemperatureTable, name: str, n_inpu
 
 
 def write_report(calibration: Calibration, path: Path) -> None:
-    """Write the page; everything it shows is inside it."""
+    """Write the report, a self-contained HTML page."""
     certificate, transfer = calibration.certificate, calibration.transfer
     law = {} if certificate.noise is None else certificate.noise.model_dump(exclude_none=True)
     page = html_page(
@@ -650,7 +651,7 @@ def write_report(calibration: Calibration, path: Path) -> None:
 
 
 def shown(key: str, found: Limits) -> tuple[str, str, str, str]:
-    """Return an estimate, its limits, what the description says, and the unit with what sets the limits apart."""
+    """Return an estimate, its limits, the described number, and the unit with a note on unusual limits."""
     return (
         f"{found.value:.5g}",
         f"{found.low:.5g} to {found.high:.5g}",
@@ -660,5 +661,5 @@ def shown(key: str, found: Limits) -> tuple[str, str, str, str]:
 
 
 def _number(value: float | str) -> str:
-    """Return a number of a law, or the name of one, such as that of a light's power."""
+    """Return a number as text, or the name of a law, such as the light power's, in words."""
     return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"

@@ -166,7 +166,7 @@ def calibrate_command(
 
 
 _OF_DEVICES = ("outputs", "inputs", "frames", "readings", "warm_c", "beta", "seed")
-"""Options of `calibrate_command` that frames in files leave no choice of."""
+"""Options of `calibrate_command` for devices only."""
 _OF_FILES = ("bits", "packing", "temperature_c", "title")
 
 
@@ -364,7 +364,7 @@ def fit_command(
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands to ``opusim device``."""
+    """Add the commands to ``opusim device``."""
     app.command("record")(record_command)
     app.command("calibrate")(calibrate_command)
     app.command("check")(check_command)

@@ -8,15 +8,15 @@ target g and independent standard normal z_1, z_2 of each programmed device:
   where s is linear in ln t between a polynomial at t_1 and one at the latest time.
 
 A conductance is a reading of one device, with the likelihood of a normal number that is limited to at least 0. The
-reading of a product x w is x (g+ - g-) + s_0 z_3, where a pair of devices holds w; it is given its mean and variance
-under the same laws, as if it were normal.
+reading of a product x w is x (g+ - g-) + s_0 z_3, where a pair of devices holds w; its likelihood is that of a normal
+number with its mean and variance under the same laws.
 
 Degree and law of time are chosen by Akaike's information criterion, corrected for few lines, with at most one constant
 for eight lines, or three, besides the noise of outputs. Limits come from a parametric bootstrap that draws whole
 devices, so that several readings of one device count as such: an estimate e with the bootstrap quantiles q_low, q_high
-has the limits 2 e - q_high and 2 e - q_low, those of a standard deviation at least 0. They hold for the chosen form.
-The same bootstrap says how often data that obey the fitted law deviate from it as much as the measurements do, by
-residuals in groups of conductance and time.
+has the limits 2 e - q_high and 2 e - q_low, cut at 0 for a standard deviation. They hold for the chosen form. The same
+bootstrap says how often data that obey the fitted law deviate from it as much as the measurements do, by residuals in
+groups of conductance and time.
 
 Sources of the forms: Nandakumar et al., ICECS 2019; Le Gallo et al., Nature Electronics 2023; Wan et al., Nature 2022.
 """
@@ -54,7 +54,7 @@ _LINES_PER_CONSTANT = 8
 _LEAST_SPREAD, _LEAST_G = 1e-6, 1e-3
 _GAIN_TOLERANCE = 0.25
 _DEVIATIONS = ("programming[0]", "relaxed[0]", "nu_std", "output_std")
-"""Constants that are standard deviations; the coefficients [0] are those of a target of 0."""
+"""Constants that are standard deviations; a coefficient [0] is the one at a target of 0."""
 _RIDGE = 1e-3
 _LARGEST_LOG, _LARGEST_LOSS = 10.0, 50.0
 """Limits of exponents in the search, far beyond what measurements give."""
@@ -99,7 +99,7 @@ class Measurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Which form is fitted.
+    """The form that is fitted.
 
     Attributes:
         degree: of the polynomial of programming.
@@ -124,7 +124,7 @@ class FittedLaw:
         nu_offset: nu at g = 1.
         nu_std: tau.
         output_std: s_0, 0 for conductances.
-        parameters: those of the search, see `_law`.
+        parameters: the search's parameters, see `_law`.
     """
 
     shape: Shape
@@ -137,7 +137,7 @@ class FittedLaw:
     parameters: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def numbers(self) -> dict[str, float]:
-        """Return every constant that was fitted under a name."""
+        """Return every fitted constant by its name."""
         found = {f"programming[{k}]": c for k, c in enumerate(self.programming)}
         found |= {f"relaxed[{k}]": c for k, c in enumerate(self.relaxed or ())}
         if self.shape.time == "drift":
@@ -231,7 +231,7 @@ def fit(
 
 
 def _check_units(data: Measurements) -> None:
-    """Refuse values whose size has nothing to do with their targets'; drift lowers later ones."""
+    """Refuse values in other units than their targets, judged at the earliest times, since drift lowers later ones."""
     expected = data.target * (1.0 if data.factor is None else data.factor)
     early = data.time_s <= np.quantile(data.time_s, 0.25)
     size = float((expected[early] ** 2).sum())
@@ -248,7 +248,7 @@ def _check_units(data: Measurements) -> None:
 
 
 def _shapes(data: Measurements) -> list[Shape]:
-    """Return the forms with at most one constant for eight lines, or three; products have that of outputs besides."""
+    """Return the forms with at most one constant for eight lines, or three; products add the noise of outputs."""
     highest = min(3, len(np.unique(abs(data.target))) - 1)
     laws: list[tuple[TimeLaw, bool]] = [("none", False)]
     if data.elapsed.max() > 0:
@@ -283,7 +283,7 @@ def _first_guess(data: Measurements, shape: Shape) -> np.ndarray:
 
 
 def _law(parameters: np.ndarray, shape: Shape, data: Measurements) -> FittedLaw:
-    """Return the law of parameters: logarithms of what is positive, spreads at equidistant conductances, 10 nu."""
+    """Return the law of parameters: logarithms of positive constants, spreads at equidistant conductances, 10 nu."""
     knots, rest = np.linspace(0.0, 1.0, shape.degree + 1), list(parameters)
     powers = np.vander(knots, increasing=True)
 
@@ -336,7 +336,7 @@ def _limited(g: np.ndarray, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _loss(law: FittedLaw, data: Measurements) -> float:
-    """Return minus the logarithm of the likelihood, and a wall where a polynomial is below 0."""
+    """Return minus the logarithm of the likelihood, plus a penalty where a polynomial is below 0."""
     mean, std = expected_moments(law, data)
     z = (data.value - mean) / std
     terms = z**2 / 2 + np.log(std) + 0.5 * math.log(2 * math.pi)
@@ -396,7 +396,7 @@ PRODUCTS = ("input", "weight", "time_s", "reading")
 _UNITS = ("_us", "_s")
 _DEVICE = "device"
 _LEAST_INPUT = 0.3
-"""Smaller inputs show the noise of outputs more than that of weights."""
+"""Smaller inputs show the outputs' noise more than the weights' noise."""
 _FITTED_SECTIONS = ("programming_us", "relaxation", "drift", "low_frequency")
 
 
@@ -404,17 +404,17 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     """Read a table with a header: conductance_us, programmed_us, time_s or input, weight, time_s, reading.
 
     Units may be left out of the names. A column `device` names the programmed device of each line; without it every
-    line is another one. Other columns are ignored.
+    line is another device. Other columns are ignored.
 
     Args:
         path: text with commas, semicolons or tabs between columns.
         g_max_us: conductance of a weight of 1, microsiemens; None takes the largest target.
 
     Returns:
-        The measurements, and g_max of conductances; that of products is as given.
+        The measurements and g_max, which conductances determine; for products it is as given.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a column, or holds what is no number in its range.
+        ConfigError: the file cannot be read, lacks a column, or has a cell that is no number in its range.
     """
     name = str(path)
     try:
@@ -546,7 +546,7 @@ def _sections(law: FittedLaw, data: Measurements, g_max_us: float) -> dict[str, 
 
 
 def _limits_text(found: ConductanceFit, key: str, g_max_us: float) -> str:
-    """Return the limits that stand behind a key of the description, for its source."""
+    """Return the limits of a key of the description, as text for its source."""
     prefixes = {
         "programming_us": ("programming",),
         "relaxation.polynomials_us": ("programming", "relaxed"),
@@ -598,7 +598,7 @@ def fit_figure(found: ConductanceFit, data: Measurements) -> Figure:
     values.plot(ends, ends, "k--", linewidth=0.8)
     unit = "conductance / largest" if data.factor is None else "reading, units of weight × input"
     values.set(xlabel=f"expected {unit}", ylabel=f"measured {unit}", title="Measured against expected")
-    # the fitted spread after programming, and what single lines at the earliest time deviate
+    # the fitted spread after programming, and the deviations of single lines at the earliest time
     g, inputs = np.linspace(0, 1, 101), np.ones_like(data.target) if data.factor is None else abs(data.factor)
     first = (elapsed == 0) & (inputs > _LEAST_INPUT)
     deviations = abs(data.value - mean)[first] / inputs[first]
@@ -650,7 +650,7 @@ def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.nd
     """Return a column's numbers.
 
     Raises:
-        ConfigError: a cell holds none in its range; the message names its line.
+        ConfigError: a cell is no number in its range; the message names its line.
     """
     found = []
     for number, row in enumerate(lines[1:], start=2):

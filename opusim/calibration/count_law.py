@@ -1,7 +1,7 @@
 """Certify the law of a camera's counts: limits of its dark charge and of its light, and the tests that they rest on.
 
-**Third cumulants.** Digital numbers of Poisson counts of gain K, with Gaussian noise of variance c behind them, have
-the third cumulant K (v - c) at the variance v, whatever the light. A straight line through the third cumulants of all
+**Third cumulants.** Digital numbers of Poisson counts of gain K, with added Gaussian noise of variance c, have the
+third cumulant K (v - c) at the variance v, whatever the light. A straight line through the third cumulants of all
 levels against their variances has the slope K, the gain that photon transfer finds. Counts whose variance is not
 Poisson's but proportional to the light, as noise reduction in the camera and image intensifiers leave them, have
 another slope: their variance yields a wrong gain with every line straight. A third cumulant of F frames at P pixels has
@@ -18,10 +18,10 @@ pixels' means and variance, is missing by chance with probability exp(-m).
 and testing what is left. In a frame of power w = 1 + c, pixel j reads b_j + w D_j + noise of variance v_j + c s_j, with
 D_j its light [DN] and s_j = K D_j. The powers c are found by weighted least squares over pixels and taken off, and what
 is left is scaled to the variance at mean power. The power itself hides the noise along D / sqrt v; that component is
-drawn anew from N(0, 1) by a fixed seed, so that every test of independence sees independent readings if, but for the
-power, they are. Each frame of a reading has a power.
+drawn anew from N(0, 1) by a fixed seed, so that every test of independence sees independent readings if they are
+independent except for the power. Each frame of a reading has its own power.
 
-The powers are tested by themselves: their law (logarithms, if it is log-normal), equal spread at all levels and at the
+The powers are tested separately: their law (logarithms, if it is log-normal), equal spread at all levels and at the
 anchor, and independence from frame to frame, on which the chi-squared limit of their spread rests.
 
 **Limits** (`certify_counts`). A certified count law scales the described light of every output by one ratio, so light
@@ -54,7 +54,7 @@ from opusim.calibration.independence import (
     weak_inputs,
 )
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
-from opusim.calibration.reading_noise import TOLERANCE, input_p_values, shape_p_values
+from opusim.calibration.reading_noise import FULL, TOLERANCE, input_p_values, shape_p_values
 from opusim.description.camera import PowerSettings
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw, TrustedProperty
@@ -71,7 +71,7 @@ _LEAST_EXPECTED = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdCumulants:
-    """What third cumulants of frames say of the counts' law.
+    """The slope of frames' third cumulants, which tests the counts' law.
 
     Attributes:
         ratio: slope of the third cumulants over the gain, 1 for Poisson counts.
@@ -83,7 +83,7 @@ class ThirdCumulants:
 
     @property
     def p_value(self) -> float:
-        """Two-sided, of Poisson counts; 1 if no level shows any."""
+        """Two-sided p-value of Poisson counts; 1 if no level shows any."""
         return normal_p_value((self.ratio - 1) / self.error)
 
 
@@ -121,7 +121,7 @@ class Tails:
     """Measured frames beside simulated ones of the certified law.
 
     Attributes:
-        numbers: how many numbers there are of each.
+        numbers: number of measured values, and of simulated ones.
         frames: of each pixel and level.
         far_p_value: of the numbers beyond limits; 1 if too few frames show them.
         near_p_value: of the numbers near their pixel's mean.
@@ -152,7 +152,7 @@ def tails(transfer: PhotonTransfer, power_varies: bool) -> Tails:
         for level in transfer.used():
             if variances[level] > _LEAST_DN2:
                 dn = transfer.light.looked_at[level]
-                # frames of the pixels, means and gain of the measured ones, each of its frame's power if that varies
+                # simulated frames with the measured pixels' means and gain, and each frame's power if that varies
                 means = dn.mean(axis=0, dtype=np.float64)
                 rate = max((float(means.mean()) - black) / gain, 0.0)
                 rates = np.full((len(dn), 1), rate)
@@ -189,7 +189,7 @@ def tails(transfer: PhotonTransfer, power_varies: bool) -> Tails:
 
 
 def _standard(dn: np.ndarray, random: np.random.Generator, is_rounded: bool) -> np.ndarray:
-    """Return numbers less what their frame and pixel share, over their pixel's deviation; rounding is filled in."""
+    """Return numbers less frame and pixel means, over their pixel's deviation; random fractions undo rounding."""
     values = dn + (random.random(dn.shape) - 0.5 if is_rounded else 0.0)
     rest = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
     return np.asarray(rest / np.sqrt(np.mean(np.square(rest), axis=0))).ravel()
@@ -208,7 +208,7 @@ def codes_p_values(transfer: PhotonTransfer) -> dict[str, float]:
 
 
 def _missing_p_value(codes: np.ndarray) -> float:
-    """Return the p-value of the codes that no number of a level has, where pixels' means and noise let them occur."""
+    """Return the p-value of codes that never occur at a level although the pixels' means and noise allow them."""
     variance = float(codes.var(axis=0, ddof=1).mean())
     if variance < _LEAST_DN2:
         return 1.0
@@ -226,10 +226,10 @@ def _missing_p_value(codes: np.ndarray) -> float:
 # Power
 
 _POWER_SEED = 20261126
-_SMALLEST = 1e-9  # share of the largest singular value below which a direction is none
-_CLEAR = 0.05  # share of the frame means' variance that their own noise may have in tests of the power
+_SMALLEST = 1e-9  # share of the largest singular value below which a direction is dropped
+_CLEAR = 0.05  # largest share of the frame means' variance from their own noise, in tests of the power
 _MOST_RMS = 0.1  # beyond, the chi-squared limit of a log-normal power is off
-_LEAST_POWERS = 20  # of a level, in tests of the law
+_LEAST_POWERS = 20  # least powers of a level in tests of the law
 _LEAST_WEIGHT = 0.02  # least variance of an output in weights, as a share of the median
 
 
@@ -265,12 +265,12 @@ def without_power(samples: np.ndarray, light: np.ndarray, shot: np.ndarray) -> n
 
 
 def _deviations(variance: np.ndarray) -> np.ndarray:
-    """Square roots, of small variances no smaller than a share of the median's: numbers of few codes may not vary."""
+    """Return square roots of variances, each at least a share of the median: numbers of few codes may not vary."""
     return np.asarray(np.sqrt(np.maximum(variance, _LEAST_WEIGHT * np.median(variance) + 1e-300)))
 
 
 def readings_without_power(device: CameraDevice, inputs: torch.Tensor, samples: np.ndarray) -> np.ndarray:
-    """Return readings of constant inputs without the powers of their frames; light as the description says.
+    """Return readings of constant inputs without the powers of their frames, under the described light.
 
     Args:
         device: open, with a laser whose power fluctuates.
@@ -305,7 +305,7 @@ class NamedPower:
         settings: the description's section.
         noise: variances of frame means at all settings, the anchor last.
         flat: power of each frame at levels of flat light, relative to the level's mean, shape (levels, frames).
-        anchor: the same of frames of the anchor, shape (frames,).
+        anchor: the same for frames of the anchor, shape (frames,).
     """
 
     settings: PowerSettings
@@ -335,7 +335,7 @@ class NamedPower:
 
     @property
     def obstacles(self) -> list[str]:
-        """Why no limit of this power can be certified, whatever frames say."""
+        """Reasons why no limit of this power can be certified, whatever frames say."""
         found = []
         if self.settings.drift_rms is not None:
             found.append(
@@ -372,14 +372,12 @@ class NamedPower:
         return found
 
 
-_FULL = 0.7
-"""Share of the saturation above which an output's described anchor is left out, since it may be clipped."""
 _ANCHOR_FRAMES = 100
 _PARTS_OF_BETA = 12
 """Two limits each of the gain, the anchor, its zero, the mean dark charge and a pixel's deviation from it; one each of
 the light's noise and of the spread over pixels."""
 _MOST_PIXELS = 1_000_000
-"""Outputs of a window, and groups of them, of which every one's dark charge lies within its limits."""
+"""Most outputs, and groups of outputs, whose dark charges all lie within their limits."""
 _BRIGHTEST = 8.0
 """Standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)."""
 _AS_NOISY = "readings of every input are as noisy as flat frames state"
@@ -404,7 +402,7 @@ _REMEDIES = {
     "the gain has no lower limit": "take more frames or pixels",
     _AS_NOISY: "switch off whatever changes the gain or the noise of bright frames",
 }
-"""What helps against a fault, by the beginning of the property that fails; the first that fails counts."""
+"""Remedies by the beginning of the failed property; the first match counts."""
 _HOLOGRAMS = (
     "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light"
 )
@@ -423,11 +421,11 @@ class CountCertificate:
 
     Attributes:
         law: the certified limits; None if a test speaks against them.
-        tests: of what the limits rest on.
+        tests: tests of the limits' premises.
         light_noise: relative standard deviation of the light from frame to frame; its limits are the certified ones, at
             the share of beta, which are wider than those of other constants.
         remarks: the assumed law, and why none is certified.
-        trust: what frames show from a certain size on.
+        trust: properties whose faults frames show only above some size.
     """
 
     law: PhotonCountLaw | FluctuatingCountLaw | None
@@ -455,10 +453,10 @@ def certify_counts(
     taken, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
     blank_dn, saturation_e = float(blank.mean(dtype=np.float64)), device.exposure.sensor.saturation_e
     described_e = device.anchor_light_e
-    kept = np.flatnonzero(described_e < _FULL * saturation_e)
+    kept = np.flatnonzero(described_e < FULL * saturation_e)
     if kept.size < 30:
         raise ValueError(
-            f"the anchor of {kept.size} outputs lies below {_FULL:.0%} of saturation: at least 30 are needed; dim "
+            f"the anchor of {kept.size} outputs lies below {FULL:.0%} of saturation: at least 30 are needed; dim "
             "the light, or open more outputs"
         )
     # Frames of the anchor at mean power, whose light at each output is that above the blank frames.
@@ -543,7 +541,7 @@ def certify_counts(
 
 
 def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
-    """Return constants of frames that no camera has, or that are too uncertain for a law."""
+    """Return the constants with values that no camera has, or that are too uncertain for a law."""
     found = transfer.estimates(1 - 2 * share)
     efficiency, gain = found["quantum_efficiency"], found["gain_dn_per_e"]
     if gain.high <= 0:
@@ -558,7 +556,7 @@ def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
 
 
 def _remarks(power: NamedPower | None, limit: float, ambient_e: float, failed: list[str]) -> tuple[str, ...]:
-    """Return the law that a certificate takes for granted, and why none is certified, with what helps."""
+    """Return as remarks the assumed law and, if none is certified, why, with a remedy."""
     unseen = "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
     if power is None:
         assumed = (

@@ -64,8 +64,8 @@ class FlatSeries:
             [DN], of the unbiased temporal variance [DN^2], without what all pixels of a frame share, and of the
             squared temporal mean. Groups are interleaved.
         frame_means: mean over pixels of each frame, DN, shape (levels, frames).
-        looked_at: frames of each level at the first pixels, shape (levels, frames, pixels): what independence is tested
-            on.
+        looked_at: frames of each level at the first pixels, shape (levels, frames, pixels); tests of independence use
+            them.
     """
 
     levels: tuple[Level, ...]
@@ -169,7 +169,7 @@ def sums_of(frames: np.ndarray, kept: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _sums(first: _Half, second: _Half, groups: int, group: np.ndarray | None = None) -> np.ndarray:
-    """Both halves of a level, shape (groups, 4); group g holds every pixel g, g + groups, ... if none are given."""
+    """Return the sums of both halves of a level, shape (groups, 4); group g defaults to pixels g, g + groups, ..."""
     a, b, pixels = len(first.frame_means), len(second.frame_means), first.mean.size
     mean = (a * first.mean + b * second.mean) / (a + b)
     step = first.mean - second.mean
@@ -204,7 +204,7 @@ class Estimate:
         return self.low <= truth <= self.high
 
     def root(self) -> Estimate:
-        """Return the estimate of the square root; what is negative becomes 0, which keeps the limits' rate."""
+        """Return the estimate of the square root; negative numbers become 0, which keeps the limits' rate."""
         return Estimate(**{key: max(value, 0.0) ** 0.5 for key, value in vars(self).items()})
 
 
@@ -293,7 +293,7 @@ def decorrelation_time(
 
 
 FINE_DN = 0.75
-"""Noise from which the variance tells it."""
+"""Least noise that the variance measures."""
 _LEAST_TOGGLING = 30
 _REACH = 5.0  # standard deviations of the fixed pattern that the integral covers
 _STEP = 1e-3  # of the parameters, for derivatives
@@ -301,7 +301,7 @@ _FLAT, _FREE = 1e-9, 0.01  # relative curvature, and share of the noise in a dir
 
 
 def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = True) -> Estimate:
-    """Return the standard deviation of a pixel from frame to frame, DN, without that of rounding.
+    """Return the standard deviation of a pixel from frame to frame, DN, corrected for rounding.
 
     Args:
         frames: frames of one setting, at least 4, shape (frames, pixels), DN; whole numbers if is_rounded.
@@ -333,7 +333,7 @@ def root_mean(squares: np.ndarray, confidence: float) -> Estimate:
 
 
 def _fitted(frames: np.ndarray, confidence: float) -> Estimate:
-    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels; see `dark_noise_dn`."""
+    """Return the most likely s, with Wald limits of log s from the sandwich covariance over pixels; see the module."""
     # how often each pixel gave each code, (kinds, codes); equal pixels are kept once, as a kind
     dn, repeats = np.rint(frames).astype(np.int64), len(frames)
     codes = np.arange(dn.min(), dn.max() + 1).astype(float)

@@ -31,7 +31,7 @@ in n - 1 dimensions if readings are independent and Gaussian, for ranked ones a 
   in steps of d, at most a Poisson number of mean N d f agree with one of them.
 
 **What stays on trust.** A fault that is too small for these tests passes them. A `TrustedProperty` states the smallest
-one that shows with probability 0.99 at the calibration's number of readings or frames.
+fault that shows with probability 0.99 at the calibration's number of readings or frames.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, gam
 FAR_OUT = (1000.0, 300.0, 100.0, 30.0)
 """Expected numbers of readings beyond the limits at which tails are counted."""
 _MOST_FAR_OUT = 0.3  # share of all numbers that may count as far out
-_NEAR = 2.5  # of the mean, times the error of a mean of n readings
+_NEAR = 2.5  # distance that counts as near the mean, in errors of a mean of n readings
 _FREQUENCIES = (1, 2, 4, 8, 16)
 _LEAST_BLOCK = 8  # of one output; the sum of fewer squares is near 0 by chance
-_ROUNDINGS = 4.0  # roundings of the number type within which two readings may agree
+ROUNDINGS = 4.0  # roundings of the number type within which two readings may agree
 _FOUND = 0.99
 _MISSED = -float(ndtri(1 - _FOUND))
 
@@ -107,7 +107,7 @@ def low_frequencies(parts: Sequence[np.ndarray]) -> float:
 
 
 def _frequencies(readings: int) -> list[int]:
-    """Return how many of the lowest frequencies of so many readings are summed: at most an eighth of all."""
+    """Return the numbers of lowest frequencies to sum, at most an eighth of the frequencies of the readings."""
     return [count for count in _FREQUENCIES if count <= max(readings // 16, 1)]
 
 
@@ -158,7 +158,7 @@ def far_limits(shapes: Sequence[tuple[int, ...]]) -> list[float]:
 
 
 def _beyond(limit: float, readings: int) -> float:
-    """Return the probability that a standardised one of so many Gaussian readings lies beyond a limit."""
+    """Return the probability that one of `readings` standardised Gaussian readings lies beyond a limit."""
     return 1 - float(betainc(0.5, (readings - 2) / 2, min(limit**2 / (readings - 1), 1.0)))
 
 
@@ -174,7 +174,7 @@ def one_value(part: np.ndarray) -> float:
     if most < 2:
         return 1.0
     step = np.finfo(part.dtype).eps if np.issubdtype(part.dtype, np.floating) else 0.0
-    rounding = _ROUNDINGS * float(step) * float(np.abs(values[[0, -1]]).max())
+    rounding = ROUNDINGS * float(step) * float(np.abs(values[[0, -1]]).max())
     density = 0.4 * float(np.sum(len(part) / part.std(axis=0, dtype=np.float64)))
     return bonferroni(float(pdtrc(most - 2, rounding * density)), values.size)
 
@@ -237,7 +237,7 @@ def cut_tails(limit: float, readings: int, of: str = "readings") -> TrustedPrope
     """Return the farthest cut of the tails that shows.
 
     Numbers that are cut off lie at the cut in true standard deviations. In measured ones they scatter by the errors of
-    a mean and of a deviation, so a cut shows if it lies 2.5 such errors below the limit that is looked at.
+    a mean and of a deviation, so a cut shows if it lies 2.5 such errors below the limit.
 
     Args:
         limit: distance beyond which numbers are counted, standard deviations.
@@ -262,7 +262,7 @@ def third_cumulant(error: float, level: float) -> TrustedProperty:
     """Return the least loss of counts' variance that their third cumulant shows.
 
     Counts whose deviations are multiplied by f have the variance f^2 times Poisson's, and a third cumulant 1/f times
-    that of Poisson counts of the gain that their variance tells.
+    that of Poisson counts with the gain that this variance suggests.
 
     Args:
         error: relative standard error of the third cumulant.
@@ -277,7 +277,7 @@ def third_cumulant(error: float, level: float) -> TrustedProperty:
 
 
 def weak_inputs(tolerance: float, numbers: int, level: float) -> TrustedProperty:
-    """Return the least loss of variance at one tried input that shows, with what the test tolerates.
+    """Return the least loss of variance at one tried input that the test shows, its tolerance included.
 
     Args:
         tolerance: relative loss that is tolerated.
@@ -526,5 +526,5 @@ def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
 
 
 def largest_deviate_p_value(deviates: np.ndarray) -> float:
-    """Of the largest of several absolute standard normal numbers."""
+    """Return the p-value of the largest of several absolute standard normal numbers."""
     return bonferroni(normal_p_value(float(np.max(deviates, initial=0.0))), deviates.size)

@@ -70,11 +70,11 @@ class LightNoise:
     light: np.ndarray
 
     def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray) -> LightNoise:
-        """With frames of one more setting, shape (frames, pixels), DN, whose blank frames have the given mean.
+        """Return these settings and one more.
 
         Args:
-            frames: as they were taken.
-            blank_dn: mean of blank frames.
+            frames: as they were taken, DN, shape (frames, pixels).
+            blank_dn: mean of blank frames at the same setting.
             steady: the same frames at mean power, from which the pixels' own noise is taken.
         """
         means = frames.mean(axis=1, dtype=np.float64)
@@ -96,12 +96,12 @@ class LightNoise:
 
     @property
     def excess_p_value(self) -> float:
-        """Of frame means that vary by no more than the pixels' own noise; 1 without any setting."""
+        """P-value of frame means that vary by no more than the pixels' own noise; 1 without any setting."""
         freedom = float(self.freedom.sum())
         return float(chi2.sf(self._energy(0.0), freedom)) if freedom > 0 else 1.0
 
     def beside(self, common: float) -> LightNoise:
-        """Return the noise of light beside a variance that frame means have at every light, DN^2."""
+        """Return the noise of light if frame means also have the variance `common` at every light, DN^2."""
         return replace(self, own=self.own + common)
 
     @property
@@ -111,7 +111,7 @@ class LightNoise:
 
     @property
     def p_value(self) -> float:
-        """Two-sided, of frame means that vary by the pixels' own noise only."""
+        """Two-sided p-value of frame means that vary by the pixels' own noise only."""
         return chi_squared_p_value(self._energy(0.0), int(self.freedom.sum()))
 
     def upper(self, beta: float) -> float:
@@ -136,7 +136,7 @@ class LightNoise:
 
 _HALF = 0.5  # confidence at which limits tell a standard error
 LEAST_VARIANCE_DN2 = 0.36
-"""A level below is bent by rounding."""
+"""Rounding bends a level below this variance."""
 _ROUNDING = 1.0 / 12.0
 _LEAST_TOGGLING = 30.0  # DN^2, of the sum over pixels
 _SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
@@ -186,10 +186,10 @@ class TransferLine:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhotonTransfer:
-    """What frames are evaluated.
+    """Series of flat frames, and the camera's constants from them.
 
     Attributes:
-        light: levels of rising light at one exposure, of which the last lies far beyond saturation.
+        light: levels of rising light at one exposure; the last lies far beyond saturation.
         dark: levels of one light, each with its exposure.
         exposure_us: the light series' exposure.
         is_rounded: whether numbers come from a converter.
@@ -205,7 +205,7 @@ class PhotonTransfer:
     def used(self) -> np.ndarray:
         """Return the levels of the light series between rounding and saturation, indices.
 
-        At most 0.7 of the way from the first mean to the saturated one.
+        Their means lie at most 0.7 of the way from the first mean to the saturated one.
 
         Raises:
             ValueError: fewer than four are left.
@@ -237,7 +237,7 @@ class PhotonTransfer:
         return jackknife(sums, partial(self._statistic, used=self.used()), confidence=confidence)
 
     def unbent(self, confidence: float) -> dict[str, Estimate]:
-        """Return the limits that a curved photon transfer does not bias: those of a certified law.
+        """Return limits that a curved photon transfer does not bias, for a certified law.
 
         Keys: gain_dn_per_e, dark_current_e_per_s, and zero_dn, where the line of means starts. Blank frames may read
         more than that: rounding biases them, and a black level below the converter's end is clipped.
@@ -247,7 +247,7 @@ class PhotonTransfer:
         return {key: found[name] for key, name in keys.items()}
 
     def light_noise(self) -> LightNoise:
-        """Return what the means of frames say of light that varies from frame to frame."""
+        """Return the variation of the light from frame to frame, by the frames' means."""
         used = self.used()
         means, variances = self.light.means()[used], self.light.variances()[used]
         return LightNoise(
@@ -258,7 +258,7 @@ class PhotonTransfer:
         )
 
     def black_noise(self, blank: np.ndarray) -> LightNoise:
-        """Return what the means of frames without light say of a black level that varies from frame to frame.
+        """Return the variation of the black level from frame to frame, by the means of frames without light.
 
         Args:
             blank: blank frames, DN, shape (frames, pixels), besides those of the series.
@@ -281,7 +281,7 @@ class PhotonTransfer:
         return found.and_frames(blank, float(blank.mean(dtype=np.float64)), blank) if shown else found
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
-        """Return the P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
+        """Return P-values of the constants' two premises: a straight photon transfer and a straight dark series."""
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
@@ -304,28 +304,28 @@ class PhotonTransfer:
         }
 
     def _p_value(self, found: Estimate) -> float:
-        """Two-sided, of a number that is 0 but for chance, by Student's law; its limits are those at `_HALF`."""
+        """Return the two-sided p-value of a number that is truly 0, by Student's law; its limits are at `_HALF`."""
         error, freedom = self.error_of(found)
         return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))
 
     def dark_spread_limit(self, beta: float) -> float:
         """Return the limit, DN/s, that the standard deviation of the pixels' dark slopes exceeds with probability beta.
 
-        For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the variance of a
-        measured slope by chance.
+        For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the error variance of
+        a measured slope.
         """
         slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         most = float(np.sum(np.square(slopes - slopes.mean())) / chi2.ppf(beta, slopes.size - 1))
         return max(most - variance, 0.0) ** 0.5
 
     def starts(self) -> tuple[np.ndarray, float]:
-        """Where each looked-at pixel's line of means starts, DN, shape (pixels,), and the variance of one of them."""
+        """Return the start of each looked-at pixel's line of means, DN, shape (pixels,), and its error variance."""
         return _at_pixels(self.light, self.photons(), self.used())[0]
 
     def variance_at(self, light_dn: np.ndarray) -> np.ndarray:
-        """Return the temporal variance, DN squared, of the straight line so far above the dark mean.
+        """Return the straight line's temporal variance, DN squared, at `light_dn` above the dark mean.
 
-        At least that of the dark frames, also if the line falls.
+        It is at least the dark frames' variance, also if the line falls.
         """
         _, floor, gain = self._straight(self.light.sums.sum(0))
         least = max(floor, _ROUNDING * self.is_rounded, 1e-300)
@@ -350,7 +350,7 @@ class PhotonTransfer:
         return (found.high - found.low) / 2 / float(t.isf((1 - _HALF) / 2, freedom)), freedom
 
     def excess_p_value(self, frames: np.ndarray, kept: np.ndarray) -> float:
-        """Two-sided, of frames at some of the same pixels whose variance lies on the straight line."""
+        """Return the two-sided p-value of frames at some of the pixels, for a variance on the straight line."""
 
         def excess(total: np.ndarray) -> dict[str, float]:
             zero, floor, gain = self._straight(total[:-1])
@@ -362,7 +362,7 @@ class PhotonTransfer:
         return self._p_value(jackknife(sums, excess, confidence=_HALF)["excess"])
 
     def _straight(self, total: np.ndarray) -> tuple[float, float, float]:
-        """Mean without light [DN], variance there [DN squared] and gain, from summed pixels of the light series."""
+        """Return mean [DN] and variance [DN^2] without light, and gain, from summed pixels of the light series."""
         used = self.used()
         guide, levels = self.light.variances()[used], total[used]
         mean, variance = levels[:, MEAN] / levels[:, COUNT], levels[:, VARIANCE] / levels[:, COUNT]
@@ -371,7 +371,7 @@ class PhotonTransfer:
         return zero, floor, gain
 
     def power_errors(self, rms: float) -> dict[str, float]:
-        """Return standard errors that a power of this spread leaves in limits, which pixels share and so do not show.
+        """Return the errors that a power of spread `rms` leaves in limits; pixels share them and do not show them.
 
         Keys: zero_dn, where the line of means starts, DN; dark_current_e_per_s, from exposures under a little light.
         """
@@ -422,7 +422,7 @@ class PhotonTransfer:
         guess = np.square(guide / self.light.frames + 1e-4 * rise)
         offset2, prnu2 = weighted_line(rise, spread, 1.0 / guess)
         black = zero - gain * dark_e
-        # the variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square
+        # variance over pixels of the dark current, (DN/s)^2; that of pixels' means grows as the exposure's square
         dark_own = spatial[own] - variance[own] / self.dark.frames
         dark_spread2 = weighted_line(
             np.square(self.dark.seconds()), dark_own, 1.0 / np.square(self.dark.variances())
@@ -455,7 +455,7 @@ class PhotonTransfer:
 def _at_pixels(
     series: FlatSeries, x: np.ndarray, levels: slice | np.ndarray
 ) -> tuple[tuple[np.ndarray, float], tuple[np.ndarray, float]]:
-    """Start and slope of the line of means of each looked-at pixel, and the variance of one of them by chance."""
+    """Return start and slope of each looked-at pixel's line of means, each with its error variance."""
     variances = series.variances()[levels]
     means = series.looked_at[levels].mean(axis=1, dtype=np.float64)  # (levels, pixels)
     weights = line_weights(x[levels], 1 / variances)
@@ -472,21 +472,21 @@ def weighted_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[fl
 
 
 def line_weights(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return what each y adds to the start and to the slope of that line, both linear in y; shape (2, len(x))."""
+    """Return the weights of y in that line's start and slope, both linear in y; shape (2, len(x))."""
     return np.array([weighted_line(x, one, weights) for one in np.eye(len(x))]).T
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much a calibration takes.
+    """The size of a calibration.
 
     Attributes:
         frames: frames of a level, at least 2.
         light_levels: levels of rising light below saturation, at least 6.
         dark_levels: exposures of the dark series, at least 3.
         groups: groups of pixels of the jackknife, at least 10.
-        temperatures_c: none, or two temperatures between which the dark current's doubling is measured; the first is
-            that of all other measurements.
+        temperatures_c: none, or two temperatures between which the dark current's doubling is measured; all other
+            measurements are taken at the first.
     """
 
     frames: int = 32
@@ -509,7 +509,7 @@ def take_photon_transfer(
 
     Args:
         take: see `TakeFrames`.
-        plan: how much.
+        plan: the size of the series.
         exposure_us: the operating exposure.
         is_rounded: whether numbers come from a converter.
 
@@ -556,10 +556,7 @@ def take_photon_transfer(
 def _dark_series(
     take: TakeFrames, plan: Plan, photons: float, temperature_c: float | None, exposure_us: float
 ) -> FlatSeries:
-    """Return exposures under constant light, up to one at which the dark charge shows, at most a minute.
-
-    There it moves the mean by 3 standard deviations of a pixel.
-    """
+    """Take exposures under constant light, up to a minute or until dark charge moves the mean by 3 pixel deviations."""
     first = take(_PILOT_FRAMES, photons=photons, temperature_c=temperature_c)
     spread, longest = float(np.sqrt(np.mean(np.var(first, axis=0, ddof=1)))), exposure_us
     while longest < _LONGEST_US:

@@ -6,11 +6,10 @@ limit of lambda_min(Sigma) at confidence 1 - beta, without a union over outputs.
 place of lambda_min(S) if outputs are known to be independent. Both hold only for Gaussian readings that are not
 quantised and do not depend on each other. Source: docs/privacy-labels.md, section 10.
 
-**Several inputs.** The limit is that of the smallest eigenvalue if there are enough readings, so that it holds for
-correlated outputs too; otherwise it is that of the smallest output's variance, which assumes independent outputs. It is
-the lowest over the inputs, at beta / inputs each. If successive readings correlate by phi, the one-step prediction
-variance, (1 - phi^2) times the variance, takes its place. A variance proves nothing: the law stays an assumption, which
-the tests must not contradict.
+**Several inputs.** With enough readings the limit is the smallest eigenvalue's and holds for correlated outputs too;
+else it is that of the smallest output's variance, which assumes independent outputs. It is the lowest over the inputs,
+at beta / inputs each. If successive readings correlate by phi, the one-step prediction variance, (1 - phi^2) times the
+variance, takes its place. A variance proves nothing: the law stays an assumption, which the tests must not contradict.
 
 **Frames.** A reading is scale sum_f w_f I_f over its frames f. Light of L_f described electrons gives a mean of k L_f
 DN, with k from the anchor, and a variance v(k L_f) on the straight line of flat frames; so a reading has the variance
@@ -44,6 +43,7 @@ from scipy.stats import kurtosistest, skewtest
 
 from opusim import checks
 from opusim.calibration.independence import (
+    ROUNDINGS,
     cut_tails,
     far_limits,
     far_out,
@@ -61,14 +61,13 @@ from opusim.devices.certificate import TrustedProperty
 from opusim.p_values import FAMILY_ALARM, PropertyTest, bonferroni, decide, gamma_p_value, normal_p_value
 
 _CORRELATED = 5.0  # standard errors of the correlation of successive readings
-# the five of a lag, of five frequencies; of the law at one input
+# five statistics in time, one of them over five frequencies; six of the law at one input
 _STATISTICS_IN_TIME, _STATISTICS_OF_LAW = 25, 6
 
 
 _REFERENCE_NUMBERS, _MOST_REFERENCE, _LEAST_REFERENCE = 2_000_000, 4000, 500
 _REFERENCE_SEED = 20261122
 _WIDTHS = (1e-6, 1e-5, 1e-4, 3e-4)  # of close pairs, in standard deviations
-_ROUNDINGS = 4.0  # roundings of the number type within which two readings count as equal
 _COARSE = 1e-3  # roundings of the number type above this share of a standard deviation are a grid
 _MARGIN = 1.1  # pairs of one output are not independent
 _BLOCK = 512
@@ -85,7 +84,7 @@ class ReadingNoise:
         mean_std: root mean variance over outputs and inputs, units of the reading.
         smallest_std: smallest standard deviation of an output at an input, estimate.
         smallest_std_low: its lower limit at confidence 1 - beta, for Gaussian readings only.
-        beta: see there.
+        beta: probability that this limit is too high.
         uses_eigenvalue: whether the limit is of the smallest eigenvalue, which correlated outputs may share.
         successive: correlation of successive readings.
         tests: of the properties that a law needs; the needed ones decide.
@@ -108,7 +107,7 @@ class ReadingNoise:
         return all(test.holds for test in self.tests)
 
     def trust(self, *, gaussian: bool) -> tuple[TrustedProperty, ...]:
-        """Return the smallest faults that so many readings show.
+        """Return the smallest faults that this number of readings shows.
 
         Args:
             gaussian: whether the law in question is Gaussian; numbers of counts are not tested one by one.
@@ -132,7 +131,7 @@ class ReadingNoise:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What a limit of Gaussian noise rests on, and what the tests cannot see."""
+        """Assumptions of a limit of Gaussian noise, which the tests cannot check."""
         outputs = (
             "the limit holds for correlated outputs too"
             if self.uses_eigenvalue
@@ -161,7 +160,7 @@ def evaluate_readings(
             in order of time and of the number type in which the device gave them.
         beta: probability that the lower limit is too high, in (0, 1).
         alarm: probability that sound readings fail a test, in (0, 1).
-        gaussian: whether the law in question is Gaussian; else independence only is needed.
+        gaussian: whether the law in question is Gaussian; else only independence is needed.
 
     Raises:
         ValueError: too few readings, or a beta out of range.
@@ -245,7 +244,7 @@ def smallest_variance(samples: np.ndarray, *, independent_outputs: bool) -> floa
 
 
 def variance_lower_limit(variance: float, *, readings: int, beta: float) -> float:
-    """Limit n variance / chi2_(n, 1 - beta), n = readings - 1, which the true smallest variance exceeds but for beta.
+    """Limit n variance / chi2_(n, 1 - beta), n = readings - 1, which the true one exceeds except with probability beta.
 
     Args:
         variance: from `smallest_variance`, at least 0.
@@ -309,7 +308,7 @@ _DEVIATES = ("skewness", "fourth moment")
 
 
 def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each output, shape (n_outputs,): the logarithm of A^2, and deviates that are close to N(0, 1)."""
+    """Return for each output, shape (n_outputs,): the logarithm of A^2, and deviates that are close to N(0, 1)."""
     z, n = standardised(part), len(part)
     # A^2, at least 1e-12; the variance is that with n - 1
     weights, squares = (2 * np.arange(1, n + 1) - 1)[:, None], np.empty(z.shape[1])
@@ -326,7 +325,7 @@ def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
 
 @lru_cache(maxsize=8)
 def _reference(n: int) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of each statistic over simulated outputs; of squares the mean and the variance."""
+    """Return mean and standard deviation of each statistic over simulated outputs; for squares mean and variance."""
     random = np.random.default_rng(_REFERENCE_SEED)
     statistics = _statistics(random.standard_normal((n, _reference_outputs(n))))
     found = {name: (float(values.mean()), float(values.std())) for name, values in statistics.items()}
@@ -335,12 +334,12 @@ def _reference(n: int) -> dict[str, tuple[float, float]]:
 
 
 def _reference_outputs(n: int) -> int:
-    """Return simulated outputs of n readings."""
+    """Return how many outputs of n readings are simulated."""
     return min(max(_REFERENCE_NUMBERS // n, _LEAST_REFERENCE), _MOST_REFERENCE)
 
 
 def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
-    """More pairs of nearly equal readings than a density allows, or a number type too coarse for the noise."""
+    """Return the p-values of pairs of nearly equal readings, and of a number type too coarse for the noise."""
     counts, expected, coarse = np.zeros(len(_WIDTHS) + 1), np.zeros(len(_WIDTHS) + 1), 0.0
     for part in segments:
         step = np.finfo(part.dtype).eps if np.issubdtype(part.dtype, np.floating) else 0.0
@@ -350,7 +349,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
             std, largest = values.std(axis=0), np.abs(values).max(axis=0)
             gaps, rounding = np.diff(values, axis=0), step * largest
             coarse = max(coarse, float(np.max(rounding / std)))
-            widths = [_ROUNDINGS * rounding, *(np.maximum(w * std, _ROUNDINGS * rounding) for w in _WIDTHS)]
+            widths = [ROUNDINGS * rounding, *(np.maximum(w * std, ROUNDINGS * rounding) for w in _WIDTHS)]
             for i, width in enumerate(widths):
                 counts[i] += np.count_nonzero(gaps <= width)
                 expected[i] += n * (n - 1) / 2 * np.sum((width + rounding) / (np.pi**0.5 * std))
@@ -365,7 +364,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
-    """Log variances at different inputs: their means over outputs, their spread, and the largest difference."""
+    """Return the p-values of log variances at different inputs: means over outputs, spread, largest difference."""
     inputs, outputs = len(segments), segments[0].shape[1]
     half = np.array([(len(part) - 1) / 2 for part in segments])
     variances = np.stack([part.var(axis=0, ddof=1, dtype=np.float64) for part in segments])
@@ -395,7 +394,7 @@ def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
 # Readings of a camera beside its flat frames
 
 TOLERANCE = 0.1
-_FULL = 0.7
+FULL = 0.7
 """Share of the saturation above which an output's described light may be clipped."""
 _SURELY = 8.0
 """Standard errors of the line by which the law of a single output is lowered."""
@@ -419,7 +418,7 @@ def input_p_values(
     rounding = exposure.sensor.rounding_limit_dn2(light_e + np.min(exposure.dark_e))
     stated = recovery.variance(np.maximum(transfer.variance_at(light_dn) - rounding, 0.0))
     start, slope = recovery.variance(np.ones_like(light_dn)), recovery.variance(light_dn)
-    kept = np.all(light_e < _FULL * exposure.sensor.saturation_e, axis=0)
+    kept = np.all(light_e < FULL * exposure.sensor.saturation_e, axis=0)
     freedom, variances = samples.shape[1] - 1, samples.var(axis=1, ddof=1, dtype=np.float64)
     found: dict[str, float] = {}
     for number, here in enumerate(kept):

@@ -261,7 +261,7 @@ def inspected(
     bits: int | None = None,
     packing: Packing | None = None,
 ) -> RecordedFrames:
-    """Look at every number once: how many frames, of which size, which bits are set.
+    """Look at every number once, for the number and size of the frames and the bits that are set.
 
     Raises:
         ConfigError: fewer than two frames at a level, images of several sizes, or numbers that no converter gave.
@@ -284,7 +284,7 @@ def inspected(
     shift = (used & -used).bit_length() - 1
     largest >>= shift
     if bits is None:
-        # words that are filled from above hold as many bits as are left; others the fewest usual ones that fit
+        # words that are filled from the top hold the remaining bits; others the fewest usual bits that fit
         fits = [width for width in _WIDTHS if width >= largest.bit_length()]
         bits = (
             word - shift if shift and packing is None and word <= 16 else (fits or [largest.bit_length()])[0]
@@ -474,7 +474,7 @@ def _setting(folder: Path, path: Path) -> tuple[float, float | None, str]:
 
 
 def _pages(path: Path) -> int:
-    """Return how many images a file holds; 1 of one that cannot be read."""
+    """Return how many images a file holds; 1 if it cannot be read."""
     try:
         with open(open_to_read(path), "rb") as file, Image.open(file) as image:
             return int(getattr(image, "n_frames", 1))

@@ -1,6 +1,6 @@
 """Refuse recorded frames that no photon transfer can be read from, and name the cause.
 
-Frames are refused if numbers were changed behind the converter: by a curve (the variance leaves its line), by
+Frames are refused if numbers were changed after the converter: by a curve (the variance leaves its line), by
 compression or interpolation (neighbouring pixels share noise), by noise reduction (successive frames share noise), by
 scaling (codes that never occur). They are refused, too, if the black level is clipped, flat frames drift, frames are
 repeated, or levels are saturated. A light that changed between levels bends the response and not the variance: that
@@ -56,7 +56,7 @@ def require_lawful(transfer: RecordedTransfer) -> tuple[str, ...]:
     if missing.missing > 0.05:
         raise refused(
             missing.level.name,
-            f"{missing.missing:.0%} of the codes never occur: numbers were scaled behind the converter; switch off "
+            f"{missing.missing:.0%} of the codes never occur: numbers were scaled after the converter; switch off "
             "digital gain and corrections, or name the packing",
         )
     return _remarks(transfer)
@@ -148,7 +148,7 @@ def _require_line(transfer: RecordedTransfer) -> None:
     worst = int(np.argmax(np.abs(ratio - 1)))
     found = f"the variance is {ratio[worst]:.2f} of what a straight line in the mean gives"
     cause = (
-        "the camera changes numbers behind the converter; switch off gamma, tone curve, noise reduction and "
+        "the camera changes numbers after the converter; switch off gamma, tone curve, noise reduction and "
         "compression"
     )
     flat = ~transfer.dark[which]

@@ -73,7 +73,7 @@ class CameraReport:
 
     @property
     def limits(self) -> str:
-        """What limits are called in tables."""
+        """The heading of limits in tables."""
         return f"limits at {self.confidence:.0%}"
 
     def summary(self) -> str:
@@ -211,7 +211,7 @@ def measured_description(
 
     Args:
         report: the measurement.
-        base: what the numbers that frames do not tell are taken from.
+        base: the description that gives the numbers which frames do not tell.
         name: of the new description.
         title: of the new description; None for the base's, with a word on the frames.
         temperature_c: the sensor's temperature, degrees Celsius; None for that of the base.
@@ -269,7 +269,7 @@ def measured_description(
     changes: dict[str, Any] = {}
     for key, value in {**rounded, **assumed, **bits}.items():
         changes = merged(changes, nested(f"camera.{key}", value))
-    # 3. The description. What comes with opusim tells nothing of this device; a user's own file keeps its sources.
+    # 3. The description. A packaged one's sources do not hold for this device; a user's own file keeps its sources.
     kept = copied(base, base, None, None) if base.name in packaged_names() else base
     sources = {f"camera.{key}": entry for key, entry in provenance.items()}
     content = merged(kept.dump(), changes | {"name": name, "provenance": sources})

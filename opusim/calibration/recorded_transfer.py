@@ -64,7 +64,7 @@ _ROOTS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReducedLevel:
-    """One level's sums, and what shows that its numbers are not the sensor's.
+    """One level's sums, and signs that its numbers are not the sensor's own.
 
     Attributes:
         level: its setting.
@@ -304,7 +304,7 @@ class RecordedTransfer:
 
     @cached_property
     def patterned(self) -> np.ndarray:
-        """Dark levels whose variance over pixels rounding leaves as it is; indices."""
+        """Dark levels whose variance over pixels rounding does not change; indices."""
         return np.flatnonzero(self.dark & (self.rounding_dn < _COARSE_SPREAD_DN))
 
     @cached_property

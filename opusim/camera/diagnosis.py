@@ -2,8 +2,8 @@
 
 Readings are differences of frames, in which offsets cancel, so faults that differ in frames may look alike in readings.
 A look shows the blank frame, half of the data mirrors at random, and single mirrors, each followed by its complement in
-the anchor; the blank frame's is the anchor. A later look is compared with the first one, when an alarm has said that
-something changed. The light of a frame is what it reads above the blank frame.
+the anchor; the blank frame's complement is the anchor. After an alarm a later look is compared with the first one. The
+light of a frame is what it reads above the blank frame.
 
 | fault | what shows it |
 | --- | --- |
@@ -31,12 +31,12 @@ import numpy as np
 import torch
 
 _SEED = 20261123
-"""Of the patterns, which are the same for every device and run."""
+"""Seed of the patterns, which are the same for every device and run."""
 _HALVES, _SINGLES = 4, 16
 _MOST_INPUTS = 1024
-"""Data mirrors beyond which a single one's light is lost in the noise, and none is shown."""
+"""Most data mirrors with which single ones are shown; with more, noise hides the light of one."""
 _MOST_OUTPUTS, LEAST_OUTPUTS = 4096, 32
-"""Outputs of a frame that are looked at, and below which frames tell nothing."""
+"""Most outputs of a frame that are looked at, and fewest with which frames tell anything."""
 _NUMBERS, _LEAST_REPEATS, _MOST_REPEATS = 2**13, 8, 32
 _SURE = 5.0
 """Standard errors."""
@@ -49,14 +49,14 @@ _SILENT = 0.1
 _LEAST_LEVEL = 0.01
 """Least change of blank frames that is named, relative to the anchor's light."""
 _LEAST_SPREAD, _LIKE_THE_ANCHOR = 0.25, 0.8
-"""Squared relative spread over outputs of 0 (uniform) or about 1 (speckle); correlation with the anchor."""
+"""Least squared relative spread of speckle over outputs (0: uniform); least correlation of light like the anchor."""
 _LEAST_TALK, _LEAST_LOSS = 0.005, 0.005
-"""Share of light from each neighbour, and loss of correlation, that are named at least."""
+"""Least share of light from each neighbour, and least loss of correlation, that are named."""
 _ALONG = 0.6
-"""Share of the shared scatter along the light: 1 of a power, some 0.3 of an image that moves."""
+"""Share of the shared scatter along the light: 1 for a power, some 0.3 for an image that moves."""
 _MORE_SHARED = 5.0
-"""Over the first shared scatter: of its fourth power, so 1.5 in its standard deviation."""
-_LAGS = 4  # of looks that may follow each other; at least 8 looks are taken
+"""Factor over the first shared scatter, which is a fourth power: 1.5 in standard deviation."""
+_LAGS = 4  # of looks that may correlate; at least 8 looks are taken
 _SURELY_SHARED = 3.0
 _FLOOR = 1e-6
 """Least standard deviation that is shared: rounding of float32."""
@@ -79,7 +79,7 @@ anchor; returns DN, shape (2 patterns, n_outputs), or None if the device shows n
 
 @dataclass(frozen=True, kw_only=True)
 class FrameLook:
-    """Frames of all patterns, several times; none of it depends on data.
+    """Frames of all patterns, taken several times; they never depend on data.
 
     Attributes:
         mean: of each frame over repeats, shape (frames, outputs), DN.
@@ -100,13 +100,13 @@ class FrameLook:
     constant: np.ndarray
 
     def to_numbers(self) -> np.ndarray:
-        """Return what later looks are compared with as numbers, float64, one axis."""
+        """Return the look that later ones are compared with, as float64 numbers on one axis."""
         head = [len(self.mean), self.repeats, self.shared]
         return np.concatenate([head, self.constant.ravel(), self.mean.ravel(), self.variance.ravel()])
 
     @classmethod
     def of_numbers(cls, numbers: np.ndarray, n_outputs: int) -> FrameLook:
-        """Return what `to_numbers` made, of a device of so many outputs; numbers behind its own do not count."""
+        """Return the look of numbers from `to_numbers`, for `n_outputs` outputs; further numbers are ignored."""
         frames, outputs = int(numbers[0]), min(n_outputs, _MOST_OUTPUTS)
         constant, mean, variance = np.split(
             numbers[3 : 3 + frames * (2 + 2 * outputs)], [2 * frames, frames * (2 + outputs)]
@@ -207,7 +207,7 @@ def _shared_squares(frames: np.ndarray, light: np.ndarray) -> tuple[float, float
 
 
 def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float) -> tuple[str, str] | None:
-    """Return the fault that a look shows and its remedy, or None: frames tell nothing of it, are dark, or are missing.
+    """Return the fault that a look shows and its remedy; None if frames show none, are dark or are missing.
 
     Args:
         first: the look at the beginning.
@@ -336,7 +336,7 @@ class _Change:
     def stuck_mirrors(self) -> tuple[str, str] | None:
         """Mirrors that are stuck although blank frames do not tell."""
         (before, own), (after, noise) = self._singles(self._first), self._singles(self._now)
-        gone = tested = 0  # single mirrors that read nothing any more, and those of which the noise can tell
+        gone = tested = 0  # single mirrors that no longer read anything, and those that noise lets test
         if len(before):
             power = np.mean(np.square(before) - own, axis=1)
             now = np.mean(np.square(after) - noise, axis=1)
@@ -406,7 +406,7 @@ def _centred(light: np.ndarray) -> np.ndarray:
 def shared_scatter(
     taken: np.ndarray, blank: np.ndarray, weights: np.ndarray, spread: float, power: float
 ) -> dict[str, tuple[float, float]]:
-    """Return how much the means over outputs scatter from look to look because outputs share noise, and their own.
+    """Return how much means over outputs scatter from look to look by shared noise, and by independent noise.
 
     Args:
         taken: readings of the reference vectors, shape (looks, vectors, n_outputs).
@@ -435,7 +435,7 @@ def shared_scatter(
 
 
 def _shared(values: np.ndarray, own: float) -> float:
-    """Return an upper limit of the standard deviation that numbers of successive looks have beyond their own.
+    """Return an upper limit of the standard deviation of successive looks' numbers beyond that of independent noise.
 
     Args:
         values: one for each look.

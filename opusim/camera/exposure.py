@@ -57,7 +57,7 @@ from opusim.randomness.streams import NoiseStream
 from opusim.temperature import DarkCurrent
 
 FRAME_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
-"""Of the frames p, a - p, n and a - n in a reading, in the order in which they are shown."""
+"""Signs of the frames p, a - p, n and a - n in a reading, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,7 +177,7 @@ class Exposure:
         return 1.0
 
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
-        """Return what an output's light is made of: shares, the pixels that they come from, and those pixels' gain_e.
+        """Yield the parts of an output's light: share, the pixels that it comes from, and those pixels' gain_e.
 
         Pixels are places on the last axis of fields.
         """
@@ -194,7 +194,7 @@ class Exposure:
         return np.asarray(self.mean_power * self.light_of(np.sum(np.square(field), axis=0)) + self.dark_e)
 
     def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean and variance of numbers with these rates, power as it is: shape (..., n_outputs), DN, DN^2.
+        """Return mean and variance of numbers with these rates, at constant power: shape (..., n_outputs), DN, DN^2.
 
         Args:
             rates: expected electrons, shape (..., n_outputs).
@@ -243,7 +243,8 @@ class Exposure:
         """Return the mean digital numbers of many exposures, float64, shape (n_outputs,).
 
         Args:
-            field: of every frame, shape (2, 1, n_outputs), or what returns the fields of so many further frames.
+            field: of every frame, shape (2, 1, n_outputs), or a function that returns the next frames' fields, given
+                their number.
             frames: how many.
             stream: source of the noise.
         """
@@ -264,7 +265,7 @@ class Exposure:
         shift: np.ndarray,
         stream: NoiseStream,
     ) -> None:
-        """Four exposures of each row's frames and the projection recovered from them, in place.
+        """Expose the four frames of each row, and write the projection recovered from them into y.
 
         Args:
             y: float32, shape (rows, n_outputs), is overwritten.
@@ -393,7 +394,7 @@ class CountLaw:
         exposure_us: the description's exposure, microseconds.
         temperature_c: the description's, or None if dark current is off.
         dark: the law of the dark current, or None if it is off.
-        sensor: the stages behind the light.
+        sensor: the stages after the light.
         recovery: with the anchor known exactly.
         dark_scale: dark current of each output's pixel as a multiple of that, shape (n_outputs,) or one number.
         ambient_e: described ambient light at each output, electrons, shape (n_outputs,) or one number.
@@ -454,7 +455,7 @@ class CountLaw:
         """Return the expected electrons without ambient light, at a dark charge of a frame in electrons.
 
         Raises:
-            ValueError: the exposure is another one, and frames average the laser's power.
+            ValueError: the exposure differs, and frames average the laser's power.
         """
         if self.averages and point.exposure != 1:
             raise ValueError(
@@ -527,7 +528,7 @@ class ReferenceBeam:
 
         Args:
             field: shape (2, 2 rows, pixels): real and imaginary part, of the positive frames, then of the negative.
-            stream: source of the path's vibration, of which a reading is taken if there is any; None: the path rests.
+            stream: source of the path's vibration; None for a path at rest.
 
         Returns:
             Shape (2, 2 steps, rows, pixels), of the field's type; rows are shown in turn, each by its frames in order.

@@ -1,4 +1,4 @@
-"""Build the parts of a camera from its description, and say in text and as laws of readings what it holds.
+"""Build the parts of a camera from its description, and describe it as text and as laws of readings.
 
 **A real instrument** (`ImperfectExposure`): laser power that fluctuates, pixels that differ, frames that do not arrive.
 Order of the stages, with those of `opusim.camera.stages` between them:
@@ -18,9 +18,9 @@ between two levels +- A / 2: a stationary Markov chain whose level correlates by
 from frame to frame of a call (Wang et al., IEDM 2006). Gains differ from pixel to pixel as those of a CMOS sensor's
 amplifiers do, K_j = K (1 + gain_spread z_j) (Huang et al., Nature Methods 10, 653, 2013, map gain, offset and variance
 of each pixel): numbers are b + K_j (electrons), so that a pixel's variance over its mean is K_j, and K under PRNU.
-All of it comes behind the count and earns nothing.
-The read-out N (1 - q N / N_sat) is a function of the count and changes no guarantee. A dropped frame is black; a
-repeated one shows the numbers of the frame before, so that readings are no longer independent, and no law is stated.
+All of it comes after the count and earns nothing. The read-out N (1 - q N / N_sat) is a function of the count and
+changes no guarantee. A dropped frame is black; a repeated one shows the numbers of the frame before, so that readings
+are no longer independent, and no law is stated.
 
 **Power.** The laser's power in each frame is one number W for all pixels, fluctuating from frame to frame and drifting
 slowly:
@@ -33,10 +33,10 @@ k apart correlate by rho^k, rho = exp(-frame period / correlation time); frames 
 Ornstein-Uhlenbeck process x of the spectrum 4 tau / (1 + (2 pi f tau)^2), and W is its mean over an exposure t = a tau:
     Var W = rms^2 2 (a - 1 + e^-a) / a^2,      Cov[W_k, W_(k+n)] = rms^2 ((1 - e^-a) / a)^2 e^a rho^n,      n >= 1,
 so that a long exposure sees rms sqrt(2 / a) (Papoulis, Probability, Random Variables and Stochastic Processes: time
-averages of a stationary process). h is
-a stationary Ornstein-Uhlenbeck process of the training step, computed at any time without its past by the media
-weights of `opusim.camera.speckle`, so that a resumed run finds the same drift. In every frame W has the stated law, of
-the relative variance (1 + rms^2)(1 + drift_rms^2) - 1 or rms^2 + drift_rms^2, which is all that a guarantee uses.
+averages of a stationary process). h is a stationary Ornstein-Uhlenbeck process of the training step, computed at any
+time without its past by the media weights of `opusim.camera.speckle`, so that a resumed run finds the same drift. In
+every frame W has the stated law, of the relative variance (1 + rms^2)(1 + drift_rms^2) - 1 or rms^2 + drift_rms^2,
+which is all that a guarantee uses.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Laser:
         drift_rms: relative standard deviation of the slow part, at least 0; 0 is off.
         drift_per_step: time that passes in a step, in units of the slow part's correlation time.
         exposure: a, the exposure in units of the correlation time, over which a frame averages, and the time from its
-            end to the next; None: it does not average.
+            end to the next one; None if frames do not average.
         seed: of the drift, or None to draw one from the operating system's entropy.
     """
 
@@ -159,7 +159,7 @@ class Laser:
         return self.mean * self._fast.of_normal(g)
 
     def exposed(self, factor: float) -> Laser:
-        """Return the laser as frames of another exposure see it, a multiple of the described one."""
+        """Return the laser as frames of `factor` times the described exposure see it."""
         if self._exposure is None:
             return self
         other, (a, pause) = copy.copy(self), self._exposure
@@ -235,7 +235,7 @@ def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnevenReadOut:
-    """A read-out beyond a gain and a read noise that are alike at all pixels and independent.
+    """A read-out whose gain or noise differs over pixels, or whose noise pixels share.
 
     Attributes:
         gain_scale: gain of each pixel over the sensor's, above 0, shape (n_outputs,).
@@ -320,9 +320,9 @@ class ImperfectExposure(Exposure):
         pointing_rms: standard deviation of the image's displacement D, pixels, in [0, 0.2]; not together with
             cross-talk.
         pointing_correlation: of D in successive frames, in [0, 1).
-        places: with either of them, of each output, and of its left and right neighbour, among the pixels that fields
-            then have on their last axis, shape (3, n_outputs).
-        wide_response: with cross-talk, relative sensitivity of those pixels, shape (pixels,).
+        places: with cross-talk or displacement, places of each output and of its left and right neighbour on the last
+            axis of fields, shape (3, n_outputs).
+        wide_response: with cross-talk, relative sensitivity of the pixels of that axis, shape (pixels,).
         uneven: noise of the read-out that differs over pixels or that they share, or None.
     """
 
@@ -348,7 +348,7 @@ class ImperfectExposure(Exposure):
 
     @override
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
-        """On average, if the image vibrates."""
+        """Yield the parts on average, if the image vibrates."""
         if self.places is None:
             yield from super().parts()
         elif self.pointing_rms:
@@ -474,9 +474,9 @@ _PRNU_PLANE, _DSNU_PLANE = 16, 17  # counter words that no medium uses
 def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) -> Speckle:
     """Return the medium as the camera sees it in a window of n_inputs mirrors, with the faults of the mirrors.
 
-    The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
-    With a reference beam no pixel is masked. With cross-talk, or an image that vibrates, its pixels are those of the
-    outputs and their neighbours (`with_neighbours`).
+    The number of reference mirrors gives them their share of the window: share / (1 - share) n_inputs, rounded. With a
+    reference beam no pixel is masked. With cross-talk, or an image that vibrates, its pixels are those of the outputs
+    and their neighbours (`with_neighbours`).
 
     Raises:
         ConfigError: the anchor would have fewer than two mirrors.
@@ -520,7 +520,7 @@ def reference_beam_of(
 ) -> ReferenceBeam:
     """Return a reference beam of a camera.
 
-    Its intensity over that of an anchor of so many mirrors, 2 mirrors in mirror units, is that of their fluxes.
+    Its intensity over the anchor's, which is 2 `mirrors` in mirror units, is the ratio of their fluxes.
     """
     vibration = camera.vibration
     return ReferenceBeam(
@@ -637,7 +637,7 @@ def exposure_of(
 
 
 def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
-    """Return the stages behind the light, without the fixed pattern, in the numbers that the link sends."""
+    """Return the stages after the light, without the fixed pattern, in the numbers that the link sends."""
     sensor, bits = (
         Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e", "row_pixels"})),
         frames.packed_bits,
@@ -654,7 +654,7 @@ def dark_charge_e(
         camera: the section of the description.
         exposure_us: of the frame, microseconds.
         temperature_c: another temperature than the description's, degrees Celsius.
-        credited: whether only the charge counts that a guarantee may rest on.
+        credited: whether to count only the charge that a guarantee may rest on.
 
     Raises:
         ValueError: the sensor does not work at this temperature.
@@ -690,10 +690,10 @@ def number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
 
 
 def noise_line(description: DeviceDescription) -> str:
-    """Return what the noise of a reading is, as text."""
+    """Return the noise of a reading as text."""
     noise, camera, frames = description.noise, description.camera, description.frames
     if camera is not None:
-        # where the light of a mean pixel goes, what share of its variance each stage makes, and what is sent
+        # the light budget of a mean pixel, each stage's share of its variance, and the data on the link
         light, sensor = camera.light, sensor_of(camera, frames)
         dark = dark_charge_e(camera, light.exposure_us)
         shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
@@ -771,9 +771,9 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     # Least and largest variance of a number beyond K^2 rate, DN squared (`Sensor.rounding_limit_dn2`). Where dark
     # frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are so coarse
     # that rounding hides the counts' own noise.
-    # Of an uneven read-out the pixel of the least noise in DN and one frame's level count for the least variance, at
-    # every pixel (more Gaussian noise hides more of the rounding), or 0 where dark frames may reach the lower end; each
-    # pixel's own noise and the levels' covariance count for the largest.
+    # For an uneven read-out the least variance takes the pixel of the least noise in DN and one frame's level, at every
+    # pixel (more Gaussian noise hides more of the rounding), or 0 where dark frames may reach the lower end; the
+    # largest takes each pixel's own noise and the levels' covariance.
     sensor, uneven = exposure.sensor, exposure.uneven if isinstance(exposure, ImperfectExposure) else None
     beyond: np.ndarray | float = 0.0
     shot = np.square(exposure.gain_dn) * exposure.floor_e * float(sensor.shot_noise)
@@ -790,7 +790,7 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     if uneven is not None:
         if sensor.adc_bits is not None and sensor.gain_dn_per_e * sensor.read_noise_e < _FALLS_FROM_DN:
             limit = np.full_like(limit, 0.25)
-        if np.ptp(uneven.gain_scale):  # of each gain another rounding
+        if np.ptp(uneven.gain_scale):  # rounding differs with the gain
             limit, exact = np.full_like(limit, 0.25 * (sensor.adc_bits is not None)), middle + shot
         reach = 8.5 * noise_e.max() + levels_e - uneven.gain_scale * exposure.offset_e
         exact = np.where(sensor.black_level_dn < sensor.gain_dn_per_e * reach, 0.0, exact)
@@ -810,7 +810,7 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
 
 
 def count_weights(exposure: Exposure, recovery: Recovery) -> np.ndarray:
-    """Return what an electron more in each frame adds to a reading, without nonlinearity: (frames, n_outputs)."""
+    """Return what one more electron in each frame adds to a reading, without nonlinearity: (frames, n_outputs)."""
     return np.asarray(exposure.gain_dn * recovery.decode()[0] * recovery.weights[:, None])
 
 

@@ -21,7 +21,7 @@ The motion adds noise to readings, which depends on what is shown and on tau. No
 new wavelength correlates with that of the old one by
     rho = (1 + (hop / width)^2)^(-1/2),
 so that intensities correlate by rho^2: a Lorentzian, whose half width is `spectral_width_pm`, as a medium has whose
-light takes paths of exponentially distributed lengths. Successive hops are taken to decorrelate by themselves, rho^n
+light takes paths of exponentially distributed lengths. Successive hops are taken to decorrelate independently, rho^n
 after n of them; to first order in (hop / width)^2 that is the mean over hops up and down. An Ornstein-Uhlenbeck process
 loses the factor rho within the time log(1 / rho), so a hop is a jump of the medium's own time,
     time of the medium = t / tau + log(1 / rho) (hops until t),
@@ -49,7 +49,7 @@ _LEAST_FRAMES, _MOST_FRAMES, _FRAMES_PER_ROOT = 128, 1024, 50
 """Frames of a block, in proportion to the root of the mirrors: its end then costs about as much as its frames."""
 _HOPS_AT_ONCE, _MOST_HOPS = 1024, 2**24  # the latter take 128 MiB
 _JITTER = 1e-12
-"""Added variance, relative to the largest, that keeps frames without light and repeated ones from a factor of zero."""
+"""Added variance, relative to the largest, with which frames without light and repeated ones have a factor."""
 
 
 def bridge(times: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +85,7 @@ class Hops:
     """Mode hops of a laser, at times that are computed from a seed.
 
     Attributes:
-        jump: by which a hop moves the medium's own time, log(1 / rho), in units of the decorrelation time.
+        jump: log(1 / rho), by which a hop moves the medium's own time, in units of the decorrelation time.
 
     Args:
         drift: with `hops_per_s`, `hop_pm` and `spectral_width_pm`.
@@ -199,7 +199,7 @@ class Motion:
     def _block(
         self, speckle: Speckle, shown: torch.Tensor, place: np.ndarray, flip: np.ndarray, stream: NoiseStream
     ) -> torch.Tensor:
-        """Return the fields of some frames, of which `place` and `flip` tell the pattern and whether it is flipped."""
+        """Return the fields of some frames; `place` is a frame's pattern, `flip` whether its complement is shown."""
         frames = place.size
         after = self._time + frames * self.frame
         end = speckle.at(self._point(after))
@@ -229,7 +229,7 @@ def overlaps(
     A frame has the amplitudes v + S x, its complement l - S x, with v and l those of the blank frame and of the anchor.
 
     Args:
-        speckle: see `Motion.fields`, as for the others.
+        speckle: as for `Motion.fields`, like the others.
         patterns: what is shown.
         rows: number of each frame's pattern.
         complement: whether the frame shows the complement.

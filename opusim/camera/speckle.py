@@ -10,8 +10,8 @@ and between two nodes the midpoint m of an interval (a, b) of length 2 d is draw
 down to the point sought: at most 18 media at any time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
 the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two
 nodes. A medium that moves within a call (`opusim.camera.moving`) has a finer grid, of 1/4096 of these steps: the
-halving goes on, by 12 media more, and media of points between grid points have planes of their own.
-Entries keep the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
+halving continues, with 12 more media, and media of points between grid points have planes of their own. Entries keep
+the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
 Ornstein-Uhlenbeck bridge, Gillespie, Phys. Rev. E 54, 2084 (1996), exact for any step.
 
 **Modes.** A pixel that sees M speckles which do not interfere (two polarisations, modes of the light, speckles that
@@ -30,8 +30,8 @@ its state in every frame. The field of a frame x is then affine in x,
 and a frame and its complement add up to the same field t = u_a + v for every x. So the recovery stays linear:
     |u_x|^2 - |u_(a-x)|^2 = |v|^2 - |u_a|^2 + 2 (1 - e) sum_i Re(conj(t) R_i) x_i.
 Which mirrors are stuck is computed from the medium's seed and the mirror's number. With `leak_speckle` the light that a
-mirror leaks while it is off goes another way than that which it reflects, by a medium L of its own: e L_i stands for
-e R_i, R_i - e L_i for (1 - e) R_i, and the recovery is as linear as before.
+mirror leaks while it is off takes another way than the light that it reflects, through a medium L of its own: e L_i
+stands for e R_i, R_i - e L_i for (1 - e) R_i, and the recovery is as linear as before.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from opusim.medium.transmission import (
 from opusim.randomness.streams import NoiseStream, derive_seed
 
 _STUCK_PLANE = 20  # a counter word that no medium uses
-_MODE_PLANES = 24  # counter words of the second mode and of those behind it
+_MODE_PLANES = 24  # counter words of the second mode and of those after it
 _MIRRORS_AT_ONCE = 2048
 STEPS_PER_TAU = 4096
 PARTS_OF_A_STEP = 4096
@@ -117,7 +117,7 @@ def medium_weights(point: float) -> tuple[tuple[float, float], ...]:
 
 
 def _node_weights(point: float) -> dict[float, float]:
-    """Return the chain at a node."""
+    """Return the weights of the chain at a node."""
     if point == 0:
         return {0: 1.0}
     r = math.exp(-_NODE / STEPS_PER_TAU)
@@ -133,7 +133,7 @@ _SUM_SLACK = 1e-5  # above the rounding of a float32 sum
 
 @dataclass(frozen=True, kw_only=True)
 class SpeckleLaw:
-    """What decides the field of a frame.
+    """The constants that determine the field of a frame.
 
     The field of pixel j is u_j = sum_i R_ji x_i over the mirrors that are on, R = P + iQ, with entries of the two real
     media P and Q that are N(0, 1): |u|^2 of one mirror has mean 2. Drift and grain mix entries and round them to
@@ -147,7 +147,7 @@ class SpeckleLaw:
         highest: largest one; infinite is off.
         grain_correlation: correlation of neighbouring pixels' fields, in [0, 0.5], if a grain spans one pixel.
         grain_pixels: pixels that a grain spans.
-        row_pixels: pixels of a row of the sensor, of which grains then span several; None: a grain lies in one row.
+        row_pixels: pixels of a row of the sensor, whose grains then span several rows; None: a grain lies in one row.
         modes: M, independent speckles whose intensities are averaged, 1 to 16.
         dense_limit_mib: largest matrix (of P and Q together) kept in memory.
     """
@@ -269,7 +269,7 @@ class Speckle:
         return other
 
     def become(self, other: Self) -> None:
-        """Move to another one's time, and take over what was computed there."""
+        """Move to the time of another speckle, and take over its computed matrix."""
         self.point, self._dense = other.point, other._dense
         for name in self._OF_A_TIME:
             self.__dict__.pop(name, None)
@@ -280,19 +280,19 @@ class Speckle:
     def ends(self) -> np.ndarray:
         """Amplitudes in the blank frame and in the anchor, the data mirrors' first: float64, shape (2, amplitudes).
 
-        Each stands at an independent entry of the medium.
+        Each belongs to an independent entry of the medium.
         """
         return np.stack([np.zeros(self.law.mirrors), np.ones(self.law.mirrors)])
 
     def swings(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return what frames change of the first amplitudes of the blank frame, float64, shape (frames, changed)."""
+        """Return by how much frames change the blank frame's first amplitudes, float64, shape (frames, changed)."""
         return frames.double()
 
     def normals(self, rows: int, stream: NoiseStream) -> torch.Tensor:
         """Return standard normal numbers that correlate over outputs as the entries do.
 
         Args:
-            rows: how many numbers of each output.
+            rows: numbers of each output.
             stream: source; takes one reading of it, or one for each row of pixels that grains meet.
 
         Returns:
@@ -549,7 +549,7 @@ class FaultyMirrors(Speckle):
         self._swing = 1.0 - leak
         self._leak, self._leaks = leak, None
         if faults.leak_speckle:
-            # amplitudes of the reflected light alone; those of leaks are e where they are 0
+            # amplitudes of the reflected light only; those of leaks are e where these are 0
             self._blank, self._lit = (1.0 * (ends == 1.0) for ends in (self._blank, self._lit))
             self._swing = 1.0
             other = replace(law, seed=derive_seed(law.seed, "leaks of mirrors"))
@@ -609,7 +609,7 @@ class FaultyMirrors(Speckle):
 
     @override
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
-        """Exact but for the rounding of the blank frame's field."""
+        """Return fields exactly, except for the rounding of the blank frame's field."""
         shown = super().fields(frames * self._free.to(frames.device))
         return shown.mul_(self._swing).add_(torch.from_numpy(self.blank).float()[:, None, :])
 

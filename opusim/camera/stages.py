@@ -10,9 +10,9 @@ a sawtooth of X, and with phi(t) = E exp(i t X) (Fourier series of e and e^2)
     E[e]   = sum over k >= 1 of (-1)^(k+1) / (pi k) Im phi(2 pi k),
     E[e^2] = 1/12 + sum over k of (-1)^k / (pi k)^2 Re phi(2 pi k),
     E[X e] = sum over k of (-1)^(k+1) / (pi k) Im(-i phi'(2 pi k)).
-phi falls as exp(-2 pi^2 k^2 s^2), so that a few terms do. Elsewhere the law's masses are added up. Both keep the mean
-within 1e-6 DN and the variance within 1e-6 DN^2.
-Source of the series: Widrow and Kollar, Quantization Noise (2008), chapter 4.
+phi falls as exp(-2 pi^2 k^2 s^2), so that a few terms suffice. Elsewhere the law's masses are added up. Both keep the
+mean within 1e-6 DN and the variance within 1e-6 DN^2. Source of the series: Widrow and Kollar, Quantization Noise
+(2008), chapter 4.
 
 **Law of a digital number** (`number_law`): the masses of every code, given the expected electrons. The read-out
 f(n) = n (1 - q min(n / saturation, 1)) stands in place of n; b holds the pixel's offset. Given N, the code d has the
@@ -22,10 +22,10 @@ of the converter lie on the end.
 **Sums of a group.** On the lattice frequencies t in [-pi, pi] the characteristic function of one number is the sum over
 integers k of sinc(u / 2) exp(-s^2 u^2 / 2 + i b u + rate (e^{i K u} - 1)) with u = t + 2 pi k (Poisson summation). The
 product of the terms k = 0 over the n pixels of a group depends on the sum of their rates only; if K is a whole number,
-each rate enters by the factor exp(rate (e^{i K t} - 1)), so that all of it does. Otherwise the terms k != 0 are at most
-beta(t) = 2 sum over k >= 1 of exp(-s^2 (2 pi k - |t|)^2 / 2) together, so that the total rate tells the mass of the
-group's sum at each place up to the largest n beta (exp(-s^2 t^2 / 2) + beta)^(n - 1) (`spread_error`), if no number
-lies at an end of the converter or of the well.
+each rate enters every term by the factor exp(rate (e^{i K t} - 1)), and all terms depend on the sum only. Otherwise the
+terms k != 0 are at most beta(t) = 2 sum over k >= 1 of exp(-s^2 (2 pi k - |t|)^2 / 2) together, so that the total rate
+tells the mass of the group's sum at each place up to the largest n beta (exp(-s^2 t^2 / 2) + beta)^(n - 1)
+(`spread_error`), if no number lies at an end of the converter or of the well.
 
 **Kernels** take complex fields to digital numbers, or to recovered projections. Fields are in mirror units (|u|^2 of
 one mirror has mean 2); `gain_e` takes |u|^2 to expected photo-electrons. Every pixel is computed separately, so results
@@ -231,13 +231,13 @@ class Sensor:
             checks.in_range(-0.5, 2**self.adc_bits - 1, black_level_dn=self.black_level_dn)
 
     def sent_in(self, bits: int) -> Sensor:
-        """Return the sensor whose numbers are these without the lowest bits, where a link sends fewer than there are.
+        """Return the sensor whose numbers are these without the lowest bits, for a link that sends fewer bits.
 
-        With d = adc_bits - bits above 0, floor(round(v) / 2^d) = round((v + 1/2) / 2^d - 1/2) for every v but ties of
-        the rounding, and clipping commutes with it: the numbers that arrive are those of a converter of so many bits
-        with the gain K / 2^d and the black level (black_level + 1/2) / 2^d - 1/2. All laws of numbers hold for them.
-        They are a function of the finer numbers, so no guarantee changes. A nonlinear read-out's saturation is that of
-        the numbers that arrive.
+        With d = adc_bits - bits above 0, floor(round(v) / 2^d) = round((v + 1/2) / 2^d - 1/2) for every v except ties
+        of the rounding, and clipping commutes with it: the numbers that arrive are those of a converter of `bits` bits
+        with the gain K / 2^d and the black level (black_level + 1/2) / 2^d - 1/2, so all laws of numbers hold for them.
+        They are a function of the finer numbers, so no guarantee changes. A nonlinear read-out saturates where the
+        arriving numbers do.
 
         Args:
             bits: of a number on the link, at least 1; as many as the converter's or more change nothing.
@@ -315,8 +315,8 @@ class Sensor:
     def variance_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
         """K^2 (rate + read_noise^2) + 1/12, DN squared, elementwise; terms that are off are left out.
 
-        An approximation if noise is below 0.4 DN, for rounding then correlates with the signal, and if the full
-        well or an end of the converter is met; `moments` is exact, `rounding_limit_dn2` tells how far off this is.
+        An approximation if noise is below 0.4 DN, since rounding then correlates with the signal, and if the full well
+        or an end of the converter is met; `moments` is exact, `rounding_limit_dn2` tells how far off this is.
         """
         electrons = np.asarray(rate_e, dtype=np.float64) * float(self.shot_noise) + self.read_noise_e**2
         rounding = 0.0 if self.adc_bits is None else 1.0 / 12.0
@@ -325,7 +325,7 @@ class Sensor:
     def rounding_limit_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
         """Return how far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared.
 
-        By the magnitudes of the series' terms; valid if no end is met. 0 without a converter, at most a quarter.
+        Adds the magnitudes of the series' terms; valid if no end is met. 0 without a converter, at most a quarter.
 
         Args:
             rate_e: least expected electrons, any shape.
@@ -417,7 +417,7 @@ def number_law(
     Args:
         rates: Expected electrons, shape (inputs, pixels), at least 0.
         offset_e: Fixed offset of each pixel, electrons, shape (pixels,).
-        sensor: The stages behind the light, with shot noise and a converter.
+        sensor: The stages after the light, with shot noise and a converter.
         nonlinearity: q of the read-out, in [0, 0.25], so that numbers rise with the count.
 
     Raises:
@@ -460,13 +460,10 @@ def number_law(
 def spread_error(sensor: Sensor, offset_e: np.ndarray, most: float, nonlinearity: float = 0.0) -> float:
     """Bound how much the law of a group's sum depends on how its total rate is spread over its pixels.
 
-    The sum of n numbers round(b_j + K N_j + sigma z_j) has a characteristic function that at |t| <= pi is the product
-    over j of sum_k sinc(u / 2) e^(-sigma^2 u^2 / 2 + i b_j u + lambda_j (e^(i K u) - 1)), u = t + 2 pi k. For whole K
-    each rate lambda_j enters by the factor e^(lambda_j (e^(i K t) - 1)), so only the total counts. Otherwise the terms
-    k = 0 depend on the total, and all others are at most the sum over k != 0 of e^(-sigma^2 u^2 / 2).
+    See the module's "Sums of a group".
 
     Args:
-        sensor: The stages behind the light, with shot noise and a converter.
+        sensor: The stages after the light, with shot noise and a converter.
         offset_e: Fixed offset of each pixel of the group, electrons, shape (n,).
         most: Largest expected electrons of a pixel.
         nonlinearity: q of the read-out.
@@ -499,7 +496,7 @@ def spread_error(sensor: Sensor, offset_e: np.ndarray, most: float, nonlinearity
 
 
 def _electrons(rate: float, side: int) -> int:
-    """The count below (side -1) or above (1) which a mass of 1e-17 lies."""
+    """Return the count below (side -1) or above (1) which a mass of 1e-17 lies."""
     return max(0, math.floor(rate + side * (_FAR * math.sqrt(rate) + _MORE_ELECTRONS)))
 
 

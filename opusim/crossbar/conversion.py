@@ -1,8 +1,8 @@
 """Put a trained network on programmable devices: one device for each linear layer and each convolution.
 
-A weight matrix is a parameter with at least two dimensions longer than 1. Every one has to go to a device or be named
-as digital: an accuracy on a chip that a part of the network never saw looks better than it is. Embeddings look rows up
-and normalisations scale features, so both stay digital without being named.
+A weight matrix is a parameter with at least two dimensions longer than 1. Each must go to a device or be named as
+digital: an accuracy looks better than it is if a part of the network never ran on the chip. Embeddings look rows up and
+normalisations scale features, so both stay digital without being named.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DeviceModel(nn.Module):
         return self._called(generate, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Find parts of the module; of what only the network inside has, say where it is."""
+        """Find parts of the module; if only the network inside has an attribute, say where it is."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -191,15 +191,15 @@ def convert(
         The network on open devices, programmed.
 
     Raises:
-        ConfigError: the device cannot be used, or is an instrument that is smaller than a layer; of a simulated device
-            that is smaller, a layer takes several.
+        ConfigError: the device cannot be used, or is an instrument that is smaller than a layer; a layer takes several
+            of a smaller simulated device.
         ValueError: the network has no layer that can run on a device, a weight matrix is neither of such a layer nor
             named in `digital`, a convolution has groups or another padding than zeros given in numbers, or `digital`
             names no weight matrix.
     """
     checks.instance(nn.Module, model=model)
     converted = _copied(model)
-    # compiled parts would multiply with the weights of before
+    # compiled parts would multiply with the old weights
     for module in list(converted.modules()):
         for name, child in list(module.named_children()):
             setattr(module, name, child._modules.get("_orig_mod") or child)
@@ -232,7 +232,7 @@ def convert(
 
 
 def _device_layer(module: Any) -> tuple[type[nn.Module], int, int]:
-    """Return the class of a layer's form on a device, and the inputs and outputs of its matrix."""
+    """Return the class that runs a layer on a device, and the inputs and outputs of its matrix."""
     if isinstance(module, nn.Conv2d):
         return DeviceConv2d, module.in_channels * math.prod(module.kernel_size), module.out_channels
     if is_transposed(module):
@@ -241,7 +241,7 @@ def _device_layer(module: Any) -> tuple[type[nn.Module], int, int]:
 
 
 def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take the state of the module inside too, whose keys lack the name of this one."""
+    """Also accept the state of the module inside, whose keys lack the prefix of this one."""
     inner = f"{prefix}model."
     named = [key for key in state if key.startswith(prefix)]
     if not any(key.startswith(inner) for key in named):
@@ -251,7 +251,7 @@ def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 def _copied(model: nn.Module) -> nn.Module:
     """Return a copy in which weights that hooks compute, as torch.nn.utils.prune does, are plain parameters."""
-    computed: dict[int, Any] = {}  # of the last forward pass, which `copy` refuses to copy
+    computed: dict[int, Any] = {}  # weights of the last forward pass, which `copy` refuses to copy
     for module in model.modules():
         held = [
             value
@@ -269,7 +269,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _remove_parametrizations(model: nn.Module) -> None:
-    """Make parametrized layers of a copied model plain ones that hold their parameters of evaluation mode.
+    """Turn parametrized layers of a copied model into plain ones with their parameters of evaluation mode.
 
     `torch.nn.utils.parametrize.remove_parametrizations` would also change the class of the layers that were copied.
     """

@@ -14,7 +14,7 @@ temperature dependence of drift, 1/f noise and programming noise no law is publi
 (measurements below room temperature: Lombardo et al., arXiv 2509.22511); they stay as described.
 
 t is the time since programming. z_1 and z_2 are drawn once for each programmed device, z_3 at each time that is looked
-at: two looks share no 1/f noise, which they would if they lay close together. q is taken at the programmed conductance,
+at: two looks share no 1/f noise, although close ones would. q is taken at the programmed conductance,
 as in aihwkit's code (its documentation takes the target; aihwkit issue 436).
 
 Sources: Nandakumar et al., ICECS 2019 (PCM); Le Gallo et al., Nature Electronics 2023 (HERMES); Wan et al., Nature 2022
@@ -33,8 +33,8 @@ act:
 4. ADC: step * round((m + z) / step), limited to the bound.
 
 The codes of the tiles are added in digital electronics. Each tile takes one reading of the noise stream, so the numbers
-depend on the call and on the element, not on threads. Sums over ternary inputs are exact;
-those over other inputs are float32 sums of the matrix library, whose last bit decides a code once in a while.
+depend on the call and on the element, not on threads. Sums over ternary inputs are exact; those over other inputs are
+float32 sums of the matrix library, whose last bit occasionally decides a code.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class TiledProduct:
         return matrix.split(self._converter.tile_inputs or matrix.shape[1], dim=1)
 
     def _tiles(self, shown: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each tile: mean m, constant part of the variance by row, and sum_j |w| x^2 (m if not needed).
+        """Yield for each tile mean m, constant part of the variance by row, and sum_j |w| x^2 (m if not needed).
 
         With thermal noise the last is the whole part of the variance that depends on weights.
         """
@@ -339,7 +339,7 @@ class TiledProduct:
     ) -> None:
         """Add what the ADC of a tile shows to the total, in place, and mark rows with a code at the ADC's bound.
 
-        The compiled kernel serves the CPU.
+        On the CPU the compiled kernel does it.
         """
         step, factor = self._converter.output_step, self._factor
         most = levels(self._converter.output_bits) if self._converter.output_bits is not None else 0
@@ -438,7 +438,7 @@ def add_codes(
 
 
 _TEMPERATURES = 21
-"""Of the table that `temperature_law` gives."""
+"""Temperatures in the table of `temperature_law`."""
 _FAR = 8.0
 """Standard deviations of a tile's noise between its largest output and the converter's limit that make clipping
 negligible: a probability below 1e-15 for each conversion."""
@@ -470,7 +470,7 @@ class ConvertedDevice(ProgrammableDevice):
 
     @property
     def described_noise(self) -> NoiseModel:
-        """The law for the matrix that is held: of a lattice behind an ADC, else signal-dependent Gaussian."""
+        """The law for the matrix that is held: a lattice law with an ADC, else signal-dependent Gaussian."""
         product, scale = self._forward(), self.reading_scale
         low, high = product.std_limits()
         step, bound = self._converter.output_step, self._converter.output_bound
@@ -527,7 +527,7 @@ class ConvertedDevice(ProgrammableDevice):
 
     @abstractmethod
     def _restored(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return what the chip realised of a matrix when `held_state` was called; `_number` is that of then."""
+        """Return the matrix that the chip held when `held_state` was called; `_number` is restored already."""
 
     def _temperature_table(
         self,
@@ -568,7 +568,7 @@ class CrossbarDevice(ConvertedDevice):
         **window: as for `NoisyDevice`.
 
     Raises:
-        ConfigError: a section is missing, or one too many is there.
+        ConfigError: a section is missing or superfluous.
     """
 
     can = ProgrammableDevice.can | {"multiply_transposed", "wait"}
@@ -590,10 +590,7 @@ class CrossbarDevice(ConvertedDevice):
         self._transposed: TiledProduct | None = None
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureTable:  # (vectors, n_inputs)
-        """Return noise and size of readings at 21 temperatures, for the matrix that is held, without other 1/f noise.
-
-        Without a section ``[crossbar.temperature]`` the law is that of `CrossbarTemperatureSettings.thermal`.
-        """
+        """Return noise and size of readings at 21 temperatures for the current matrix, its 1/f noise included."""
         law = self._settings.temperature
         if law is None:
             law = CrossbarTemperatureSettings.thermal(25.0, self.description.frames.frame_period_us)
@@ -616,7 +613,7 @@ class CrossbarDevice(ConvertedDevice):
         return self.weight_moments(matrix, 0.0)[1]
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the moments of w = g+ - g- from those of the two conductances; see `conductances.moments`."""
+        """Return the moments of w = g+ - g- from those of the two conductances; see `moments`."""
         mean, variance = moments(matrix.abs(), seconds, self._settings)
         other, its_variance = moments(matrix.new_zeros(1), seconds, self._settings)  # its target is 0
         return (mean - other).mul_(matrix.sign()), (variance + its_variance).sqrt_()

@@ -13,8 +13,8 @@ readings. This is the global drift compensation of Joshi et al., Nature Communic
 magnitudes, which they take, grow with the noise.
 
 `DeviceModel.compensate` corrects single outputs too, from inputs of the user: y_i <- a_i y_i + b_i, by least squares
-against the digital product with the inputs that reach the layer. Inputs of a mean other than 0, as behind a ReLU, make
-an offset of the errors of a row. Joshi et al. adapt the statistics of batch normalization to the same end.
+against the digital product with the inputs that reach the layer. If inputs have a mean other than 0, as after a ReLU,
+the errors of a row add up to an offset. Joshi et al. adapt the statistics of batch normalization to the same end.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class DeviceLinear(nn.Module):
         linear: the digital layer, whose parameters are shared.
         device: open, with the capabilities `program` and `multiply`, and a window of the layer's size.
         compensate_drift: whether outputs are divided by the measured loss of the conductances.
-        programming_step: the change of an entry of W / s that has the matrix programmed again before the next product
-            or wait, in training and in evaluation mode; None programs only when `program` is called.
+        programming_step: largest change of an entry of W / s without programming again before the next product or wait,
+            in training and in evaluation mode; None programs only when `program` is called.
 
     Raises:
         CapabilityMissing: the device cannot be programmed, or cannot multiply.
@@ -220,7 +220,7 @@ class DeviceLinear(nn.Module):
         missing: list[str],
         *rest: Any,
     ) -> None:
-        """Load parameters and state; those of a digital layer have no state, and the device keeps what it holds."""
+        """Load parameters and state; without a state (digital layers have none) the device keeps its own."""
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
         missing[:] = [key for key in missing if key != f"{prefix}_extra_state"]
 

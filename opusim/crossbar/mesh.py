@@ -77,7 +77,7 @@ class Mesh(NamedTuple):
 
         Args:
             splitters: errors of both splitters of each interferometer, radians, shape (interferometers, 2); None: 0.
-            amplitude: what an interferometer leaves of an amplitude.
+            amplitude: factor by which an interferometer reduces amplitudes.
         """
         errors = np.zeros((len(self.modes), 2)) if splitters is None else splitters
         cos, sin = np.cos(math.pi / 4 + errors), 1j * np.sin(math.pi / 4 + errors)

@@ -1,4 +1,4 @@
-"""Train a digital network so that it bears a device: noise on weights and outputs in training mode only.
+"""Train a digital network to tolerate a device: noise on weights and outputs in training mode only.
 
 Each forward pass in training mode computes y = (W + E) x + b + e. For a number q, E_ij ~ N(0, (q s_i)^2) with
 s_i = max_j |W_ij|, and e = 0. For a device, (W + E)_ij = c s_i (m_ij + d_ij z_ij), z_ij ~ N(0, 1), with the mean m and
@@ -9,9 +9,9 @@ whose errors spread over the whole matrix, has m = W_ij / s_i and the same d eve
 e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions of an output, v the least variance of
 a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
 
-The gradient takes E / s as constant and s as it depends on the weights: noise grows with the largest weight of a row,
-and training lowers that weight if it costs more than it helps. A limit of some standard deviations of their row, in
-training and in evaluation, does the same by force (Joshi et al., Nature Communications 2020, take 2 to 2.5). The
+The gradient treats E / s as a constant and s as a function of the weights: noise grows with the largest weight of a
+row, and training lowers that weight if it costs more than it helps. A limit of some standard deviations of their row,
+in training and in evaluation, does the same by force (Joshi et al., Nature Communications 2020, take 2 to 2.5). The
 gradient passes the limit as if it were not there.
 """
 
@@ -37,7 +37,7 @@ from opusim.noise import ConverterLatticeNoise, SignalGaussianNoise
 from opusim.randomness.streams import SeededStream
 
 _POINTS = 2048
-"""Of the table of a device's moments, on each side of 0."""
+"""Points of the table of a device's moments, on each side of 0."""
 
 
 def noise_aware(
@@ -49,7 +49,7 @@ def noise_aware(
     seed: int = 0,
     digital: Collection[str] = (),
 ) -> nn.Module:
-    """Inject noise into a network in training mode, so that it learns to bear that of a device.
+    """Inject noise into a network in training mode, so that it learns to tolerate a device's.
 
     Each forward pass in training mode draws fresh noise for each nn.Linear and nn.Conv2d that `convert` puts on a
     device; in evaluation mode the network is as it is. Gradients are those at the noisy weights.
@@ -58,11 +58,11 @@ def noise_aware(
     Args:
         model: the network, changed in place.
         noise: standard deviation of weights relative to the largest weight of each output's row, at least 0; or a
-            device, by name or path: what it makes of the weights, and its noise of outputs.
-        after_s: seconds since programming that the network is to bear, at least 0; only for a device.
+            device, by name or path: its errors of weights and its noise of outputs.
+        after_s: seconds since programming that the network is to tolerate, at least 0; only for a device.
         clip: limit of weights, standard deviations of their row, above 0; None sets no limit.
         seed: seed of the noise, in [0, 2^64).
-        digital: names of layers that get no noise, because `convert` will be told to leave them digital.
+        digital: names of layers that get no noise, because `convert` will leave them digital.
 
     Returns:
         The model itself. `convert` takes it as it is, with limited weights.
@@ -71,7 +71,7 @@ def noise_aware(
         ValueError: a number is below 0, after_s goes with a number, or the network has no such layer, has a weight
             matrix that `convert` refuses, is noise-aware already, or has a convolution that `convert` refuses, if noise
             names a device.
-        ConfigError: the device has no programming noise to tell.
+        ConfigError: the device states no programming noise.
     """
     layers = convertible_layers(model, digital)
     checks.non_negative(after_s=after_s)
@@ -119,9 +119,9 @@ def noise_aware(
 
 
 class _Limited(nn.Module):
-    """Limit weights to some standard deviations of their row; the gradient is that of the identity.
+    """Limit weights to some standard deviations of their row; gradients pass unchanged.
 
-    A row whose weights are all equal, as a row of one weight is, has no limit.
+    A row whose weights are all equal, such as a row of one weight, has no limit.
     """
 
     def __init__(self, clip: float) -> None:
@@ -184,7 +184,7 @@ class _WeightNoise(nn.Module):
 def _with_output_noise(
     std: float, stream: SeededStream, module: nn.Module, inputs: tuple[Any, ...], output: Tensor
 ) -> Tensor:
-    """Return a layer's outputs, in training with noise, `std` for weights and inputs in [-1, 1]: a forward hook."""
+    """Add noise to a layer's outputs in training, `std` for weights and inputs in [-1, 1]: a forward hook."""
     if not module.training:
         return output
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The base of programmable chips of light: what they realise of a matrix is read by photodiodes with converters."""
+"""The base of programmable chips of light: photodiodes with converters read the matrix that a chip realised."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OTHER_CHIPS = 3
 
 
 class Light(NamedTuple):
-    """What a chip realised of a matrix, and the variance of a reading of x, squared units of w x.
+    """The matrix that a chip realised, and the variance of a reading of x, squared units of w x.
 
     Attributes:
         weights: w, shape (outputs, inputs).
         dark: variance of a reading of nothing.
         by_input: variance for sum_j |x_j| = 1.
         by_output: variance for an output of 1, in both quadratures.
-        quadrature: what light in the other quadrature is to inputs, of the weights' shape; 0: none.
+        quadrature: matrix from inputs to light in the other quadrature, of the weights' shape; 0 for none.
     """
 
     weights: np.ndarray
@@ -47,7 +47,7 @@ class LightProduct(TiledProduct):
     Args:
         weights: w, float32.
         converter: bits and bounds.
-        light: the rest.
+        light: the noise, and the other quadrature.
     """
 
     def __init__(self, weights: torch.Tensor, converter: Converter, light: Light) -> None:
@@ -112,7 +112,7 @@ class PhotonicDevice(ConvertedDevice):
 
     @abstractmethod
     def _light(self, matrix: torch.Tensor, settings: Any, chip: int, number: int) -> Light:
-        """Return what a chip realises of a matrix.
+        """Return the matrix that a chip realises, and its noise.
 
         Args:
             matrix: entries in [-1, 1].

@@ -63,7 +63,7 @@ class Converter:
         return self.output_bound / levels(self.output_bits)
 
     def tiles(self, n_inputs: int) -> int:
-        """Return the number of conversions that a product over so many inputs adds up."""
+        """Return the number of conversions that a product over `n_inputs` inputs adds up."""
         return 1 if self.tile_inputs is None else math.ceil(n_inputs / self.tile_inputs)
 
     def shown(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Converter:
 
 
 def levels(bits: int) -> int:
-    """Return L, the largest code of so many bits."""
+    """Return L, the largest code of `bits` bits."""
     checks.integer(minimum=2, maximum=16, bits=bits)
     return int(2 ** (bits - 1) - 1)
 
@@ -90,7 +90,7 @@ class ProgrammableDevice(NoisyDevice):
 
     A subclass gives `_program`, `_multiply`, `described_noise` and `_seek`; with the capability `multiply_transposed`
     also `_multiply_transposed`, with `wait` also `_wait`. It overrides `converter`, `programming_std` and
-    `programming_cost` if they are not those of an exact device.
+    `programming_cost` if they differ from an exact device's.
 
     Args:
         description: a description with a section ``[medium]``, whose seed gives the random matrix.
@@ -113,7 +113,7 @@ class ProgrammableDevice(NoisyDevice):
     ) -> ProgrammableDevice:
         """Return a device of the window: one chip of this class, or several if the window is larger than a chip.
 
-        A class that overrides `_open` drives an instrument, of which there is one: its window has to fit.
+        A class that overrides `_open` drives a single instrument, so its window has to fit.
         """
         window = (n_inputs or description.n_inputs, n_outputs or description.n_outputs)
         fits = window[0] <= description.n_inputs and window[1] <= description.n_outputs
@@ -153,19 +153,19 @@ class ProgrammableDevice(NoisyDevice):
         return self._elapsed_s
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the standard deviation of what `program` realises about the matrix, of its shape; 0 if it is exact."""
+        """Return the standard deviation of the realised matrix about the programmed one, of its shape; 0 if exact."""
         return torch.zeros_like(matrix)
 
     @property
     def saturated(self) -> torch.Tensor | None:
-        """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if that is not told."""
+        """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if unknown."""
         return None
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and standard deviation of what the device holds so many seconds after programming a matrix.
+        """Return mean and standard deviation of the matrix on the device `seconds` after a programming.
 
-        The matrix itself and `programming_std` at every time, unless a device knows better. Each entry's moments depend
-        on that entry only.
+        By default the matrix itself and `programming_std` at every time. Each entry's moments depend on that entry
+        only.
         """
         return matrix, self.programming_std(matrix)
 
@@ -181,7 +181,7 @@ class ProgrammableDevice(NoisyDevice):
         return 0.0, 0.0
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """Return the matrix that readings are noisy readings of, float32, on the device's torch device."""
+        """Return the matrix W of the readings W x + noise, float32, on the device's torch device."""
         weights = self._held()
         return weights if self._scale == 1.0 else weights * self._scale
 
@@ -273,7 +273,7 @@ class ProgrammableDevice(NoisyDevice):
             state: what `held_state` returned.
 
         Returns:
-            Whether the realised matrix is that of before; if not, corrections that were measured with it are void.
+            Whether the realised matrix is the former one; if not, corrections that were measured with it are void.
 
         Raises:
             TypeError, ValueError, DeviceUnavailable: as for `program`.
@@ -300,7 +300,7 @@ class ProgrammableDevice(NoisyDevice):
         )
 
     def _wait(self, elapsed_s: float) -> torch.Tensor:
-        """Return the realised matrix at so many seconds since programming; for the capability `wait`."""
+        """Return the realised matrix `elapsed_s` seconds after programming; for the capability `wait`."""
         raise NotImplementedError(
             f"{type(self).__name__} declares the capability 'wait' and does not override _wait"
         )
@@ -341,7 +341,7 @@ class SeveralChips(ProgrammableDevice):
     """A matrix on several chips of one kind, each with its own part of the rows and columns.
 
     All chips work at once: a frame takes the time of one chip and the power of all. Outputs of chips that share rows
-    are added digitally, behind their converters. Each chip has a seed of its own.
+    are added digitally, after their converters. Each chip has a seed of its own.
 
     Args:
         chip: class of the chips.
@@ -388,12 +388,12 @@ class SeveralChips(ProgrammableDevice):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What a chip can do."""
+        """The capabilities of a chip."""
         return self._chips[0].capabilities
 
     @property
     def converter(self) -> Converter:
-        """That of a chip; each converts its own part of the inputs."""
+        """The converter of a chip; each chip converts its own part of the inputs."""
         own, columns = self._chips[0].converter, self._placed[0][2]
         return replace(own, tile_inputs=min(own.tile_inputs or sys.maxsize, columns.stop))
 
@@ -407,7 +407,7 @@ class SeveralChips(ProgrammableDevice):
         """The law of the sum over the chips of an output, its limits taken over all outputs.
 
         Raises:
-            NoiseUnknown: no law is known for the sum of what the chips state.
+            NoiseUnknown: no law is known for the sum of the chips' noise.
         """
         self._held()
         laws, scale = [chip.noise for chip in self._chips], self._scale
@@ -436,7 +436,7 @@ class SeveralChips(ProgrammableDevice):
 
     @property
     def reading_variance(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The chips' function of this name for the sums; as for them, an attribute only if they tell it."""
+        """The sum of the chips' functions of this name; an attribute only if the chips have it."""
         told = [chip.reading_variance for chip in self._chips]  # type: ignore[attr-defined]
 
         def of(x: torch.Tensor) -> torch.Tensor:
@@ -449,15 +449,15 @@ class SeveralChips(ProgrammableDevice):
         return of
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return that of the chips, each for its part."""
+        """Return the chips' programming spread, each for its own part of the matrix."""
         return self._each(matrix, lambda chip, part: chip.programming_std(part))
 
     def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of a chip, which depend on the entry only."""
+        """Return the moments of a chip, which depend on the entry only."""
         return self._chips[0].weight_moments(matrix, seconds)
 
     def spread_error(self) -> float | None:
-        """Return that of the first chip, the largest one."""
+        """Return the error of the first chip, the largest one."""
         return self._chips[0].spread_error()
 
     def programming_cost(self) -> tuple[float, float]:
@@ -473,7 +473,7 @@ class SeveralChips(ProgrammableDevice):
         return state
 
     def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
-        """See `ProgrammableDevice.restore`; whether all chips hold what they held."""
+        """See `ProgrammableDevice.restore`; return whether all chips hold their former matrices."""
         checked, same = self._checked_matrix(matrix), True
         for number, (chip, rows, columns) in enumerate(self._placed):
             named = (name.partition(".") for name in state)
@@ -491,7 +491,7 @@ class SeveralChips(ProgrammableDevice):
     def _each(
         self, matrix: torch.Tensor, act: Callable[[ProgrammableDevice, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what each chip makes of its part of a matrix, put together."""
+        """Return a matrix put together from each chip's result for its own part."""
         found = torch.empty_like(matrix)
         for chip, rows, columns in self._placed:
             found[rows, columns] = act(chip, matrix[rows, columns].contiguous())
@@ -524,5 +524,5 @@ class SeveralChips(ProgrammableDevice):
 
 
 def _parts(length: int, most: int) -> list[slice]:
-    """Return a range in parts of at most so many."""
+    """Return the range up to `length` in parts of at most `most`."""
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]

@@ -22,7 +22,7 @@ largest r for which -r is reached half way to the next channel. Effects, in the 
 5. control: N(0, tuning_std^2) on each weight, drawn once for each programming.
 
 The result is divided by r. Light has no sign: positive and negative inputs are shown one after the other and their
-readings subtracted. With the power P of a channel behind the loss, a reading of x has the variance
+readings subtracted. With the power P of a channel after the loss, a reading of x has the variance
 
     (2 q R P bandwidth sum_j |x_j| + 2 * 4 k T bandwidth / load) / (R P r)^2,
 

@@ -1,4 +1,4 @@
-"""The section ``[bench]`` of a device description: how opusim uses a mirror array and a camera of one's own."""
+"""The section ``[bench]`` of a device description: how opusim uses your own mirror array and camera."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ class BenchSettings(StrictSection):
     """How a bench is used (`opusim.devices.bench`). These are choices, not properties of the instruments.
 
     Attributes:
-        patterns: what opens the mirror array, ``module:factory``, called without arguments; empty if the caller of
-            `opusim.devices.open_bench` gives it. The module is installed, or lies in the working folder.
-        grabber: what opens the camera, likewise.
+        patterns: factory of the mirror array, ``module:factory``, called without arguments; empty if the caller of
+            `opusim.devices.open_bench` gives the array. The module is installed, or lies in the working folder.
+        grabber: factory of the camera, likewise.
         setup: folder in which the setup of each window (exposure, region, outputs, scale) is kept, and read at the next
-            opening; None measures it at every opening, and the matrix is then another one each time.
+            opening; None measures it at every opening, each time with another matrix.
         macro_pixel: side of the square blocks of mirrors that are switched together, mirrors.
         window_rows: rows of mirrors that are used, in the middle of the array, or None for all.
         window_columns: columns of mirrors that are used, likewise.
         reference_share: share of the blocks that carry no data: off in the frame of a vector, on in the anchor and in
             every complement; in [0.05, 0.95].
-        exposure_us: exposure of a frame, microseconds, or None to search it.
+        exposure_us: exposure of a frame, microseconds, or None to search for it.
         shortest_exposure_us: shortest exposure that the search tries, microseconds.
-        readout_us: time of a frame that cannot be exposed, microseconds; the longest exposure is
-            ``frames.frame_period_us`` less this.
+        readout_us: part of a frame's time in which the camera cannot expose, microseconds; the longest exposure is
+            ``frames.frame_period_us`` minus it.
         range_share: share of the converter's range, above the blank frame, that the search gives to the mean of the
-            anchor's brightest region; speckle is exponential, so that e^(-1/share) of its pixels are full.
-        binning: pixels of the camera that are read as one, along each axis.
+            anchor's brightest region; speckle is exponential, so a share e^(-1/range_share) of its pixels is full.
+        binning: pixels of the camera that are read as one, along each axis (2: blocks of 2 x 2).
         region_step: rows and columns of the camera's region are multiples of it, pixels.
-        lowest: pixels whose anchor is darker than this multiple of the mean around them are no outputs.
-        highest: pixels whose anchor is brighter than this multiple are none either.
-        most_saturated: share of the outputs that may be full in a frame; the bench does not open beyond.
-        most_nonlinear: root mean square by which readings may differ from linear ones, relative to the readings.
-        least_correlation: correlation of the anchor's frame with that of the setup below which the medium is another.
+        lowest: pixels whose anchor is darker than this multiple of the local mean are no outputs.
+        highest: pixels whose anchor is brighter than this multiple of it are no outputs.
+        most_saturated: share of the outputs that may be full in a frame; with more the bench does not open.
+        most_nonlinear: largest tolerated deviation of readings from linear ones, root mean square, relative to the
+            readings.
+        least_correlation: correlation of the anchor's frame with that of the setup; below it the medium counts as
+            another one.
         frames_per_sequence: patterns that are loaded and shown at once, or None for as many as fit into 128 MiB, 64 to
             256; the camera's buffer holds their frames and some ten more.
-        tries: how often a sequence is shown, if frames of it are lost or doubled, before that is an error.
+        tries: how often a sequence with lost or doubled frames is shown before that is an error.
     """
 
     patterns: str = ""

@@ -21,8 +21,8 @@ class PowerSettings(StrictSection):
         law: the law of the power W of a frame relative to its mean, log_normal or gaussian. A guarantee rests on it.
         rms: relative standard deviation from frame to frame, at most 1 (log_normal) or 0.2 (gaussian), drift included.
         correlation_us: correlation time of successive frames' powers, microseconds, or None if they are independent.
-        averages: whether rms and correlation_us are those of the power at an instant, of which a frame sees the mean
-            over its exposure; None: rms is that of frames. Only of a gaussian power, whose means are gaussian.
+        averages: whether rms and correlation_us describe the instantaneous power, which a frame averages over its
+            exposure; None: rms describes the frames' powers. For a gaussian power only, whose means are gaussian.
         drift_rms: relative standard deviation of a slow drift of the power, or None if there is none.
         drift_s: correlation time of the drift, seconds; given with drift_rms.
         seconds_per_step: time that passes from training step to training step, seconds; given with drift_rms.
@@ -62,9 +62,9 @@ class LightSettings(StrictSection):
             noise does not depend on the data.
         quantum_efficiency: electrons per photon, in (0, 1].
         exposure_us: exposure of a frame, microseconds.
-        shortest_exposure_us: least exposure that the camera takes, microseconds, or None if any.
-        ambient_flux_per_s: photons per second on every pixel of light that no key switches on or off (a lamp, leaks);
-            None is off. It adds noise, and no law credits it: it may be gone tomorrow.
+        shortest_exposure_us: least exposure that the camera takes, microseconds, or None if it has no limit.
+        ambient_flux_per_s: photons per second on every pixel from light that no key switches (a lamp, leaks); None is
+            off. It adds noise, but no law counts on that noise: the light may be gone tomorrow.
         power: how the laser's power fluctuates, or None if it is constant.
     """
 
@@ -111,15 +111,15 @@ class LightSettings(StrictSection):
 
 
 class SensorSettings(StrictSection):
-    """The sensor; see `opusim.camera.stages.Sensor`, whose attributes the keys are.
+    """The sensor; the keys are the attributes of `opusim.camera.stages.Sensor`.
 
     What is not given is off, and so is a converter of 0 bits.
 
-    PRNU and DSNU differ from pixel to pixel and stay from frame to frame; they are no randomness of a reading. Both are
-    normal numbers cut at 4.3 standard deviations, computed from the medium's seed and the pixel's number, so that above
-    a PRNU of 0.2 a dark pixel would have no sensitivity left. The offset is added behind the full well, as EMVA 1288
-    measures it in dark frames; within the Poisson rate, as some write it, rates would have to be negative at some
-    pixels.
+    PRNU and DSNU differ from pixel to pixel but not from frame to frame, so they add no randomness to a reading. Both
+    are normal numbers cut at 4.3 standard deviations, computed from the medium's seed and the pixel's number; above a
+    PRNU of 0.2 the least sensitive pixels would have no sensitivity left. The offset (DSNU) is added after the full
+    well, as EMVA 1288 measures it in dark frames; added to the Poisson rate, as some write it, it would make the rates
+    of some pixels negative.
 
     Attributes:
         prnu: photo response non-uniformity, standard deviation relative to the mean, in [0, 0.2]; 0 is off.
@@ -139,7 +139,7 @@ class SensorSettings(StrictSection):
 
 
 _doubling = lru_cache(maxsize=64)(DoublingDarkCurrent)
-"""Makes a law once from the same numbers: opening a camera asks for it several times."""
+"""Caches the law: opening a camera asks for the same one several times."""
 
 
 class DoublingSettings(StrictSection):
@@ -186,7 +186,7 @@ class TableSettings(StrictSection):
 
 
 class DarkSettings(StrictSection):
-    """Dark current: one of three laws, and the temperature the sensor is at.
+    """Dark current: one of three laws, and the sensor's temperature.
 
     Attributes:
         temperature_c: operating temperature, degrees Celsius.
@@ -220,14 +220,14 @@ class DarkSettings(StrictSection):
 
 
 class MirrorSettings(StrictSection):
-    """What is wrong with the mirror array; see `opusim.camera.speckle.FaultyMirrors`. What is not given is off.
+    """Faults of the mirror array; see `opusim.camera.speckle.FaultyMirrors`. What is not given is off.
 
     Attributes:
         stuck_on: share of the mirrors that are always on.
         stuck_off: share of the mirrors that are always off.
-        contrast: intensity of a mirror that is on over one that is off, above 1; None: infinite.
-        leak_speckle: whether the light of a mirror that is off has a speckle of its own; None: it has that of the
-            mirror. Needs contrast.
+        contrast: intensity of a mirror that is on over that of one that is off, at least 2; None: infinite.
+        leak_speckle: whether the light of a mirror that is off has a speckle of its own; None: it has the speckle of
+            the mirror when on. Needs contrast.
     """
 
     stuck_on: float = Field(default=0.0, ge=0, le=0.5)
@@ -243,22 +243,23 @@ class MirrorSettings(StrictSection):
 
 
 class PixelSettings(StrictSection):
-    """What is wrong with the pixels; see `opusim.camera.from_description`. What is not given is off.
+    """Faults of the pixels; see `opusim.camera.from_description`. What is not given is off.
 
     Attributes:
         hot_share: share of the pixels whose dark current is `hot_factor` times that of the others.
-        hot_factor: see hot_share; given with it.
+        hot_factor: dark current of a hot pixel over that of the others; given with hot_share.
         dead_share: share of the pixels that see nothing.
         dcnu: dark-current non-uniformity, standard deviation over pixels relative to the mean (log-normal).
         crosstalk: share of a pixel's photo-electrons that each of its two neighbours collects.
         nonlinearity: relative deficit of the read-out at saturation: N electrons read as N (1 - nonlinearity N /
             saturation).
-        read_noise_spread: standard deviation of the pixels' read noises relative to their root mean square
-            (log-normal), which sensor.read_noise_e is; None is off, as for the others.
+        read_noise_spread: standard deviation of the pixels' read noises (log-normal) relative to their root mean
+            square, sensor.read_noise_e; None is off, here and below.
         gain_spread: standard deviation of the pixels' gains relative to sensor.gain_dn_per_e (normal, cut at 4.3).
-            Unlike prnu it scales counts, offset and read noise alike, so that a pixel's variance over its mean differs.
+            Unlike prnu it scales counts, offset and read noise alike, so the ratio of variance to mean differs from
+            pixel to pixel.
         row_noise_e: standard deviation of a noise that all pixels of a row of the sensor share in a frame, electrons.
-        column_noise_e: the same of a column; rows have sensor.row_pixels.
+        column_noise_e: the same for a column; sensor.row_pixels gives the length of a row.
         telegraph_share: share of the pixels whose read-out jumps between two levels (random telegraph signal).
         telegraph_e: distance of the levels, electrons; given with telegraph_share.
         telegraph_us: correlation time of the level, microseconds, or None if it is drawn anew in every frame.
@@ -280,7 +281,7 @@ class PixelSettings(StrictSection):
 
     @property
     def uneven_keys(self) -> tuple[str, ...]:
-        """Keys that are given of a read-out that differs over pixels, or whose noise pixels or frames share."""
+        """The given keys that make the read-out differ over pixels, or its noise shared by pixels or frames."""
         keys = "read_noise_spread", "gain_spread", "row_noise_e", "column_noise_e", "telegraph_share"
         return tuple(key for key in keys if getattr(self, key) is not None)
 
@@ -300,7 +301,7 @@ class PixelSettings(StrictSection):
 
 
 class TransferSettings(StrictSection):
-    """Frames that do not arrive as they were taken; see `opusim.camera.from_description`. What is not given is off.
+    """Faults of the frames' transfer; see `opusim.camera.from_description`. What is not given is off.
 
     Attributes:
         dropped: probability that a frame is lost and read as black.
@@ -312,16 +313,16 @@ class TransferSettings(StrictSection):
 
 
 class AnchorSettings(StrictSection):
-    """The anchor frame, in which every mirror of the window is on, and what follows from it.
+    """The anchor frame, in which every mirror of the window is on, and the masks and limits that rest on it.
 
     Attributes:
-        reference_share: share of the mirrors that carry no data: off in the frames of a vector, on in the anchor and
-            in every complement; in [0, 1). 0: all carry data, and rows of B then sum to zero.
+        reference_share: share of the mirrors that carry no data: off in the frames of a vector, on in the anchor and in
+            every complement; in [0, 1). With 0 all carry data, and the rows of B sum to zero.
         frames: anchor frames, and as many blank ones, averaged when the device opens; 0: the anchor is known exactly.
         lowest: pixels whose anchor intensity is below this multiple of the mean are masked (dark speckle), above 0.
         highest: pixels above this multiple are masked (their frames would saturate), or None for no mask.
-        most_saturated: share of the outputs that may be full in the anchor or another frame of a projection; the
-            device does not open beyond, because entries of B are not N(0, 1) then. None: 0.01.
+        most_saturated: share of the outputs that may be full in the anchor or another frame of a projection; with more,
+            entries of B are not N(0, 1), and the device does not open. None: 0.01.
     """
 
     reference_share: float = Field(default=0.0, ge=0, lt=1)
@@ -345,7 +346,8 @@ class ReferenceBeamSettings(StrictSection):
 
     Attributes:
         flux_per_s: photons per second of the reference alone on every pixel.
-        steps: frames of a binary pattern, each at its phase of the reference; a ternary vector takes twice as many.
+        steps: frames of a binary pattern, each with another phase of the reference; a ternary vector takes twice as
+            many.
         step_error: relative error of the phase steps, in [-0.5, 0.5].
     """
 
@@ -359,8 +361,8 @@ class VibrationSettings(StrictSection):
 
     Attributes:
         pointing_rms_pixels: standard deviation of the image's displacement along the pixels' numbers, at most 0.2.
-        phase_rms_rad: standard deviation of the phase between field and reference beam, that is, of the path's length
-            times 2 pi over the wavelength; needs a reference beam.
+        phase_rms_rad: standard deviation of the phase between field and reference beam, 2 pi times the path difference
+            over the wavelength; needs a reference beam.
         correlation_us: correlation time of successive frames' states, or None if they are independent.
     """
 
@@ -376,14 +378,14 @@ class DriftSettings(StrictSection):
         decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
         reanchor_steps: steps from one measurement of the anchor to the next, or None to measure it at opening only.
-        within_call: whether the medium also moves from frame to frame of a step (`opusim.camera.moving`), whose frames
-            are then exposed in turn, a frame period apart, from the step's time on; None: it rests until the next step.
-            A step should last as long as its frames take: those beyond seconds_per_step see the medium of later steps.
+        within_call: whether the medium also moves between the frames of a step (`opusim.camera.moving`), which are then
+            exposed one frame period apart, from the step's time on; None: it rests until the next step. A step should
+            last as long as its frames take: frames after seconds_per_step see the medium of later steps.
         hops_per_s: mean rate at which the laser hops to another mode, per second, or None if it keeps its wavelength;
-            given with the next two (`opusim.camera.moving`).
-        hop_pm: what a hop changes of the wavelength, picometres; some 300 of a bare laser diode.
-        spectral_width_pm: by how much the wavelength changes until the correlation of the speckle's intensities has
-            fallen to a half, picometres.
+            given with the next two keys (`opusim.camera.moving`).
+        hop_pm: change of the wavelength at a hop, picometres; some 300 for a bare laser diode.
+        spectral_width_pm: change of the wavelength at which the correlation of the speckle's intensities falls to a
+            half, picometres.
     """
 
     decorrelation_s: float = Field(gt=0)
@@ -413,13 +415,13 @@ class CameraSettings(StrictSection):
         drift: drift of the medium, or None if there is none.
         reference_beam: a reference beam for holography, or None: the anchor's complements read the linear product.
         vibration: vibration of the bench, or None if it rests.
-        grain_pixels: pixels that a speckle grain spans, at least 1: the field of a pixel is the sum of so many
-            independent ones over the root of their number, so that fields k pixels apart correlate by
-            1 - k / grain_pixels. With sensor.row_pixels a grain spans as many rows of the sensor.
+        grain_pixels: pixels that a speckle grain spans, at least 1: the field of a pixel is the sum of grain_pixels
+            independent fields over sqrt(grain_pixels), so fields k pixels apart correlate by 1 - k / grain_pixels. With
+            sensor.row_pixels a grain spans as many rows as pixels of a row.
         grain_correlation: correlation of the fields of neighbouring pixels, in [0, 0.5]; above 0 if speckle grains are
             larger than a pixel.
-        speckle_modes: M, independent speckles whose intensities a pixel averages (2: both polarisations), so that the
-            speckle's contrast is 1 / sqrt(M); None: 1. See `opusim.camera.speckle`.
+        speckle_modes: M, the number of independent speckles whose intensities a pixel averages (2: both polarisations);
+            the speckle's contrast is 1 / sqrt(M). None: 1. See `opusim.camera.speckle`.
         mirrors: faults of the mirror array, or None if it has none.
         pixels: faults of the pixels, or None if they have none.
         transfer: faults of the frames' transfer, or None if it has none.

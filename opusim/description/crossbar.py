@@ -21,8 +21,8 @@ class PiecewiseSettings(StrictSection):
     f(g) = clip(slope ln g + offset, lowest, highest) for g < branch, else sum_k polynomial[k] g^k.
 
     Attributes:
-        slope: of the logarithm.
-        offset: its value at g = 1.
+        slope: slope of the logarithm.
+        offset: value of the logarithmic part at g = 1.
         lowest: smallest value of the logarithmic part.
         highest: its largest value.
         branch: where the polynomial begins, or None if the logarithm holds for every g.
@@ -60,12 +60,12 @@ class PowerSettings(StrictSection):
 
 
 class ConverterSettings(StrictSection):
-    """The converters in front of and behind every tile.
+    """The converters before and after every tile.
 
     Attributes:
         dac_bits: of the inputs, sign included, or None for exact inputs; 0 in a file is None.
         adc_bits: of the outputs, sign included, or None for exact outputs; 0 in a file is None.
-        adc_bound: largest output that the ADC shows, units of w x, or None without an ADC.
+        adc_bound: largest output that the ADC can read, units of w x, or None without an ADC.
     """
 
     dac_bits: int | None = Field(default=None, ge=2, le=16)
@@ -89,7 +89,8 @@ class ProductSettings(StrictSection):
         weight_std: of every weight, independent of it.
         current_std: of a weight of 1; the variance grows with the weight's magnitude.
         ir_drop: scale of the voltage drop; 0 switches it off.
-        ir_drop_conductance_ratio: conductance of the wire from one cell to the next over the largest one of a device.
+        ir_drop_conductance_ratio: conductance of the wire from one cell to the next over a device's largest
+            conductance.
     """
 
     output_std: float = Field(default=0.0, ge=0)
@@ -142,7 +143,7 @@ class ConductanceDriftSettings(StrictSection):
 
 
 class LowFrequencySettings(StrictSection):
-    """Noise of 1/f accumulated since programming: g (1 + N(0, q(g)^2 ln((t0 + t + t_read) / (2 t_read)))).
+    """1/f noise accumulated since programming: g (1 + N(0, q(g)^2 ln((t0 + t + t_read) / (2 t_read)))).
 
     Attributes:
         t_read_s: time of a reading, seconds.
@@ -171,7 +172,7 @@ class CrossbarTemperatureSettings(StrictSection):
         temperature_c: operating temperature, degrees Celsius.
         temperature_ref_c: temperature at which the other sections' constants hold, degrees Celsius; None: 25.
         temperature_min_c: lowest working temperature, degrees Celsius; None: -40.
-        temperature_max_c: highest one; None: 85.
+        temperature_max_c: highest working temperature; None: 85.
         activation_ev: activation energy E of the conduction, electronvolts, coefficients of g, lowest power first; None
             is off.
         read_v: voltage of an input of 1, volts; with bandwidth_hz it switches thermal noise on.
@@ -202,7 +203,7 @@ class CrossbarTemperatureSettings(StrictSection):
 
     @classmethod
     def thermal(cls, temperature_c: float, frame_period_us: float) -> Self:
-        """Return the thermal noise of a read-out of which no more is known: 0.2 V, integrated over a frame.
+        """Return the thermal noise of a read-out of unknown voltage and bandwidth: 0.2 V, integrated over a frame.
 
         0.2 V is the order of magnitude of a voltage that disturbs no device; an integration over t has the bandwidth
         1 / (2 t).
@@ -226,7 +227,7 @@ class CrossbarTemperatureSettings(StrictSection):
         """Return the variance of thermal noise for sum_j |w_ij| = 1, squared units of w x; 0 if it is off.
 
         Johnson and Nyquist, Phys. Rev. 32, 97 and 110 (1928): a conductance G has the current noise 4 k T G bandwidth.
-        The sum of both conductances of a pair is at least |w| g_max, which is taken.
+        The sum of a pair's conductances is at least |w| g_max; this least value is taken.
 
         Args:
             g_max_us: conductance of a weight of 1, microsiemens.
@@ -254,16 +255,16 @@ class CrossbarSettings(StrictSection):
 
     Attributes:
         g_max_us: conductance of a weight of 1, microsiemens.
-        tile_inputs: inputs of a tile, which has converters of its own.
+        tile_inputs: inputs of a tile; each tile has converters of its own.
         converter: DAC and ADC.
         product: noise of every product.
         programming_us: standard deviation of the programmed conductance, microsiemens, coefficients of g, lowest power
             first; None for exact programming, or with `relaxation`.
-        relaxation: that standard deviation by time, or None.
+        relaxation: the same standard deviation as a function of time, or None.
         drift: drift by a power law, or None.
         low_frequency: accumulated 1/f noise, or None; needs `drift`.
         work: time and energy of programming, or None if they are not counted.
-        temperature: what temperature does, or None if nothing depends on it.
+        temperature: effects of temperature, or None if nothing depends on it.
     """
 
     g_max_us: float = Field(gt=0)

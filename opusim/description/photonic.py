@@ -1,4 +1,4 @@
-"""Sections of the kinds ``mzi_mesh`` and ``microring_bank``: chips of light, and the detectors behind them.
+"""Sections of the kinds ``mzi_mesh`` and ``microring_bank``: photonic chips and their detectors.
 
 `opusim.crossbar.mesh` and `opusim.crossbar.rings` have the laws.
 """
@@ -18,7 +18,7 @@ class DetectorSettings(StrictSection):
     """A balanced pair of photodiodes at each output.
 
     Attributes:
-        responsivity_a_per_w: current for a watt of light, amperes per watt.
+        responsivity_a_per_w: current per watt of light, amperes per watt.
         bandwidth_hz: noise bandwidth, hertz.
         load_ohm: resistance whose thermal noise is added, ohm; None is off.
     """
@@ -28,7 +28,7 @@ class DetectorSettings(StrictSection):
     load_ohm: float | None = Field(default=None, gt=0)
 
     def shot_a2(self, power_w: float) -> float:
-        """Return the variance of the current of so much light on both diodes, 2 q R P bandwidth (Schottky, 1918)."""
+        """Return the variance of the current for this power P on both diodes, 2 q R P bandwidth (Schottky, 1918)."""
         return 2 * CHARGE_C * self.responsivity_a_per_w * power_w * self.bandwidth_hz
 
     def thermal_a2(self, temperature_c: float) -> float:
@@ -43,11 +43,11 @@ class PhotonicSettings(StrictSection):
 
     Attributes:
         phase_bits: bits of the setting of each heater, or None for exact settings.
-        heater_crosstalk: share of a heater's shift that each of its two neighbours gets too.
-        loss_db: loss of light, decibels: of each interferometer, or of a whole bank of rings.
+        heater_crosstalk: share of a heater's phase shift that each of its two neighbours also gets.
+        loss_db: loss of light in each interferometer, or in a whole bank of rings, decibels.
         laser_w: power of the laser, watts: on all inputs of a mesh together, or on one channel of a bank.
-        detector: of every output.
-        temperature_c: of the chip and its detectors, degrees Celsius, -40 to 85; None: 25.
+        detector: the detector of every output.
+        temperature_c: temperature of the chip and its detectors, degrees Celsius, -40 to 85; None: 25.
         converter: DAC and ADC, as a crossbar's.
         programming_us: time in which the heaters settle, microseconds.
     """
@@ -73,7 +73,7 @@ class MeshSettings(PhotonicSettings):
     Attributes:
         layout: ``rectangular`` (Clements et al.) or ``triangular`` (Reck et al.).
         ports: inputs, and outputs, of the chip.
-        splitter_rad: standard deviation of the angle of a splitter about pi / 4, radians.
+        splitter_rad: standard deviation of a splitter's angle about pi / 4, radians.
         local_oscillator_w: power of the local oscillator at each output, watts.
     """
 
@@ -90,9 +90,8 @@ class RingSettings(PhotonicSettings):
         channels: wavelengths, evenly spaced over a free spectral range.
         finesse: free spectral range over the width of a resonance at half its height.
         free_spectral_range_ghz: gigahertz.
-        tuning_std: standard deviation of the weight that the control of a ring sets, of a full range of 2.
-        shift_ghz_per_k: shift of all resonances with temperature, gigahertz per kelvin; 0 for banks that are
-            stabilised.
+        tuning_std: standard deviation of the weight that the control of a ring sets; weights lie in [-1, 1].
+        shift_ghz_per_k: shift of all resonances with temperature, gigahertz per kelvin; 0 for stabilised banks.
         calibrated_c: temperature at which the rings were calibrated, degrees Celsius; None: 25.
     """
 

@@ -1,11 +1,10 @@
 """The frozen description of a device, as its configuration file gives it.
 
-Every number of a device has its unit in its name, and a source and a status in the table ``[provenance]``; a
-stage of a camera that is switched off by 0 needs none.
-The meaning of a key never changes under one `schema` number.
+Every number of a device has its unit in its name, and a source and a status in the table ``[provenance]``; a stage that
+0 switches off needs none. The meaning of a key never changes under one `schema` number.
 
-It also holds the sections for a device behind lightonml, for time-outs and exclusive use, and for the monitor.
-`load_description` reads a TOML file, lays overrides over it, and refuses what it cannot mean.
+It also holds the sections for a device driven by lightonml, for time-outs and exclusive use, and for the monitor.
+`load_description` reads a TOML file, lays overrides over it, and refuses contradictions.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from opusim.temperature import TemperatureLaw, thermal_charge_e2_per_k
 
 
 class LightonSettings(StrictSection):
-    """Which OPU lightonml is to drive, and how.
+    """Which OPU lightonml drives, and how.
 
     Attributes:
-        simulated: lightonml's own simulated device, a noiseless product, instead of hardware.
-        config_file: lightonml's configuration of the appliance, a path from / or an http address; empty for the one
-            that the machine names under /etc/lighton.
+        simulated: whether lightonml's own simulated device, a noiseless product, takes the place of hardware.
+        config_file: lightonml's configuration of the appliance, a path from / or an http address; empty for the
+            configuration that the machine names under /etc/lighton.
         exposure_us: exposure of the camera, microseconds, or None for the default of lightonml.
-        scale: factor that brings entries of the linear transform, as the factory calibrated it, to standard deviation
-            1, or None for 1; the device contract measures it.
+        scale: factor that brings the entries of the factory-calibrated linear transform to standard deviation 1, or
+            None for 1; the device contract measures it.
     """
 
     simulated: bool = False
@@ -59,7 +58,7 @@ class AccessSettings(StrictSection):
 
     Attributes:
         timeout_s: longest time of one call, seconds, or None to wait without limit.
-        attempts: how often a call is tried, reconnecting in between, before its failure is reported.
+        attempts: how often a call is tried, with a new connection each time, before its failure is reported.
         backoff_s: wait before the second try, seconds; it doubles from try to try.
         exclusive: whether only one process on this machine may have the device open.
         wait_s: seconds to wait for an exclusive device that another process holds; None takes OPUSIM_WAIT, or 0.
@@ -73,22 +72,23 @@ class AccessSettings(StrictSection):
 
 
 class MonitorSettings(StrictSection):
-    """Blank and reference frames between the data, which show whether the device is still what it was.
+    """Blank and reference frames between the data, which show whether the device has changed.
 
     Attributes:
         every_steps: steps from one check to the next.
-        blank_readings: readings of nothing in a check, at least 2; narrow windows take more, to hold 4,096 numbers.
+        blank_readings: blank readings in a check, at least 2; narrow windows take more, for 4,096 numbers.
         reference_vectors: fixed ternary vectors that a check projects.
-        baseline_readings: readings of each reference vector that the first look, at opening, averages, at least 8, and
-            half the least number of blank ones; narrow windows take more of these, to hold 65,536 numbers.
-        false_alarm_per_run: probability that a device within its tolerances is stopped in its first `checks` checks.
-        checks: how many checks of one opening that probability covers.
-        least_correlation: of the reference readings with their first ones, noise taken out.
+        baseline_readings: readings of each reference vector that are averaged at opening, at least 8, beside at least
+            twice as many blank ones; narrow windows take more blank ones, for 65,536 numbers.
+        false_alarm_per_run: probability that a device within its tolerances is stopped during its first `checks`
+            checks.
+        checks: number of checks of one opening that false_alarm_per_run covers.
+        least_correlation: least correlation of the reference readings with those at opening, corrected for noise.
         gain_tolerance: tolerated relative change of the readings' size.
         noise_tolerance: tolerated relative change of the noise's variance.
         silent_outputs: share of the outputs that may stop responding, or lose more than `gain_tolerance` and
             1 - `least_correlation` together.
-        saturated_outputs: share of the outputs that may be saturated in a frame, or read one extreme value.
+        saturated_outputs: share of the outputs that may be saturated in a frame or all read the same extreme value.
     """
 
     every_steps: int = Field(default=10, ge=1)
@@ -136,10 +136,10 @@ _TEMPERATURES = (
     ("rings",),
     ("options",),
 )
-"""Sections whose key `temperature_c` it sets; one of options only if the file has that key."""
+"""Sections whose key `temperature_c` it sets; in `options` only if the file has that key."""
 
 NUMBERS = (int, float, list)
-"""Types of plain values that are numbers, or lists of them, and need a provenance; a bool is none."""
+"""Types of plain values that count as numbers or lists of numbers, and need a provenance; a bool does not count."""
 
 
 class MediumSettings(StrictSection):
@@ -158,17 +158,17 @@ class FrameSettings(StrictSection):
     """Time, energy and transport of the frames. What is not given is off.
 
     Attributes:
-        frame_period_us: time from frame to frame, microseconds; of narrow windows, if wide ones take longer.
+        frame_period_us: time from frame to frame, microseconds; that of narrow windows, if wide ones take longer.
         power_w: power drawn while running, watts.
         frames_per_projection: frames that one ternary projection takes: 2, for its positive and its negative
             part.
         host_us_per_frame: time that the host and its driver add to each frame (transfers, encoding), microseconds, or
             None if it is not known.
         host_us_per_call: time that they add to each call, likewise.
-        readout_us_per_output: time to read an output out, microseconds, or None if it is not known; a frame takes at
-            least so long for each output of its window (`period_us`).
-        packing: how the link sends an output's number (GenICam pixel format names): mono8, mono10p, mono12p or mono16,
-            of 8, 10, 12 and 16 bits. A camera whose converter has more bits sends the highest ones.
+        readout_us_per_output: time to read out one output, microseconds, or None if it is not known; a frame takes at
+            least this time for each output of its window (`period_us`).
+        packing: format in which the link sends an output's number (GenICam pixel format names): mono8, mono10p, mono12p
+            or mono16, of 8, 10, 12 and 16 bits. A camera whose converter has more bits sends the most significant ones.
         link_mb_s: rate at which the link carries the packed numbers, 10^6 bytes per second, or None if it is not known;
             given with packing. A frame takes at least the time that its bytes need.
     """
@@ -200,24 +200,25 @@ class FrameSettings(StrictSection):
         """Return the bytes of a window's packed numbers, ceil(n_outputs bits / 8); 0 without packing.
 
         The formats ending in p leave no bits between pixels (GenICam Pixel Format Naming Convention 2.1). Headers of
-        frames and packets do not count; `link_mb_s` is the rate that they leave.
+        frames and packets do not count; `link_mb_s` is the rate without them.
         """
         return math.ceil(n_outputs * (self.packed_bits or 0) / 8)
 
     def period_us(self, n_outputs: int) -> float:
         """Return the time from frame to frame of a window, microseconds.
 
-        max(frame_period_us, n_outputs readout_us_per_output, frame_bytes / link_mb_s), what is off left out.
+        max(frame_period_us, n_outputs readout_us_per_output, frame_bytes / link_mb_s); a term without its key is left
+        out.
         """
         link_us = 0.0 if self.link_mb_s is None else self.frame_bytes(n_outputs) / self.link_mb_s
         return max(self.frame_period_us, n_outputs * (self.readout_us_per_output or 0.0), link_us)
 
     def call_seconds(self, frames: int, n_outputs: int = 0) -> float:
-        """Return the time of a call end to end, as far as it is known: frame periods and what the host adds, s.
+        """Return the time of a call end to end, as far as it is known, seconds: frame periods and what the host adds.
 
         Args:
-            frames: of the call.
-            n_outputs: of the window, whose frames may take longer to read out.
+            frames: number of frames of the call.
+            n_outputs: outputs of the window; frames of wide windows may take longer to read out.
         """
         each = self.period_us(n_outputs) + (self.host_us_per_frame or 0.0)
         return 1e-6 * (frames * each + (self.host_us_per_call or 0.0))
@@ -226,8 +227,9 @@ class FrameSettings(StrictSection):
 class TemperatureSettings(StrictSection):
     """Gaussian noise of a read-out with dark current and thermal noise (`opusim.temperature`), at one temperature.
 
-    The dark current follows the Arrhenius law (`activation_ev`) or the doubling rule (`doubling_k`). The rule gives the
-    current that a guarantee may rest on (`opusim.temperature.DoublingDarkCurrent.credited`), in readings too.
+    The dark current follows the Arrhenius law (`activation_ev`) or the doubling rule (`doubling_k`). Under the rule,
+    readings too have the smaller current that a guarantee may rest on
+    (`opusim.temperature.DoublingDarkCurrent.credited`).
 
     Attributes:
         sigma_0: noise that does not depend on temperature (amplifier and the like), projection units.
@@ -235,10 +237,10 @@ class TemperatureSettings(StrictSection):
         exposure_us: exposure of a frame, or time over which an analog read-out integrates, microseconds.
         temperature_c: operating temperature, degrees Celsius.
         dark_current_ref_e_per_s: dark current at temperature_ref_c, electrons per second; 0 switches it off.
-        temperature_ref_c: temperature of that number, degrees Celsius.
+        temperature_ref_c: temperature at which dark_current_ref_e_per_s holds, degrees Celsius.
         temperature_min_c: lowest working temperature, degrees Celsius.
-        temperature_max_c: highest one.
-        doubling_k: kelvin in which the dark current doubles; this or activation_ev.
+        temperature_max_c: highest working temperature.
+        doubling_k: rise of temperature that doubles the dark current, kelvin; this or activation_ev.
         activation_ev: activation energy of the dark current, electronvolts.
         load_ohm: resistance of an analog read-out (the load, or an amplifier's feedback resistor), whose thermal noise
             is added, ohm; None is off.
@@ -273,7 +275,7 @@ class TemperatureSettings(StrictSection):
         return self
 
     def law(self) -> TemperatureLaw:
-        """Return the law, without the operating temperature.
+        """Return the law as a function of temperature.
 
         Raises:
             ValueError: its numbers contradict each other.
@@ -290,11 +292,11 @@ class TemperatureSettings(StrictSection):
 
 
 class NoiseSettings(StrictSection):
-    """Gaussian noise of a reading, given directly or through a temperature: exactly one of the two.
+    """Gaussian noise of a reading, given by exactly one of sigma and temperature_law.
 
     Attributes:
         sigma: standard deviation in projection units (an entry of B has standard deviation 1).
-        temperature_law: the law and the temperature that give it.
+        temperature_law: the law and the temperature that give sigma.
     """
 
     sigma: float | None = Field(default=None, ge=0)
@@ -330,12 +332,13 @@ class Provenance(StrictSection):
 
 
 class DeviceDescription(Shown, StrictSection):
-    """Everything that a configuration file says of a device.
+    """Everything that a configuration file says about a device.
 
     Attributes:
         schema_version: version of the keys' meaning; written ``schema`` in files.
         name: the device's name.
-        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, ``crossbar``, ``bench``, or a registered kind.
+        kind: the class that runs it: ``ideal``, ``gaussian``, ``camera``, ``crossbar``, ``bench``, or a registered
+            kind.
         title: what the device is, in one line.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
@@ -343,7 +346,7 @@ class DeviceDescription(Shown, StrictSection):
         frames: time and energy.
         noise: noise of a reading, or None if the kind has no noise or defines its own.
         camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
-        bench: how a mirror array and a camera of one's own are used, for the kind ``bench``.
+        bench: how the user's own mirror array and camera are used, for the kind ``bench``.
         lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
         crossbar: conductances, noise and converters, for the kind ``crossbar`` and registered subclasses of
             `CrossbarDevice`.
@@ -379,7 +382,7 @@ class DeviceDescription(Shown, StrictSection):
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the device is a simulation; hardware has a medium of its own, and noise that comes from no seed."""
+        """Whether the device is a simulation; a hardware's medium and noise come from no seed."""
         return self.medium is not None
 
     def _shown(self) -> dict[str, object]:
@@ -478,7 +481,7 @@ class DeviceDescription(Shown, StrictSection):
 
     @property
     def joins_readings(self) -> bool:
-        """Whether a reading may hold another's frame, by which one record would enter what is read of the next."""
+        """Whether a reading may hold the frame of another, so that one record enters the reading of the next."""
         transfer = None if self.camera is None else self.camera.transfer
         return transfer is not None and transfer.repeated > 0
 
@@ -494,13 +497,13 @@ class DeviceDescription(Shown, StrictSection):
 
 
 SCHEME_GROUP = "opusim.description_schemes"
-"""Entry points that read descriptions of names with a scheme: called with the name, they return what a file holds."""
+"""Entry points that read descriptions by a name with a scheme: called with the name, they return a file's content."""
 _ALTERNATIVES = (
     {"noise.sigma", "noise.temperature_law"},
     {"noise.temperature_law.doubling_k", "noise.temperature_law.activation_ev"},
     {"camera.dark.doubling", "camera.dark.arrhenius", "camera.dark.table"},
 )
-"""Keys that exclude each other: an override by one takes the others away."""
+"""Keys that exclude each other: an override of one removes the others."""
 
 
 def load_description(
@@ -513,7 +516,7 @@ def load_description(
             ``.toml``, or the address of a served device, ``remote://HOST:PORT``, whose server is asked.
         overrides: nested mapping laid over the file's keys, such as ``{"noise": {"sigma": 0.1}}``; the
             provenance of an overridden number becomes ``override``. A value of None removes a key. ``temperature_c``
-            sets the key of that name in the section that has the description's law of temperature.
+            sets the key of that name in the section with the description's temperature law.
 
     Returns:
         The frozen description.
@@ -531,7 +534,7 @@ def load_description(
         given = {*_sections(overrides), *laid}
         removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
         content = _pruned(merged(content, overrides), removed)
-        # the provenance of what was given, without that of what is no longer there
+        # provenance of the given numbers; that of removed numbers is dropped
         provenance, stated = dict(content.get("provenance", {})), overrides.get("provenance", {})
         for key, value in laid.items():
             is_number = isinstance(value, NUMBERS) and not isinstance(value, bool) and key not in stated
@@ -545,13 +548,13 @@ def load_description(
 def copied(
     original: DeviceDescription, changed: DeviceDescription, title: str | None, source: str | None
 ) -> DeviceDescription:
-    """Return a description of another device that claims nothing that is known of the original only.
+    """Return a description of another device; what is known only of the original becomes an assumption.
 
     Args:
-        original: what was copied.
-        changed: the same with a name of its own and the keys that the caller set.
-        title: of the copy; None to say that it is one.
-        source: where the numbers that the caller set come from; None to keep what they say.
+        original: the copied description.
+        changed: the copy, with its own name and the keys that the caller set.
+        title: title of the copy; None makes one that says it is a copy.
+        source: source of the numbers that the caller set; None keeps the source they have.
     """
     content = changed.dump()
     if title is not None or changed.title == original.title:
@@ -569,10 +572,10 @@ def copied(
 
 
 def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescription:
-    """Check plain values, as `DeviceDescription.dump` gives them.
+    """Make a description of plain values, such as `DeviceDescription.dump` returns.
 
     Args:
-        file: what to call the source in errors.
+        file: name of the source in errors.
         content: nested mapping under the files' keys.
 
     Raises:
@@ -627,10 +630,10 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides with `TEMPERATURE` moved to the section whose law takes it.
+    """Return the overrides with `TEMPERATURE` moved to the section whose law uses it.
 
     Raises:
-        ConfigError: nothing of the device depends on temperature, or the overrides give two temperatures.
+        ConfigError: nothing in the device depends on temperature, or the overrides give two temperatures.
     """
     given = dict(overrides)
     if TEMPERATURE not in given:
@@ -665,10 +668,10 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
 
 
 def _thermal_read_out(described: Mapping[str, Any], temperature_c: Any) -> dict[str, Any]:
-    """Return a crossbar's section with the thermal noise of its read-out, and where its numbers come from."""
+    """Return a crossbar's section with the thermal noise of its read-out, and the provenance of its numbers."""
     period_us = (_at(described, ("frames",)) or {}).get("frame_period_us")
     if not isinstance(period_us, int | float) or period_us <= 0:
-        return {"crossbar": {"temperature": {TEMPERATURE: temperature_c}}}  # the frames are refused first
+        return {"crossbar": {"temperature": {TEMPERATURE: temperature_c}}}  # fails at its frames first
     section = CrossbarTemperatureSettings.thermal(25.0, period_us).model_dump(exclude_none=True)
     sources = {
         "read_v": "order of magnitude of a voltage that disturbs no device",
@@ -708,11 +711,11 @@ _CONVERTERS = {
         for name, keys in (("adc", ("adc_bits", "adc_bound")), ("dac", ("dac_bits",)))
     },
 }
-"""Bits of converters, of which 0 leaves the converter out, and the keys of the section that it has."""
+"""Keys of converters' bits; 0 bits leave the converter out, and its keys in the section are removed."""
 
 
 def _without(content: Mapping[str, Any], removed: set[str]) -> dict[str, Any]:
-    """Return plain values without some numbers and their provenance."""
+    """Return the content without the removed numbers and their provenance."""
     kept = _pruned(content, removed)
     stated = kept.get("provenance")
     if isinstance(stated, Mapping):

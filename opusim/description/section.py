@@ -1,8 +1,8 @@
 """Sections of a configuration: their base classes, and how their errors become one line.
 
-Descriptions of devices, certificates, runs and sweeps are all pydantic models read from TOML or JSON. They share what
-stands here: `Section`, `first_problem`, which turns pydantic's list of errors into one `ConfigError`, and the functions
-on nested mappings (`merged`, `flat`, `nested`, `parse_setting`).
+Descriptions of devices, certificates, runs and sweeps are all pydantic models read from TOML or JSON. They share this
+module: `Section`, `first_problem`, which turns pydantic's list of errors into one `ConfigError`, and the functions on
+nested mappings (`merged`, `flat`, `nested`, `parse_setting`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StrictSection(Section):
 
 
 class BadKey(ValueError):
-    """A rule of a validator that names the key at fault itself; `first_problem` puts that key into the message.
+    """An error of a validator that names the key at fault itself; `first_problem` puts that key into the message.
 
     Attributes:
         key: the dotted key, counted from the top of the configuration.
@@ -74,15 +74,15 @@ _ELSEWHERE = {
     "eps": "epsilon",
     "noise": "device.noise",
 }
-"""Words of other tools, and those that stand for the same here: commands, kinds, options and keys."""
+"""Words of other tools, each with opusim's word for it: commands, kinds, options and keys."""
 
 
 def meant_by(word: str, known: Collection[str]) -> str | None:
-    """Return the known word that one probably means: by its letters, or because other tools call it so.
+    """Return the known word that is probably meant: one of similar letters, or opusim's word for another tool's.
 
     Args:
-        word: As it was written; its case, and hyphens for underscores, do not count.
-        known: What may be meant; of a dotted key that other tools call so, the first part.
+        word: As it was written. Case does not matter, nor do hyphens in place of underscores.
+        known: The words that may be meant; for a dotted key, its first part.
     """
     plain = {each.lower().replace("-", "_"): each for each in known}
     written = word.lower().replace("-", "_")
@@ -94,7 +94,7 @@ def meant_by(word: str, known: Collection[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Collection[str], *, otherwise: str = "") -> str:
-    """``; did you mean 'sigma'?``, or the text given if no known word is meant (`meant_by`)."""
+    """``; did you mean 'sigma'?``, or `otherwise` if no known word is meant (`meant_by`)."""
     meant = meant_by(word, known)
     return f"; did you mean {meant!r}?" if meant else otherwise
 
@@ -114,9 +114,9 @@ def first_problem(
     Args:
         error: what `model.model_validate` raised.
         model: the model that was validated, whose keys are suggested.
-        origin: the file, or what to call the source.
-        whole: what to call the configuration as a whole, if no single key is at fault.
-        sections: the section that stands under a dotted key, if the model's annotations do not tell it (sections that
+        origin: the file, or another name of the source.
+        whole: name of the whole configuration, for errors with no single key at fault.
+        sections: the section under a dotted key, for those that the model's annotations do not name (sections that
             other packages register).
     """
     problems = error.errors(include_url=False)
@@ -160,8 +160,8 @@ def first_problem(
 def described_fields(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
     """Return the fields of a section, each with the docstring below it as its description.
 
-    pydantic's `use_attribute_docstrings` does so for every class when it is defined, which takes a tenth of a second of
-    each command; only help pages need it.
+    pydantic's `use_attribute_docstrings` would do this for every class at its definition, which costs each command a
+    tenth of a second; only help pages need it.
     """
     fields = section.model_fields
     for cls in section.__mro__:
@@ -173,7 +173,7 @@ def described_fields(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
 
 @functools.cache
 def _attribute_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the docstrings below annotated names, by class of a module and name; empty without its source."""
+    """Return the docstrings below annotated names, by class and name; empty without the module's source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, KeyError):
@@ -258,16 +258,16 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-"""Annotations of a number's range, in words."""
+"""The names that pydantic gives to a number's limits, in words."""
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return a field's default; pydantic 2.7 has no other argument, and no factory here takes one."""
+    """Return a field's default; no factory here takes the validated data (pydantic 2.7 cannot pass them)."""
     return field.get_default(call_default_factory=True)
 
 
 def nested_keys(section: type[BaseModel]) -> Iterator[str]:
-    """Yield the dotted keys of a section and of those in it."""
+    """Yield the dotted keys of a section and of its inner sections."""
     for name in keys_of(section):
         field = _field(section, name)
         parts = () if field is None else variants_of(field.annotation)
@@ -277,7 +277,7 @@ def nested_keys(section: type[BaseModel]) -> Iterator[str]:
 def _inner_key(
     section: type[BaseModel], keys: Sequence[str], sections: Mapping[str, type[BaseModel]]
 ) -> str | None:
-    """Return the only key of the section's own sections that has the name of an unknown key, or None."""
+    """Return the dotted key under which just one inner section has the unknown key's name, else None."""
     found = []
     for name in keys_of(section):
         path, field = ".".join([*keys[:-1], name]), _field(section, name)
@@ -289,7 +289,7 @@ def _inner_key(
 
 
 def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
-    """Return what a key takes, the value if it is short of a section, and the key's default."""
+    """Return what a key takes, the value that was given, and the key's default."""
     message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")
     if problem["type"] == "value_error" or isinstance(value, BaseModel):
         return message
@@ -327,7 +327,7 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
 
 
 def _takes(annotation: Any, value: Any) -> bool:
-    """Return whether a key of an annotation may have a value: one of its words, or a value of its type."""
+    """Return whether an annotation allows a value: one of its words, or a value of its type."""
     parts = get_args(annotation) or (annotation,)
     kinds = (int, float) if type(value) is int else (type(value),)
     return any(kind in parts for kind in kinds) or (isinstance(value, str) and value in parts)
@@ -336,7 +336,7 @@ def _takes(annotation: Any, value: Any) -> bool:
 def _walk(
     model: type[BaseModel], location: Sequence[str | int], sections: Mapping[str, type[BaseModel]]
 ) -> tuple[type[BaseModel] | None, list[str]]:
-    """Return the section that holds the last key of an error's location, or None if that is no section, and the keys.
+    """Return the section that holds the last key of an error's location (None if no section does), and the keys.
 
     pydantic puts the kind of a discriminated union between the keys; it is left out.
     """
@@ -355,7 +355,7 @@ def _walk(
         found = () if field is None else variants_of(field.annotation)
         below = sections.get(".".join(keys)) or (found[0] if len(found) == 1 else None)
         if field is not None and len(found) > 1 and below is None:
-            # a discriminated union tells a variant by the words of one field
+            # a discriminated union tells its variants apart by the words of one field
             name = field.discriminator if isinstance(field.discriminator, str) else "kind"
             tagged = ((kind, kind.model_fields.get(name)) for kind in found)
             choices = {

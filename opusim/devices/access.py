@@ -45,7 +45,7 @@ _MARK = b"process "
 
 
 class LockHeld(Exception):  # a state that callers turn into their own error
-    """Another process, or another place of this one, holds the lock; `holder` says which."""
+    """Another process, or another caller in this one, holds the lock; `holder` says which."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -60,7 +60,7 @@ def held(path: Path) -> Iterator[None]:
         path: the file; its folder is there.
 
     Raises:
-        LockHeld: another process holds it, or another place of this one.
+        LockHeld: another process holds it, or another caller in this one.
         OSError: the file cannot be written, or is no lock: a link, a named pipe, or a file with other content.
     """
     lock = FileLock(
@@ -87,7 +87,7 @@ def held(path: Path) -> Iterator[None]:
 def is_held(path: Path) -> bool:
     """Whether some process holds a lock file.
 
-    Asking writes nothing, but holds the file for an instant, in which a process that wants the lock is refused.
+    The check writes nothing, but holds the file for an instant; a process that wants the lock just then is refused.
     """
     try:
         descriptor = open_to_read(path)
@@ -231,7 +231,7 @@ class Access:
         timeout_s: longest time of one call, or None.
 
     Args:
-        settings: how long and how often.
+        settings: the time-out, the number of attempts and the waits between them.
         name: the device's name, for messages and the lock.
         reconnect: closes the device in any state and opens it again.
     """
@@ -282,12 +282,12 @@ class Access:
         """Return the result of one call.
 
         Args:
-            act: makes it.
+            act: makes the call.
             undo: called in the call's own thread if the call ends after it was abandoned.
 
         Raises:
-            DeviceTimeout: it took longer than `timeout_s`, after which the call is abandoned, or its driver says so.
-            DeviceUnavailable: its driver reports another error of the operating system, which a run survives.
+            DeviceTimeout: the call took longer than `timeout_s` and is abandoned, or the driver reports a time-out.
+            DeviceUnavailable: the driver reports another OSError; a run survives it.
         """
         timeout = self.timeout_s
         try:
@@ -329,7 +329,7 @@ class _Caller:
         threading.Thread(target=self._work, daemon=True, name="opusim-device").start()
 
     def call(self, act: Callable[[], Any], timeout_s: float, undo: Callable[[], None] | None = None) -> Any:
-        """Return the call's result, or its error; queue.Empty when the time is over."""
+        """Return the call's result or raise its error; raise queue.Empty after `timeout_s`."""
         self._calls.put((act, undo))
         result, error = self._answers.get(timeout=timeout_s)
         if error is not None:
@@ -337,7 +337,7 @@ class _Caller:
         return result
 
     def stop(self) -> None:
-        """End the thread after its last call; a simulation ends within the call, at its next pause."""
+        """End the thread after its last call; a simulated call ends at its next pause."""
         self._is_stopped = True
         self._calls.put(None)
 

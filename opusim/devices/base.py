@@ -39,9 +39,9 @@ from opusim.randomness.streams import MODES
 from opusim.tables import Shown
 
 _INTENSITIES_AT_ONCE = 2**21
-"""Intensities that are computed at once: 8 MiB, and some times as much for fields and noise, near the cache."""
+"""Intensities computed at once: 8 MiB, and a few times that for fields and noise, near the size of the cache."""
 _FRAMES_AT_ONCE = 256
-"""Frames that make a product of matrices fast: wide devices show as many at once, up to `_MOST_INTENSITIES`."""
+"""Frames at once that make matrix products fast; the widest devices show fewer, `_MOST_INTENSITIES` in all."""
 _MOST_INTENSITIES = 2**24
 
 
@@ -49,11 +49,11 @@ class NoisyDevice(Shown, ABC):
     """A matrix B that physics applies: B x + noise, with fresh noise for every reading.
 
     Entries of B are N(0, 1) in projection units on every device; B is fixed for the device's life unless its
-    description says that it drifts. Trainers own their gain. A subclass gives `described_noise`, `_project` and
-    `_seek`, which get checked input, and `_draw` unless readings of nothing are the device's noise.
+    description says that it drifts. Trainers choose their own gain. A subclass implements `described_noise`, `_project`
+    and `_seek`, which get checked input, and `_draw` unless blank readings are the device's noise.
 
-    Use it as a context manager, or call `open` and `close`; both may be called twice. One device is not to be
-    used from several threads at once.
+    Use it as a context manager, or call `open` and `close`; both may be called twice. Do not use one device from
+    several threads at once.
 
     Attributes:
         description: the frozen description that it was made from.
@@ -63,8 +63,8 @@ class NoisyDevice(Shown, ABC):
         n_outputs: number of its outputs.
         mode: ``experiment`` or ``release``.
         is_open: whether the device can be used.
-        certificate: the certificate that `noise` rests on, or None if it is the description's.
-        world: processes that read it together (`SharedDevice`), or None if it belongs to this one.
+        certificate: the certificate that `noise` rests on, or None if `noise` is the description's.
+        world: number of processes that share the device (`SharedDevice`), or None if it belongs to this one.
 
     Args:
         description: the device's description.
@@ -72,7 +72,7 @@ class NoisyDevice(Shown, ABC):
         n_outputs: number of outputs to open, likewise.
         mode: ``experiment`` (replayable noise) or ``release`` (noise from the operating system's entropy).
         seed: seed of the noise in ``experiment``, in [0, 2^64).
-        torch_device: on which a simulation computes; inputs may live elsewhere.
+        torch_device: where a simulation computes; inputs may be on another one.
 
     Raises:
         TypeError, ValueError: an argument out of range.
@@ -222,8 +222,8 @@ class NoisyDevice(Shown, ABC):
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 
-        A device that states no law, or only measured variances, takes that of a Gaussian certificate: the certificate's
-        tests support it then.
+        A device that states no law, or only measured variances, takes the law of a Gaussian certificate, which the
+        certificate's tests support.
 
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
@@ -239,9 +239,9 @@ class NoisyDevice(Shown, ABC):
         self._certified, self.certificate = certificate.certified(described), certificate
 
     def credit_noise(self) -> None:
-        """Say that a guarantee rests on `noise`, so that the monitor compares hardware with a law that is only assumed.
+        """Declare that a guarantee rests on `noise`: the monitor then compares hardware even with an assumed law.
 
-        A certified law, and that of a simulation, are always compared with.
+        It always compares with a certified law and with a simulation's.
         """
         self._is_credited = True
 
@@ -250,7 +250,7 @@ class NoisyDevice(Shown, ABC):
     def open(self) -> Self:
         """Open the device; nothing happens if it is open.
 
-        If the description has a section ``[monitor]``, a baseline is measured, with which later checks compare.
+        If the description has a section ``[monitor]``, it also measures a baseline for later checks.
 
         Raises:
             DeviceError: the device cannot be opened; `DeviceBusy` if another process holds an exclusive one.
@@ -324,9 +324,9 @@ class NoisyDevice(Shown, ABC):
     ) -> Array:  # (frames, n_inputs) -> (frames, n_outputs)
         """Return |R x|^2 with fresh noise, one frame for each binary vector: optical random features.
 
-        R is the complex medium, apart from B on simulated devices. Without a camera its entries have mean 0 and
-        E|R_ji|^2 = 1, so that an intensity has the mean ||x||^2, and noise of the device's law is added to it. Devices
-        with a camera give its digital numbers, DN.
+        R is the complex medium; simulated devices without a camera draw it independently of B. There its entries have
+        mean 0 and E|R_ji|^2 = 1, so that an intensity has the mean ||x||^2, and noise of the device's law is added to
+        it. Devices with a camera give its digital numbers, DN.
 
         Args:
             x: torch tensor on any torch device, or numpy array; shape (frames, n_inputs), any real, integer or boolean
@@ -391,7 +391,7 @@ class NoisyDevice(Shown, ABC):
         return self.project(x)
 
     def agree(self, rows: int) -> tuple[int, int]:
-        """Return how many rows the processes of lower rank are about to project, and the most that any process does.
+        """Return how many rows the lower ranks are about to project, and the most rows of any process.
 
         Args:
             rows: Number of this process's rows.
@@ -403,8 +403,8 @@ class NoisyDevice(Shown, ABC):
 
         In ``experiment`` mode the noise is keyed by step and reading, so a re-executed step repeats its
         noise. In ``release`` mode, and on hardware, nothing is repeated. A monitored device is checked at every
-        ``monitor.every_steps``-th step, once however often the step is named in succession. Steps from 2^63 on key the
-        noise of readings before training, and no check belongs to them.
+        ``monitor.every_steps``-th step, only once if the same step is sought several times in succession. Steps from
+        2^63 on key the noise of readings before training; no check is made at them.
 
         Args:
             step: in [0, 2^64).
@@ -426,7 +426,7 @@ class NoisyDevice(Shown, ABC):
 
     @property
     def monitor(self) -> Unmonitored:
-        """What compares the device with what it was when it was opened (`opusim.devices.monitor`)."""
+        """The monitor, which compares the device with its state at opening (`opusim.devices.monitor`)."""
         return self._monitor
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
@@ -439,11 +439,11 @@ class NoisyDevice(Shown, ABC):
         return self.monitor.smallest_changes(checks)
 
     def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
-        """Return what the device does in a run's steps besides readings that the run asks for: the monitor's checks.
+        """Return the device's work in a run's steps besides the run's own readings: the monitor's checks.
 
         Args:
             first: the first of these steps.
-            end: the step behind the last one.
+            end: the step after the last one.
             inspections: further checks in between.
         """
         if self.description.monitor is None:
@@ -452,7 +452,7 @@ class NoisyDevice(Shown, ABC):
         return each.times(self.monitor.checks_between(first, end) + inspections)
 
     def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
-        """Compare with an earlier baseline than this opening's, such as that of a run that is resumed.
+        """Compare with an earlier baseline, such as a resumed run's, in place of this opening's.
 
         Args:
             baseline: the earlier one.
@@ -480,27 +480,27 @@ class NoisyDevice(Shown, ABC):
         """Frames of binary patterns, each followed by its complement in the anchor, or None without frames.
 
         Args:
-            patterns: fixed ones of the monitor, entries 0 and 1, shape (patterns, n_inputs).
+            patterns: the monitor's fixed patterns, entries 0 and 1, shape (patterns, n_inputs).
         """
         return None
 
     @property
     def _saturation_work(self) -> DeviceWork:
-        """What `_saturated_share` takes of the device in one check."""
+        """The device's work for `_saturated_share` in one check."""
         return DeviceWork()
 
     def _open(self) -> None:  # optional hook
         """Connect to the device; a simulation needs nothing.
 
         An instrument of several parts registers each one as soon as it is open, as in
-        ``self.opened_parts.callback(camera.close)``. They are closed behind `_close`, the last one first, also if a
-        later part does not open.
+        ``self.opened_parts.callback(camera.close)``. They are closed after `_close`, in reverse order, also if a later
+        part fails to open.
         """
 
     def _close(self) -> None:  # optional hook
         """Disconnect from the device; a simulation needs nothing.
 
-        It is also called if `_open` failed, and gives back what that had taken by then.
+        It is also called if `_open` failed, and must release what was taken by then.
         """
 
     @abstractmethod
@@ -519,7 +519,7 @@ class NoisyDevice(Shown, ABC):
         return self._read_in_calls(self._intensities, part, frames_per_reading=1)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
+        """Return fresh noise of a checked shape; by default blank readings, as many as fill the shape."""
         numbers = math.prod(shape)
         blank = torch.zeros((-(-numbers // self.n_outputs), self.n_inputs), device=self._torch_device)
         return self._project(blank).flatten()[:numbers].reshape(shape)
@@ -531,7 +531,7 @@ class NoisyDevice(Shown, ABC):
     def _readings_at_once(self, frames_per_reading: int | None = None) -> int:
         """Return how many readings hardware takes in half the time that a call may last; at least 1.
 
-        A simulation takes no time of frames.
+        A simulation has no such limit.
         """
         timeout_s, frames = self._access.timeout_s, self.description.frames
         if timeout_s is None or self.description.is_simulated:
@@ -550,11 +550,11 @@ class NoisyDevice(Shown, ABC):
         width: int | None = None,
         frames_per_reading: int | None = None,
     ) -> torch.Tensor:
-        """Return a checked reading of each row, in as many calls as the time-out asks for.
+        """Return a checked reading of each row, in as many calls as the time-out requires.
 
         Args:
             act: reads rows.
-            rows: what is shown, a reading each.
+            rows: vectors to show, one reading each.
             width: numbers of a reading, or None for n_outputs.
             frames_per_reading: as for `_read`.
         """
@@ -587,7 +587,7 @@ class NoisyDevice(Shown, ABC):
             act: reads.
             shape: of the reading.
             frames_per_reading: or None for the description's frames_per_projection.
-            readings: how many it holds, or None if it holds n_outputs numbers for each.
+            readings: number of readings in it, or None for one per n_outputs numbers.
         """
         with torch.no_grad(), torch.autocast(self._torch_device.type, enabled=False):
             y = self._access.call(act)
@@ -599,7 +599,7 @@ class NoisyDevice(Shown, ABC):
         return y
 
     def _open_all(self) -> None:
-        """Open all parts; if the time-out passes and opening ends later, all is closed then."""
+        """Open all parts; if opening ends only after its time-out, all are closed then."""
         self._openings += 1
         mine = self._openings
 
@@ -617,7 +617,7 @@ class NoisyDevice(Shown, ABC):
             self.opened_parts.close()
 
     def _give_back(self) -> None:
-        """Close the device in any state; a driver's error there hides none that is to be reported."""
+        """Close the device in any state; a driver's error here is dropped, so that it hides no other."""
         with contextlib.suppress(Exception):
             self._access.once(self._close_all)
 

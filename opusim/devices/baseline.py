@@ -1,12 +1,12 @@
-"""What a monitor compares a device with: its baseline, and sequential tests of whether it has changed.
+"""The baseline that a monitor compares a device with, and sequential tests of whether the device has changed.
 
 The tests have a stated probability of a false alarm over a whole run. Both keep e-values: numbers at least 0 whose
 conditional mean, as long as the device stays within its tolerance, is at most 1. The product of e-values from any check
 on exceeds 1/p with probability at most p (Ville), and a test that begins at most K such products in K looks gives a
 false alarm with probability at most p when it waits for K/p. The e-values are those of Gaussian statistics whose
-standard errors are known to within 20 % and whose first look errs by less than six of its own; tests count false alarms
-of whole devices. Source: Shin, Ramdas and Rinaldo, "E-detectors" (arXiv 2203.03532); the sum of products and the CUSUM
-are theirs.
+standard errors are known to within 20 % and whose first look errs by less than six standard errors; the test suite
+counts false alarms of whole devices. Source: Shin, Ramdas and Rinaldo, "E-detectors" (arXiv 2203.03532); the sum of
+products and the CUSUM are theirs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ special = Deferred("scipy.special")
 _FLOOR = 1e-6
 """Least standard error: rounding of float32."""
 _SEED = 20261121
-"""Of the reference vectors, which are the same for every device and run."""
+"""Seed of the reference vectors, which are the same for every device and run."""
 _LEAST_NUMBERS = 2**16
-"""Numbers that the blank readings of a first look hold at least, so that its error stays below a check's."""
+"""Fewest numbers in the blank readings of a first look, so that its error stays below a check's."""
 _MOST_READINGS = 4096
 _NUMBERS = ("power", "spread", "repeat", "shared_blank", "shared_slope", "shared_difference")
 _ROWS = ("weights", "variance", "reference_variance")
@@ -43,7 +43,7 @@ Readings = Callable[[torch.Tensor], np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Means over the first look; none of it depends on data.
+    """Means over the first look at a device; they never depend on data.
 
     Attributes:
         reference: mean readings of the reference vectors, shape (vectors, n_outputs).
@@ -53,14 +53,14 @@ class Baseline:
         reference_variance: noise variance of each output in readings of the reference vectors, averaged over them.
         spread: standard deviation of the square of one blank reading over its mean, outputs weighed by `weights`;
             sqrt 2 for Gaussian noise of one variance, larger if outputs or tails differ.
-        shared_blank: standard deviation of the mean square over outputs of a blank reading, over its mean, that comes
-            from noise that outputs share, such as a fluctuating power's; 0 if no more scatter is seen than independent
-            outputs have. An upper limit, and larger if successive readings follow each other.
-        shared_slope: the same of the slope of a look's reference readings on their mean.
-        shared_difference: the same of a look's mean square difference from the mean, over `power`.
+        shared_blank: relative standard deviation of a blank reading's mean square over outputs, as far as noise that
+            outputs share causes it, such as a fluctuating power's; 0 if the scatter is no larger than that of
+            independent outputs. An upper limit; correlated successive readings raise it.
+        shared_slope: likewise for the slope of a look's reference readings on their mean.
+        shared_difference: likewise for a look's mean square difference from the mean, over `power`.
         frames: frames of fixed patterns, or None if the device shows none.
-        repeat: logarithm of the probability that two blank readings agree at every output; large and negative but for
-            narrow windows of coarse converters, and 0 without noise.
+        repeat: logarithm of the probability that two blank readings agree at every output; far below 0 except for
+            narrow windows of coarse converters; 0 without noise.
     """
 
     reference: np.ndarray
@@ -76,7 +76,7 @@ class Baseline:
     frames: FrameLook | None = None
 
     def correlation(self, reference: np.ndarray, kept: np.ndarray) -> float:
-        """Return the correlation of one reading of each vector with `reference` at some outputs, noise taken out."""
+        """Return the correlation of one reading of each vector with the first ones at some outputs, without noise."""
         if not np.any(kept):
             return 0.0
         before, now, noise = self.reference[:, kept], reference[:, kept], self.reference_variance[kept]
@@ -86,7 +86,7 @@ class Baseline:
     def hot_share(self, variance: np.ndarray) -> float:
         """Return the share of outputs whose noise variance at least doubled; 0 if the noise of the others rose too.
 
-        It rose if the median output gained 25 % or more, or if the doubled ones hold at most half of the total gain.
+        It did if the median output gained 25 % or more, or if the doubled ones hold at most half of the total gain.
         """
         gained = variance[self.variance > 0] / self.variance[self.variance > 0] - 1
         hot = gained > 1
@@ -108,7 +108,7 @@ class Baseline:
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Baseline:
-        """Return what `to_array` made.
+        """Return the baseline of an array from `to_array`.
 
         Raises:
             ValueError: it has too few rows, as arrays of earlier versions have.
@@ -132,7 +132,7 @@ def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, r
         read: takes readings of ternary vectors, a row each.
         show: takes frames of binary patterns.
         vectors: the reference vectors, shape (vectors, n_inputs).
-        readings: of each vector, and half as many as of nothing at least; a narrow window takes up to 4,096 of nothing.
+        readings: number for each vector; at least twice as many blank ones are taken, up to 4,096 by a narrow window.
     """
     taken = np.stack([read(vectors) for _ in range(readings)])  # (readings, vectors, n_outputs)
     reference, outputs = taken.mean(axis=0), taken.shape[2]
@@ -190,7 +190,7 @@ def spread_of_squares(blank: np.ndarray, weights: np.ndarray) -> float:
 
 
 def blank_readings(readings: int, n_outputs: int) -> int:
-    """How many readings of nothing a first look takes: twice as many as of a reference vector, or 65,536 numbers."""
+    """Return how many blank readings the first look takes: twice a reference vector's, or enough for 65,536 numbers."""
     return 2 * max(readings, min(-(-_LEAST_NUMBERS // (2 * n_outputs)), _MOST_READINGS // 2))
 
 
@@ -207,11 +207,11 @@ def reference_vectors(count: int, n_inputs: int) -> torch.Tensor:
 
 
 TILTS = (0.25, 0.5, 1.0, 2.0, 4.0, 7.0)
-"""Changes, in standard errors of a look beyond the tolerance, for each of which a CUSUM is tuned."""
+"""Changes beyond the tolerance, in standard errors of a look; a CUSUM is tuned for each."""
 BLOCKS = (1, 8, 64)
 """Looks over which the responses of single outputs are added up."""
 _INFLATION = 1.2
-"""Factor on every standard error, which makes room for errors of the errors and for tails that are not Gaussian."""
+"""Factor on every standard error, to allow for its own error and for tails that are not Gaussian."""
 _TAIL = 0.35
 """Largest tilt over the square root of the numbers in a mean square: up to there its e-value has mean at most 1."""
 _FOUND = 0.99
@@ -219,7 +219,7 @@ _FOUND = 0.99
 SURE = 6.0
 """Standard errors of the first look that are allowed on top of a tolerance."""
 SHRUNK = (0.95, 0.8, 0.5, 0.1, 0.01)
-"""Variances over the law's, for each of which a CUSUM of every single output is tuned."""
+"""Variances over the law's; a CUSUM of every single output is tuned for each."""
 _MOST_TILT = 3.0
 _LEAST_ROOM = 0.25
 
@@ -232,9 +232,9 @@ class ShiftTest:
     Args:
         tolerance: largest mean of the statistic that is tolerated.
         error: standard error of the statistic in one look.
-        first_error: standard error of what the first look adds to the statistic of every later one.
-        level: log(K tests / p); the number of tilts is added here.
-        numbers: how many independent squares the statistic is a mean of; None: it is linear in the readings.
+        first_error: standard error that the first look adds to the statistic of every later look.
+        level: log(K tests / p); the logarithm of the number of tilts is added here.
+        numbers: number of independent squares whose mean the statistic is; None if it is linear in the readings.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class ShiftTest:
         return self.looks if np.max(self._sums) >= 0.5 * self._level else 0
 
     def smallest(self, looks: int) -> float:
-        """Return the smallest statistic that is found within so many checks after the change, with probability 0.99."""
+        """Return the smallest statistic that is found within `looks` checks after the change, with probability 0.99."""
         needed = np.min(self._level / (looks * self._tilts) + 0.5 * self._tilts)
         missed = -special.ndtri(1 - _FOUND) * math.hypot(self.error / math.sqrt(looks), self._first_error)
         return float(self.tolerance + self.error * needed + missed)
@@ -292,14 +292,14 @@ class ResponseTest:
     """Whether more outputs than a tolerated number have stopped responding.
 
     Each output's response g_j is the slope of its reference readings on its first ones. With
-    log e_j = t (1 - a_j - g_j) / s_j - t^2 / 2, added up over a block of looks, the e-value is the product over
-    outputs of 1 - w + w e_j without the largest factors, as many as outputs may stop. It is an e-value whichever
-    outputs these are, as long as all others respond by 1 - a_j or more.
+    log e_j = t (1 - a_j - g_j) / s_j - t^2 / 2, added up over a block of looks, the e-value is the product over outputs
+    of 1 - w + w e_j without its largest factors, one for each output that may stop. It is an e-value whichever outputs
+    stop, as long as all others respond by 1 - a_j or more.
 
     Args:
         error: standard error of each output's response in a look, shape (n_outputs,), finite.
         tolerance: a_j, the loss that is tolerated, errors of the first look included, of the same shape. Outputs whose
-            tolerance exceeds 0.75 are left out: their noise hides what they respond.
+            tolerance exceeds 0.75 are left out: their noise hides their response.
         tolerated: outputs that may stop.
         level: as for `ShiftTest`.
     """
@@ -347,11 +347,11 @@ class ResponseTest:
         return silent
 
     def smallest(self, looks: int) -> float:
-        """Return the smallest share of silent outputs that is found within so many looks; NaN: none.
+        """Return the smallest share of silent outputs that is found within `looks` looks; NaN if none is.
 
-        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are removed,
-        and with readings that err by 2.3 standard errors on the other side. It holds for outputs that stop at the
-        beginning of a block of looks; others may take a block longer.
+        Each output counts with the factor of the lowest tenth, since the largest factors are removed, and with readings
+        that err by 2.3 standard errors the other way. It holds for outputs that stop at the beginning of a block of
+        looks; others may take a block longer.
         """
         size = self._tilt.size
         within = max((block for block in BLOCKS if block <= looks), default=1)
@@ -374,7 +374,8 @@ class SingleOutputTest:
     With S_j the sum of squares of output j's readings about their mean over the law's variance, and df one less than
     their number, log e = k (-df log c - S_j (1/c - 1)) / 2: for k = 1 the likelihood ratio of c times the variance.
     k = 2 / spread^2, at most 1, allows for squares that scatter more than Gaussian ones; E e^k <= (E e)^k. A CUSUM
-    restarts at 0 from below, and gives an alarm at `level`, to which the number of outputs and ratios is added here.
+    restarts at 0 from below, and gives an alarm at `level`, to which the logarithm of the number of outputs and ratios
+    is added here.
 
     Args:
         n_outputs: Outputs that are tested.

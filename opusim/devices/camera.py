@@ -41,7 +41,7 @@ from opusim.randomness.streams import NoiseStream, noise_stream
 from opusim.temperature import TemperatureLaw
 
 _ANCHORS_ERROR = 1.05
-"""By how much the mean measured anchor may exceed the certified light: noise of some outputs and frames."""
+"""Factor by which the mean measured anchor may exceed the certified light, for the noise of few outputs and frames."""
 _NUMBERS_AT_ONCE = 2**24  # standard normal numbers of one reading of the stream: 64 MiB
 
 
@@ -61,7 +61,7 @@ class CameraDevice(NoisyDevice):
 
     Attributes:
         speckle: the medium as the camera sees it.
-        is_holographic: whether a reference beam reads the linear product, and not the complements of the anchor.
+        is_holographic: whether the linear product is read with a reference beam instead of the anchor's complements.
 
     Args:
         description: one with the sections ``[medium]`` and ``[camera]``.
@@ -136,9 +136,9 @@ class CameraDevice(NoisyDevice):
         """Counts of a reading's frames at each output, with boxes of rates that hold for every ternary x.
 
         Rates lie between bias light with dark current and the largest field of any binary frame, with ambient light and
-        the reference beam, whose light earns nothing here (`count_law` has it exactly). The boxes rest on the exact
-        anchor, not on its measurement, so that every opening tells the same. If the laser's power fluctuates, they are
-        those at mean power.
+        the reference beam, whose light earns nothing here (`count_law` counts it exactly). The boxes rest on the exact
+        anchor, not on its measurement, so that every opening states the same law. If the laser's power fluctuates, they
+        are those at mean power.
 
         Raises:
             NoiseUnknown: the medium drifts, so no box holds the rates, frames are dropped or repeated, or the bench
@@ -158,9 +158,9 @@ class CameraDevice(NoisyDevice):
         return under_power(boxes, self._laser.power, weight)
 
     def _law_as_decoded(self) -> NoiseModel | None:
-        """The law with each output's measured anchor, in whose units its readings are, in place of the exact one.
+        """Return the law in the units of the readings: with each output's measured anchor in place of the exact one.
 
-        What all anchors share is no error of measurement but another light, which the law has no part in: the mean
+        A factor that all anchors share is no measurement error but other light, which is no part of the law: the mean
         anchor stays the described one.
 
         Raises:
@@ -183,7 +183,7 @@ class CameraDevice(NoisyDevice):
         return rescaled(law, math.sqrt(light) * measured.decode()[0] / exact.decode()[0])
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """Return the B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
+        """Return the matrix B of the readings B x + noise: float32, shape (n_outputs, n_inputs).
 
         From the medium, the measured anchor and the fixed pattern; hardware cannot tell it. Exact if no frame
         saturates and nothing is rounded.
@@ -211,8 +211,8 @@ class CameraDevice(NoisyDevice):
         Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over frames of w_f^2 times EMVA
         1288's eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the
         frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then
-        those at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
-        place of C_fg light_f light_g, given the medium of now: the variance is that of the first reading of the next
+        taken at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
+        place of C_fg light_f light_g, given the present medium: the variance is that of the first reading of the next
         call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.moving.motion`),
             Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2,      over M if M modes are averaged.
 
@@ -243,8 +243,8 @@ class CameraDevice(NoisyDevice):
     def reading_mean(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """E[y] of readings of x, projection units, float64; exact, rounding and clipping included.
 
-        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame. A
-        medium that moves within a call leaves e^-t of the field that it has now; see `reading_variance`.
+        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame. Of
+        a medium that moves within a call, e^-t of the present field remains; see `reading_variance`.
 
         Raises:
             NoiseUnknown: as for `reading_variance`.
@@ -269,7 +269,8 @@ class CameraDevice(NoisyDevice):
         """Return means of the fields of all frames of each vector, and covariances of their real parts.
 
         Returns:
-            float64, shapes (2, frames, batch, pixels) and (frames, frames, batch); the latter is 0 of a medium at rest.
+            float64, shapes (2, frames, batch, pixels) and (frames, frames, batch); the latter is 0 for a medium at
+            rest.
         """
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
         fields = self._frame_fields(self.speckle.fields(_binary_parts(shown)).double()).numpy()
@@ -288,7 +289,7 @@ class CameraDevice(NoisyDevice):
 
     @cached_property
     def _frames_shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which part of a vector each frame of a reading shows, 1 for the negative one, and whether as complement."""
+        """The part of a vector that each frame of a reading shows (1: the negative one), and whether as complement."""
         half = 2 if self._beam is None else self._beam.steps
         frame = np.arange(2 * half)
         return frame // half, (frame % 2 > 0) & (self._beam is None)
@@ -384,14 +385,14 @@ class CameraDevice(NoisyDevice):
         return self._decoder(gain * self.exposure.light_of(lit - blank))
 
     def _lit_and_blank(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the fields of the anchor, or of the reference, and of its blank frame: their intensities decode."""
+        """Return the fields of the anchor or the reference, and of its blank frame; their intensities decode."""
         if self._beam is None:
             return self.speckle.anchor, self.speckle.blank
         blank = np.zeros_like(self.speckle.anchor)
         return blank + np.array([[self._beam.amplitude], [0.0]]), blank
 
     def _decoder(self, anchor_dn: np.ndarray) -> Recovery:
-        """Return how readings are decoded by this intensity, DN."""
+        """Return the decoding of readings for this intensity of the anchor, DN."""
         beam, mirrors = self._beam, self._law.mirrors
         gain, anchor_e = self.exposure.sensor.gain_dn_per_e, self.exposure.light.anchor_e
         # No smaller than a quarter of the map's least anchor: a pixel far below is a faulty one.
@@ -515,7 +516,7 @@ class CameraDevice(NoisyDevice):
 
     def _open(self) -> None:
         anchor = self.speckle.anchor
-        if anchor.shape[1] != self.n_outputs:  # with the neighbours that cross-talk needs
+        if anchor.shape[1] != self.n_outputs:  # the speckle also has the neighbours that cross-talk needs
             anchor = anchor[:, np.searchsorted(self.speckle.pixels, self.pixels)]
         shares = saturated_shares(self.exposure, anchor, None if self._beam is None else self._beam.fields())
         require_unsaturated(self.name, self._settings, self.exposure, shares)
@@ -523,7 +524,7 @@ class CameraDevice(NoisyDevice):
 
     @override
     def _saturated_share(self, vectors: torch.Tensor) -> float:
-        """Every frame of the projections is shown, and the anchor."""
+        """Show every frame of the projections, and the anchor."""
         sensor = self.exposure.sensor
         full_dn = sensor.black_level_dn + self.exposure.gain_dn * sensor.saturation_e
         end = torch.as_tensor(np.minimum(sensor.top_dn, full_dn))
@@ -539,7 +540,7 @@ class CameraDevice(NoisyDevice):
 
     @override
     def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray:
-        """The reference beam is shut."""
+        """Show the patterns with the reference beam shut."""
         patterns, frame = patterns.to(self._torch_device), np.arange(2 * len(patterns))
         rows, flip = frame // 2, frame % 2 > 0
         if self._motion is None:
@@ -557,7 +558,7 @@ class CameraDevice(NoisyDevice):
 
     @override
     def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
-        """The anchor of a medium that drifts is measured again and again."""
+        """Add the repeated measurements of the anchor of a medium that drifts."""
         checks_of_monitor = super().upkeep(first, end, inspections=inspections)
         drift = self._settings.drift
         if drift is None or drift.reanchor_steps is None or end <= first:

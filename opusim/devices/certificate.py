@@ -54,7 +54,7 @@ class TestedProperty(StrictSection):
 
 
 class TrustedProperty(StrictSection):
-    """A property that the law takes for granted as far as the calibration does not show it.
+    """A property that the law assumes: the calibration shows only faults above some size.
 
     Attributes:
         text: the property.
@@ -105,15 +105,15 @@ _ANY_LIGHT_E = 1e12
 
 
 class _CountLaw(_Law):
-    """Limits of the dark charge and of the light that counts at the pixels have.
+    """Limits of the dark charge and of the light of the counts at the pixels.
 
     Attributes:
         dark_e_low: lower limit of the dark charge of a frame at every output, electrons, bias light included.
         dark_e_high: upper limit of it.
         dark_mean_e_low: lower limit of the mean over all outputs that a sensor has, D.
         dark_mean_e_high: upper limit of it.
-        dark_deviation_e: limit of one output's deviation from D, at the same probability as that of a group's mean
-            times the square root of its outputs (`dark_of_groups`).
+        dark_deviation_e: limit of one output's deviation from D; the mean over n outputs stays within it over sqrt(n)
+            at the same probability (`dark_of_groups`).
         light_ratio_low: lower limit of the mean light over the description's.
         light_ratio_high: upper limit of any frame's light over the description's, or of the mean light if the power
             fluctuates; more light is less private.
@@ -122,8 +122,8 @@ class _CountLaw(_Law):
         gain_dn_per_e_low: lower limit of the gain, DN per electron; None likewise.
         gain_dn_per_e_high: upper limit of it.
         light_spread: ``unknown`` if frames speak against the light of single outputs that the description states.
-            `light_ratio_low` and `light_ratio_high` are then those of the mean over outputs, and no law of an output's
-            light is credited but one that is measured (``protection.rate_frames``).
+            `light_ratio_low` and `light_ratio_high` are then limits of the mean over outputs, and only a measured law
+            of an output's light is credited (``protection.rate_frames``).
     """
 
     dark_e_low: float = Field(ge=0)
@@ -142,8 +142,8 @@ class _CountLaw(_Law):
     def least_light(self) -> float:
         """Lower limit of any frame's light over the description's, at least 0.
 
-        Frames leave the mean, which is at least `light_ratio_low`, by no more below than above, and none lies above
-        `light_ratio_high`.
+        The mean is at least `light_ratio_low`, no frame exceeds `light_ratio_high`, and frames fall below the mean by
+        no more than they exceed it.
         """
         return max(0.0, 2 * self.light_ratio_low - self.light_ratio_high)
 
@@ -167,10 +167,10 @@ class _CountLaw(_Law):
         return low, high, deviation / pixels**0.5
 
     def _boxes(self, noise: PhotonCountNoise | FluctuatingCountNoise) -> dict[str, Any]:
-        """Return the boxes that the limits leave of the described ones, with the rest of the described law.
+        """Return the described law with the boxes that the certificate's limits give.
 
-        No data change dark light, so what it has above its lower limit is no part of the boxes: counts
-        Poisson(light + d) are Poisson(light + d_low) with independent counts added. Their variance is added instead.
+        Dark light does not depend on data, so its part above the lower limit stays out of the boxes: counts
+        Poisson(light + d) are Poisson(light + d_low) plus independent counts, whose variance is added instead.
         """
         low = np.asarray(noise.rate_low)
         light = np.asarray(noise.rate_high) - low
@@ -283,7 +283,7 @@ class Certificate(Shown, StrictSection):
         estimates: constants of the device.
         tests: what speaks for or against the law.
         remarks: what the certificate does not cover, as text.
-        trust: what its tests show from a certain size on only; empty in certificates of earlier versions.
+        trust: properties whose faults its tests show only above some size; empty in certificates of earlier versions.
     """
 
     schema_version: Literal[3] = Field(default=3, alias="schema")
@@ -329,7 +329,7 @@ class Certificate(Shown, StrictSection):
             description: the device's.
             n_outputs: outputs of the open window; the smallest noise of some outputs does not bound that of more.
             n_inputs: its inputs, or None if they are not known yet. Hardware decodes a reading by the width of its
-                window, so that the noise of one width, in projection units, does not bound that of another.
+                window, so the noise of one width, in projection units, does not bound the noise of another.
 
         Raises:
             ConfigError: it is not this device's.
@@ -356,7 +356,7 @@ class Certificate(Shown, StrictSection):
 
     @property
     def digest(self) -> str:
-        """BLAKE2b of everything that the certificate says, 16 bytes in hexadecimal, by which a ledger knows it."""
+        """BLAKE2b of everything that the certificate says, 16 bytes in hexadecimal, by which a ledger identifies it."""
         return _digest(self.dump())
 
     def dump(self) -> dict[str, Any]:
@@ -388,7 +388,7 @@ class Certificate(Shown, StrictSection):
         """Return the law with the certificate's limits in place of the description's numbers.
 
         Raises:
-            ConfigError: the certificate has no law, or another one.
+            ConfigError: the certificate has no law, or another law.
         """
         if self.noise is None or _kind_of_law(self.noise) not in ("other", noise.law):
             law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
@@ -410,7 +410,7 @@ def load_certificate(path: str | Path) -> Certificate:
     """Read what `Certificate.write` wrote.
 
     Raises:
-        ConfigError: the file cannot be read, is no certificate, or one of an earlier version's weaker tests.
+        ConfigError: the file cannot be read, is no certificate, or rests on an earlier version's weaker tests.
     """
     try:
         content = parse_toml(read_text(path))

@@ -225,7 +225,7 @@ def drawn_shape(shape: Sequence[int], n_outputs: int, law: NoiseModel | None) ->
 
 
 def check_reading(y: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Refuse what no reading can be.
+    """Refuse what cannot be a reading.
 
     Args:
         y: what the device's class returned.

@@ -51,7 +51,7 @@ class WorksWithMatrices(Protocol):
     """
 
     def matrix(self) -> torch.Tensor:
-        """B, float32, shape (n_outputs, n_inputs); the W of now once one is programmed."""
+        """B, float32, shape (n_outputs, n_inputs); the present W once one is programmed."""
 
     def program(self, matrix: torch.Tensor) -> torch.Tensor:
         """Write a matrix, real, shape (n_outputs, n_inputs), entries in [-1, 1]; return W, float32."""
@@ -63,14 +63,14 @@ class WorksWithMatrices(Protocol):
         """Return x W + fresh noise for x, real, shape (batch, n_outputs), entries in [-1, 1]; float32."""
 
     def wait(self, seconds: float) -> torch.Tensor:
-        """Let time pass, at least 0 and added up from the last programming, and return the W of then."""
+        """Let time pass, at least 0, which adds up since the last programming; return W at its end."""
 
 
 _registered: dict[str, DeviceFactory] = {}
 
 
 def register_device(kind: str, factory: DeviceFactory) -> None:
-    """Make a kind of device known to this process.
+    """Register a kind of device in this process.
 
     An installed package uses the entry-point group ``opusim.devices`` instead.
 

@@ -1,7 +1,7 @@
 """LightOn's OPU through lightonml: the appliance, or lightonml's own simulated device.
 
 lightonml is imported when a device opens, quietly, and its failures become errors of this project. lightonml 1.4.3
-needs `pkg_resources` only to look at versions, and newer setuptools no longer have it; a stand-in serves.
+needs `pkg_resources` only to look at versions, and newer setuptools no longer have it; a stand-in replaces it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOG = logging.getLogger("opusim")
 _TOO_LARGE = ("can't be greater than", "is beyond maximum", "doesn't fit in target")
 """What lightonml says of a window that is larger than the OPU."""
 _BUSY = ("OpuAlreadyUsedException", "ProcessRunningException")
-"""Classes of a closed package, whose place changes from version to version: told by their names."""
+"""Exceptions of a closed package, recognised by name since their modules change between versions."""
 
 
 class LightonDevice(NoisyDevice):
@@ -150,7 +150,7 @@ class LightonDevice(NoisyDevice):
             self._opu.fit1d(n_features=self.n_inputs, online=False, **overrides)
 
     def _described_frame_us(self, exposure_us: float | None) -> int:
-        """Return the described time from frame to frame, or the least that the camera's window allows if it is longer.
+        """Return the described time from frame to frame, or the least that the camera's window allows if longer.
 
         Frames are then counted with the longer one. Rule of the least time: lightonml 1.4.3, internal/runner.py.
         """
@@ -182,7 +182,7 @@ class LightonDevice(NoisyDevice):
         return self._with_noise(torch.from_numpy(scaled).to(self._torch_device))
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
-        """Lightonml's own transform: the appliance's digital numbers, 0 to 255."""
+        """Return lightonml's own transform: the appliance's digital numbers, 0 to 255."""
         if not len(x):
             return torch.zeros((0, self.n_outputs), device=self._torch_device)
         with translated(self.name), quiet():
@@ -198,14 +198,14 @@ class LightonDevice(NoisyDevice):
         self._stream.seek(step)
 
     def _with_noise(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the simulated device's software noise; hardware has physical noise."""
+        """Add the simulated device's software noise; hardware has physical noise."""
         if self._settings.simulated and self._std:
             return self._stream.add_to(y, self._std)
         return y
 
 
 def import_lightonml() -> types.ModuleType:
-    """Lightonml.
+    """Import lightonml.
 
     Raises:
         DeviceUnavailable: it is not installed, or does not import.
@@ -223,7 +223,7 @@ def import_lightonml() -> types.ModuleType:
 
 
 class _OtherThreads:
-    """Passes on to a stream what threads print, but for those that are quiet."""
+    """Passes what threads print on to a stream, except for quiet threads."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -237,7 +237,7 @@ class _OtherThreads:
         self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the stream has."""
+        """Return any other attribute of the stream."""
         return getattr(self.stream, name)
 
 
@@ -245,16 +245,16 @@ _is_quiet: ContextVar[bool] = ContextVar("opusim_is_quiet", default=False)
 _quiet_lock = threading.Lock()
 _quiet_calls = 0
 _FILTER = ("ignore", None, Warning, re.compile(r"lighton(ml|opu)(\.|$)"), 0)
-"""Of `warnings.filters`: other packages' warnings stay, whatever call hangs."""
+"""Entry of `warnings.filters`: other packages' warnings still appear, whatever call hangs."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep lightonml's prints and its warnings off the terminal.
 
-    Safe for threads, one of which may hang in an abandoned call: what other threads print appears. Standard output is
-    put back behind the last call, unless something else stands there by then, such as the stream of a test that began
-    since; what a call found there may be closed when it ends.
+    Thread-safe: what other threads print appears, even while one thread hangs in an abandoned call. The last call to
+    end restores standard output unless it was replaced meanwhile, as by a test that has begun since; the stream that a
+    call found may be closed by then.
     """
     global _quiet_calls
     with _quiet_lock:

@@ -1,9 +1,9 @@
 """Detect whether a device has changed since it was opened, from blank and reference frames only.
 
-A monitor never looks at frames of data: a stop that they trigger would reveal something about them that no guarantee
-covers. It looks at readings of nothing, whose scatter is the noise; at readings of a few fixed vectors, whose size and
-pattern are the light and the medium; and, at a camera, at every frame that a linear projection of these vectors shows,
-the anchor included.
+A monitor never looks at frames of data: a stop that they trigger would reveal something about the data that no
+guarantee covers. It looks at readings of nothing, whose scatter is the noise; at readings of a few fixed vectors, whose
+size and pattern show the light and the medium; and, at a camera, at every frame that a linear projection of these
+vectors shows, the anchor included.
 
 | test | statistic of a look | tolerance |
 | --- | --- | --- |
@@ -20,19 +20,18 @@ The law's test is left out if hardware's law is only assumed and no guarantee re
 compares the instrument with itself.
 
 Once a test fails, fresh frames of fixed patterns name the fault (`opusim.camera.diagnosis`) if the device shows any.
-If not, readings far off among others that are not mean lost frames, and scatter over fresh looks that outputs share
-means that the power or the bench is unsteady.
+If not, a few readings that are far off mean lost frames, and scatter over fresh looks that outputs share means that the
+power or the bench is unsteady.
 
-The last six tests are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances
-is a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
-(1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
-`least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it
-before the medium's does.
+The last six tests are sequential (`opusim.devices.baseline`): small changes add up over checks. A device is within its
+tolerances if each output, except for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` - (1 -
+`least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 - `least_correlation`) /
+`reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it before the medium's does.
 
-Noise that outputs share, such as that of a laser's power, leaves a mean over outputs with the error of few numbers. The
-first look measures how much its means scatter beyond independent outputs (`Baseline.shared_blank` and its two
-companions), and every error includes that; so the statement below holds under a power whose values at different checks
-are independent, and the smallest changes grow with it.
+Noise that outputs share, such as a laser's power noise, gives a mean over outputs the error of few numbers. The first
+look measures how much its means scatter beyond independent outputs (`Baseline.shared_blank` and its two companions),
+and every error includes that; so the statement below holds under a power whose values at different checks are
+independent, and the smallest changes grow with it.
 
 All tests together stop a device that stays within its tolerances with probability `false_alarm_per_run` at most in its
 first `checks` checks after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with
@@ -81,36 +80,36 @@ _DARK = 0.05
 _LEAST_TIED = 3
 """Outputs at one extreme value below which no output counts as saturated."""
 _NUMBERS = 2**12
-"""Numbers that the blank readings of a check hold at least."""
+"""Fewest numbers in the blank readings of a check."""
 _NUMBERS_IF_CERTIFIED = 2**15
 """The same under a certificate: one check then finds a tenth less variance than certified with probability 0.99."""
 _READINGS_IF_CERTIFIED = 32
-"""Readings of nothing in a check under a certificate, at least: an output without noise then shows in one check."""
+"""Fewest blank readings in a check under a certificate: one check then shows an output without noise."""
 _CONFIRMING = 2**10
-"""Readings of nothing that tell, after an alarm under a certificate, whether each output is as noisy as certified."""
+"""Blank readings that tell, after an alarm under a certificate, whether each output is as noisy as certified."""
 _LOOKS_AFTER_AN_ALARM, _BLANKS_AFTER_AN_ALARM = 24, 16
-"""Of the reference vectors, and of the blank readings of a check: they tell whether it is noise that outputs share."""
+"""Fresh looks at the reference vectors, and at a check's blank vectors, that tell whether outputs share the noise."""
 _MOST_READINGS_OF_A_CHECK = 2**12
 """Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
 _FAR_OFF = 3.0
-"""How far beyond the tolerated difference a reading that lost a frame lies."""
+"""Multiple of the tolerated difference beyond which a reading has lost a frame."""
 _SURELY = 0.2
-"""The noise's share in the difference that a reading may have which lost no frame."""
+"""Share of the noise in the difference that is allowed to a reading that lost no frame."""
 BEFORE_ALL = -1
-"""Stands for a step in a check before the first one."""
+"""Stands for the step of a check before the first step."""
 RESERVED_STEPS = 2**63
 """Steps from here on are no steps of training: they key the noise of readings that a run takes before."""
 _TESTS = 8
-"""Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
+"""Tests that share the probability of a false alarm: seven sequential ones, and one for repeated blank readings."""
 
 
 class Unmonitored:
-    """What stands for the monitor of a device whose description has no section ``[monitor]``: it finds nothing.
+    """The monitor of a device whose description has no section ``[monitor]``: it checks nothing.
 
     Attributes:
-        baseline: what the device is compared with: the device as it was when it was opened; None without a monitor.
+        baseline: the first look, made at opening, that checks compare with; None without a monitor.
         changed: whether the last check gave an alarm.
-        work: what the readings of one check without an alarm take of the device.
+        work: the device's work for one check without an alarm.
     """
 
     changed = False
@@ -123,8 +122,8 @@ class Unmonitored:
     def doubtful_from(self) -> int | None:
         """After an alarm: the first step whose noise may have been weaker than the law.
 
-        That is the step of the last check before those in which a test of the law found less and less; the last check
-        but one, if another test gave the alarm. None if the noise was found as strong as the law at every output.
+        That is the step of the last check before those that the alarming test of the law sums; of the last check but
+        one if another test gave the alarm. None if the noise was found as strong as the law at every output.
         """
         return None
 
@@ -132,17 +131,17 @@ class Unmonitored:
     def vouched(self) -> int:
         """The step of the last check that confirmed the noise of all steps before it; `BEFORE_ALL` if there is none.
 
-        After an alarm it is `doubtful_from`. A check in which a test of the law is past half its way to an alarm does
-        not confirm them, nor do those in which it came there.
+        After an alarm it is `doubtful_from`. A check does not confirm them if a test of the law is past half the level
+        of an alarm, nor do the checks in which it rose there.
         """
         return BEFORE_ALL
 
     def due(self, step: int) -> bool:
-        """Return whether a check belongs before this step."""
+        """Return whether a check is due before this step."""
         return False
 
     def checks_between(self, first: int, end: int) -> int:
-        """Return how many checks are due from a step on, before another one."""
+        """Return how many checks are due from step `first` on, before step `end`."""
         return 0
 
     def check(self, step: int = BEFORE_ALL) -> None:
@@ -168,7 +167,7 @@ class Unmonitored:
             change is found.
 
         Raises:
-            TypeError, ValueError: checks is no number of checks.
+            TypeError, ValueError: checks is no integer of at least 1.
             DeviceUnavailable: the device is not monitored.
         """
         raise DeviceUnavailable(f"device {self._name!r} is not monitored; give it a section [monitor]")
@@ -178,7 +177,7 @@ class Monitor(Unmonitored):
     """Compares a device with its baseline and with the law that it states.
 
     Args:
-        settings: how often, how much, and how sure.
+        settings: the section ``[monitor]``.
         name: the device's name.
         n_inputs: its width.
         read: takes readings.
@@ -189,7 +188,7 @@ class Monitor(Unmonitored):
             if the device shows no frames.
         show: takes frames of fixed patterns, or tells that the device has none.
         baseline: the device as it was when a run began, or None to measure it now.
-        certified: whether the law is a certificate's, which more blank readings in each check then watch.
+        certified: whether the law is a certificate's; each check then takes more blank readings.
 
     Raises:
         ValueError: the baseline holds another number of reference vectors.
@@ -238,7 +237,7 @@ class Monitor(Unmonitored):
         self._make_noise_tests()
 
     def _make_light_tests(self) -> None:
-        """The tests of the reference readings: light from above and below, medium, outputs."""
+        """Make the tests of the reference readings: light from above and below, medium, outputs."""
         settings, first = self._settings, self.baseline
         readings, size = settings.baseline_readings, first.reference.size
         power, noise = first.power, first.reference_variance
@@ -267,7 +266,7 @@ class Monitor(Unmonitored):
         self._weight = np.where(weight > 0, weight, 1.0)
 
     def _make_noise_tests(self) -> None:
-        """The tests of the blank readings: the law from below, change from above and below."""
+        """Make the tests of the blank readings: the law from below, change from above and below."""
         first, level, outputs = self.baseline, self._level, self.baseline.weights.size
         degrees, half = len(self._blank) - 1, blank_readings(self._settings.baseline_readings, outputs) // 2
         own, shared_part = relative_error(first.spread, (degrees, outputs)), first.shared_blank / degrees**0.5
@@ -275,8 +274,8 @@ class Monitor(Unmonitored):
         first_error = math.hypot(
             relative_error(first.spread, (half - 1, outputs)), first.shared_blank / (half - 1) ** 0.5
         )
-        # Squares that a mean square counts as, where outputs share noise of few degrees of freedom: the cumulants of
-        # both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
+        # Effective number of squares in a mean square if outputs share noise of few degrees of freedom: the cumulants
+        # of both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
         error2 = max(own**2 + shared_part**2, 1e-24)
         numbers = 2 / error2 if shared_part == 0 else min(2 / error2, degrees * error2 / shared_part**2)
         let_pass = self._settings.noise_tolerance
@@ -311,7 +310,7 @@ class Monitor(Unmonitored):
         return self._last_before(max(self._weaker.suspect_looks, self._single.suspect_looks))
 
     def _last_before(self, looks: int) -> int:
-        """Return the step of the last check before so many."""
+        """Return the step of the last check before the latest `looks` ones."""
         before = self._checked[: len(self._checked) - looks]
         return before[-1] if before else BEFORE_ALL
 
@@ -424,7 +423,7 @@ class Monitor(Unmonitored):
         )
 
     def _fluctuates(self) -> bool:
-        """Return whether fresh readings scatter together at all outputs, by half more than at the beginning or more."""
+        """Return whether the scatter that outputs share is above 1.5 times its value in the first look."""
         first = self.baseline
         try:
             taken = np.stack([self._read(self._vectors) for _ in range(_LOOKS_AFTER_AN_ALARM)])
@@ -442,7 +441,7 @@ class Monitor(Unmonitored):
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
     ) -> DeviceFault:
-        """Return what the alarms mean: darkness, another medium, silent outputs, or another light."""
+        """Return the fault that explains the alarms: darkness, another medium, silent outputs, or another light."""
         size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
         power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
         if dimmer and power < _DARK + self._other.error:

@@ -74,7 +74,7 @@ def open_device(
             description.
         torch_device: on which a simulation computes.
         n_inputs: width of the window, None for the whole device. A window larger than a simulated programmable device
-            takes several of it.
+            uses several of it.
         n_outputs: outputs of the window, or None for all.
         certificate: path of a certificate (`opusim device calibrate`) whose limits `noise` is to state; None for the
             description's numbers.
@@ -85,9 +85,9 @@ def open_device(
 
     Raises:
         ConfigError: a description that cannot be used, an unknown kind, a window larger than the device, or a
-            certificate of another one.
+            certificate of another device.
         TypeError, ValueError: an argument out of range.
-        DeviceError: the device cannot be had.
+        DeviceError: the device cannot be opened.
     """
     checks.instance((str, Path), name_or_path=name_or_path)
     return open_described(
@@ -125,7 +125,7 @@ def open_described(
             seed=seed,
             torch_device=torch_device,
         )
-    except KeyError as error:  # of a class that looks a key of its options up
+    except KeyError as error:  # the class looked up a key that its options lack
         key = error.args[0] if error.args else None
         if not isinstance(key, str) or key in description.options:
             raise
@@ -160,10 +160,10 @@ class SharedDevice(NoisyDevice):
     """A device that several processes use as one: `opusim.open_shared_device` opens it.
 
     The first process holds the device. In each call the others send it their rows, it reads the rows of all processes
-    in the order of ranks, in one reading call, and sends each process its readings. So the noise of a row is that of a
-    single process that shows the rows of all in this order.
+    in the order of ranks, in one reading call, and sends each process its readings. A row therefore has the same noise
+    as in a single process that shows all rows in this order.
 
-    Every process makes the same calls in the same order, one that has no rows too, with a batch of none. An error of
+    Every process must make the same calls in the same order; a process without rows passes an empty batch. An error of
     the device, or of one process's arguments, is raised in every process. `seek` takes effect in the next call.
 
     Attributes:
@@ -201,7 +201,7 @@ class SharedDevice(NoisyDevice):
                 self.held.close()
             raise
 
-    # What the held device answers; the other processes know what does not change
+    # Answered by the held device; the other processes have copies of what does not change
 
     @property
     @override
@@ -256,13 +256,13 @@ class SharedDevice(NoisyDevice):
 
     @override
     def draw(self, shape: Sequence[int]) -> Tensor:
-        """A call of all processes, whose shapes differ in the first length only."""
+        """Draw on all processes together; their shapes may differ in the first length only."""
         with self._together():
             return super().draw(shape)
 
     @override
     def project_for_all(self, x: Tensor) -> Tensor:
-        """The first process's x is read once, and every process receives it."""
+        """Read the first process's x once, and send the reading to every process."""
         with self._together():
             self._require_open()
             self._agree_on(_PROJECT_FOR_ALL, len(x), 0)
@@ -333,7 +333,7 @@ class SharedDevice(NoisyDevice):
         """Return each process's number of rows once all of them have made the same call.
 
         Raises:
-            DeviceError: They did not.
+            DeviceError: The processes made different calls.
         """
         self._has_met = True
         step = self._step - 2**64 if self._step >= 2**63 else self._step  # as a signed number of 64 bits
@@ -341,7 +341,7 @@ class SharedDevice(NoisyDevice):
         if len({tuple(numbers[:4]) for numbers in found}) > 1:
             raise DeviceError(
                 f"device {self.name!r} is shared by {self._ranks.world} processes, which made different calls; seek "
-                "the same step and make the same calls in the same order on each, with a batch of none if there is "
+                "the same step and make the same calls in the same order on each, with an empty batch if there is "
                 "nothing to show"
             )
         return [numbers[-1] for numbers in found]
@@ -384,7 +384,7 @@ def open_shared_device(
     Args:
         name_or_path: See `opusim.open_device`.
         timeout_s: Seconds that a process waits for the others in a call, above 0.
-        **options: The other arguments of `opusim.open_device`; those of the first process count.
+        **options: The other arguments of `opusim.open_device`; the first process's are used.
 
     Returns:
         The device, open.

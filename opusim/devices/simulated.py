@@ -35,7 +35,7 @@ class SimulatedDevice(NoisyDevice):
         **window: as for `NoisyDevice`.
 
     Raises:
-        ConfigError: a section is missing, or one too many is there.
+        ConfigError: a section is missing or superfluous.
     """
 
     can = NoisyDevice.can | {"matrix", "intensities"}
@@ -45,7 +45,7 @@ class SimulatedDevice(NoisyDevice):
     _std = 0.0
     """Standard deviation of the noise at every output, of projections and of intensities."""
     _stream: NoiseStream | None = None
-    """Gives the noise; None without any."""
+    """Source of the noise; None without noise."""
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
@@ -108,7 +108,7 @@ class SimulatedDevice(NoisyDevice):
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """B itself, float32, shape (n_outputs, n_inputs), on the device's torch device.
 
-        A view of what the device computes with; hardware cannot tell its matrix.
+        A view of the device's own matrix; hardware cannot tell its matrix.
 
         Raises:
             ValueError: it exceeds the description's dense_limit_mib.

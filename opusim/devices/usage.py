@@ -13,13 +13,13 @@ from opusim.description.schema import FrameSettings
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted:
-    """Numbers that add up; of a call, of a step, of a run."""
+    """Numbers of a call, a step or a run that add up."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(**{key: value + getattr(other, key) for key, value in vars(self).items()})
 
     def times(self, repeats: float) -> Self:
-        """Return so many repeats of it."""
+        """Return the numbers of `repeats` repetitions."""
         checks.non_negative(repeats=repeats)
         return type(self)(**{key: repeats * value for key, value in vars(self).items()})
 
@@ -35,7 +35,7 @@ class Usage(_Counted):
         frames: frames shown to the medium, at least 0.
         seconds: the frames' periods and the time of programmings, at least 0.
         joules: the frames' periods times the power drawn, and the energy of programmings, at least 0.
-        host_seconds: what the host and its driver add to the frames' periods, as far as the description tells, at
+        host_seconds: time that the host and its driver add to the frames' periods, as far as the description tells, at
             least 0. A call takes seconds + host_seconds end to end.
         programmings: matrices written, at least 0.
     """
@@ -90,7 +90,7 @@ class DeviceWork(_Counted):
         return cls(projections=math.ceil(numbers / n_outputs), calls=1)
 
     def usage(self, settings: FrameSettings, *, n_outputs: int) -> Usage:
-        """Return what the work will use, as far as the description tells, to the nearest frame.
+        """Return the usage of the work, as far as the description tells, to the nearest frame.
 
         Args:
             settings: the section ``[frames]`` of the description.

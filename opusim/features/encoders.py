@@ -1,8 +1,8 @@
 """Encode real numbers as the binary frames that a mirror array shows, as scikit-learn transformers.
 
-An encoder learns its constants by `fit`, and `transform` returns frames, uint8, entries 0 and 1. Most encoders make one
-frame of a record. Those that spread a record over several frames (`rows_per_record` above 1) return the frames of the
-first record, then those of the second, and `decode` joins the readings of a record again.
+`fit` learns an encoder's constants, and `transform` returns frames, uint8, entries 0 and 1. Most encoders make one
+frame of a record. Those that spread a record over several frames (`rows_per_record` above 1) return all frames of the
+first record, then all of the second; `decode` joins the readings of each record again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opusim import checks
 
 
 class FrameEncoder(TransformerMixin, BaseEstimator):
-    """The base of all encoders: `fit`, `transform`, and `decode` for those of several frames a record."""
+    """The base of all encoders: `fit`, `transform`, and `decode` for encoders with several frames a record."""
 
     @property
     def rows_per_record(self) -> int:
@@ -49,7 +49,7 @@ class FrameEncoder(TransformerMixin, BaseEstimator):
         return self._encode(validate_data(self, X, reset=False))
 
     def frames_of(self, records: np.ndarray) -> np.ndarray:
-        """Return the frames of records as `transform` does, without its checks of the records' form."""
+        """Return the frames of records as `transform` does, but without its checks."""
         return self._encode(records)
 
     def decode(self, readings: np.ndarray) -> np.ndarray:
@@ -84,10 +84,10 @@ class ThresholdEncoder(OneToOneFeatureMixin, FrameEncoder):
     Args:
         threshold: A number, or "mean", "median" or "quantile" of the records that `fit` sees.
         quantile: Share of the records below the threshold, for "quantile"; in [0, 1].
-        per_feature: Whether a learnt threshold is one for each feature, or one for all.
+        per_feature: Whether each feature learns a threshold of its own; else all share one.
 
     Attributes:
-        threshold_: What x is compared with, shape (d,) or ().
+        threshold_: The threshold in use, shape (d,) or ().
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MultiThresholdEncoder(FrameEncoder):
     """A bit for each of several thresholds: 1 where x exceeds it (a thermometer code).
 
     Args:
-        n_levels: Number of values that the code tells apart, at least 2; it has n_levels - 1 bits.
+        n_levels: Number of values that the code tells apart, at least 2; a feature takes n_levels - 1 bits.
         spacing: "uniform": thresholds evenly over the range of the records; "quantile": the same number of records
             between any two.
         thresholds: The thresholds themselves, increasing, in place of n_levels and spacing: shape (t,), or (d, t) with
@@ -176,7 +176,7 @@ class MultiThresholdEncoder(FrameEncoder):
 
 
 class _PlaneEncoder(FrameEncoder):
-    """An encoder into bits of different weights, beside each other or in frames of their own."""
+    """An encoder into bits of different weights, side by side in one frame or each in a frame of its own."""
 
     layout: str
     joined: str
@@ -195,8 +195,8 @@ class _PlaneEncoder(FrameEncoder):
         """Join the readings of a record's bits, the most significant first.
 
         Returns:
-            sum_k decay^k reading_k, shape (n, k), if joined = "mixed"; all of them with these weights beside each
-            other, shape (n, bits * k), if joined = "concatenated"; for one frame a record the readings themselves.
+            sum_k decay^k reading_k, shape (n, k), if joined = "mixed"; decay^k reading_k side by side, shape (n, bits *
+            k), if joined = "concatenated"; with one frame a record, the readings themselves.
 
         Raises:
             ValueError: The number of readings is no multiple of the bits.
@@ -233,16 +233,17 @@ class BitPlaneEncoder(_PlaneEncoder):
 
     Args:
         n_bits: Digits, from 1 to 16.
-        low: Number whose digits are all 0; None takes the least that `fit` sees. Numbers below it count as it.
-        high: Number whose digits are all 1; None takes the largest that `fit` sees. Numbers above it count as it.
-        layout: "concatenated": the digits of a feature beside each other in one frame; "separated": a frame a digit.
+        low: Number whose digits are all 0; None takes the least that `fit` sees. Smaller numbers are encoded as `low`.
+        high: Number whose digits are all 1; None takes the largest that `fit` sees. Larger numbers are encoded as
+            `high`.
+        layout: "concatenated": the digits of a feature side by side in one frame; "separated": a frame for each digit.
         joined: How `decode` joins the readings of separated digits: "mixed" or "concatenated".
-        decay: Weight of a digit's reading over that of the digit before. With 0.5, mixed linear readings are those of
-            (x - low) up to a factor, `scale_`.
+        decay: Weight of a digit's reading over that of the digit before. With 0.5, mixed linear readings are the
+            readings of x - low over `scale_`.
 
     Attributes:
         low_, high_: See low and high.
-        scale_: Factor on mixed readings that gives those of x - low, with decay = 0.5.
+        scale_: Factor that turns mixed readings into readings of x - low, with decay = 0.5.
     """
 
     def __init__(
@@ -348,20 +349,20 @@ class IdentityEncoder(OneToOneFeatureMixin, FrameEncoder):
 class AutoencoderEncoder(FrameEncoder):
     """Codes b = 1[W x > 0] from which W^T b reconstructs x; W is learnt by gradient descent on the decoder.
 
-    Tissier et al., "Near-lossless binarization of word embeddings", 2019: the code has no gradient, so that only the
-    decoder W^T is learnt, and the encoder follows because it is the same W. The loss is the mean squared error of the
-    reconstruction plus |W^T W - 1|^2 / 2, which keeps the columns of W apart.
+    Tissier et al., "Near-lossless binarization of word embeddings", 2019: the code has no gradient, so only the decoder
+    W^T is learnt; the encoder uses the same W. The loss is the mean squared error of the reconstruction plus |W^T W -
+    1|^2 / 2, which keeps the columns of W apart.
 
     Args:
         n_bits: Width of the code.
         epochs: Passes over the records.
-        batch_size: Records of a step.
+        batch_size: Records in a step.
         learning_rate: Adam's learning rate.
         random_state: Seed of W and of the batches, in [0, 2^63).
 
     Attributes:
-        mean_: Mean of the records, which is taken off before encoding, shape (d,).
-        scale_: Root mean square of what is left.
+        mean_: Mean of the records, subtracted before encoding, shape (d,).
+        scale_: Root mean square of the centred records.
         weights_: W, shape (n_bits, d).
     """
 
@@ -412,7 +413,7 @@ class AutoencoderEncoder(FrameEncoder):
 
 
 def binary_code(weights: Tensor, x: Tensor) -> Tensor:
-    """Return 1[W x > 0], bool, shape (n, n_bits), of rows x; the code passes no gradient."""
+    """Return 1[W x > 0] for each row x, bool, shape (n, n_bits); it passes no gradient."""
     return x.detach() @ weights.detach().T > 0
 
 

@@ -27,19 +27,19 @@ from opusim.features.encoders import FrameEncoder, ThresholdEncoder
 class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Map records to |R x|^degree of their binary codes x, read from a device, or to the linear B x.
 
-    `fit` learns the encoder's constants and opens the device; no record enters the map beyond them. It works in
-    Pipeline, GridSearchCV and clones. A pickle holds the configuration and what the encoder learnt, not the device,
-    which is opened again when it is needed.
+    `fit` learns the encoder's constants, the only part of the map that depends on records, and opens the device. The
+    map works in Pipeline, GridSearchCV and clones. A pickle holds the configuration and the encoder's constants, but
+    not the device, which is opened again when it is needed.
 
     Args:
         n_components: Number of features: outputs of the device.
-        device: Name or file of a device, or one that is open and at least as large. The map of a named device is its
-            description's medium.
-        encoder: How a record becomes frames (`opusim.features.encoders`); None takes ThresholdEncoder(), 1 where a
+        device: Name or file of a device, or an open device that is large enough. The description of a named device
+            fixes the map, through its medium.
+        encoder: How a record becomes frames (`opusim.features.encoders`); None takes ThresholdEncoder(): 1 where a
             feature exceeds its median.
         degree: Even exponent of |R x|: 2 gives the intensities, 4 their squares.
         linear: Whether features are B x instead of |R x|^degree.
-        bias: Number of mirrors that are always on, next to the code.
+        bias: Number of mirrors that are always on, next to the code's.
         options: Sections laid over the device's description, such as {"noise": {"sigma": 0.2}}.
         random_state: Seed of the device's noise, in [0, 2^64); the medium's seed is in the description.
 
@@ -86,7 +86,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         Raises:
             TypeError, ValueError, ConfigError: An argument is out of range, or the device is too small.
             CapabilityMissing: The device gives no intensities.
-            DeviceError: The device cannot be had.
+            DeviceError: The device cannot be opened.
         """
         checks.complete(X=X)
         checks.integer(n_components=self.n_components, minimum=1)
@@ -114,7 +114,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return self._features(validate_data(self, X, reset=False))
 
     def blocks(self, X: Any, batch_size: int = 1024) -> Iterator[np.ndarray]:
-        """Yield the features of records in blocks, so that all of them need not be in memory at once.
+        """Yield the features of records in blocks, so that memory holds one block at a time.
 
         Args:
             X: Records, shape (n, d).
@@ -128,7 +128,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             yield self._features(records[start : start + batch_size])
 
     def close(self) -> None:
-        """Close a device that `fit` opened; one that was given stays open."""
+        """Close a device that `fit` opened; a device that was given open stays open."""
         device = self.__dict__.pop("device_", None)
         if device is not None and device is not self.device:
             device.close()
@@ -136,7 +136,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def __sklearn_tags__(self) -> Tags:
         """Say that a noisy device gives other numbers in each call."""
         tags = super().__sklearn_tags__()
-        tags.non_deterministic = False  # of a device that is given open; it is asked once a call
+        tags.non_deterministic = False  # a device that is given open is read once a call
         if not isinstance(self.device, NoisyDevice):
             opened = self.__dict__.get("device_")
             description = (
@@ -213,8 +213,8 @@ class OpticalLayer(nn.Module):
     Args:
         device: An open device; its window gives the widths.
         linear: Whether to project instead.
-        threshold: Inputs above it are mirrors that are on; None takes inputs that are 0 and 1 already. For linear
-            layers None only.
+        threshold: Inputs above it switch their mirrors on; None takes inputs that are 0 and 1 already, and is the only
+            choice for linear layers.
     """
 
     def __init__(self, device: NoisyDevice, *, linear: bool = False, threshold: float | None = None) -> None:
@@ -250,12 +250,12 @@ class OpticalOperator(LinearOperator):
     """B of an open device as a linear operator of scipy: `operator @ x` reads B x of real vectors x.
 
     Each vector is divided by its largest entry s and shown in signed binary digits (`opusim.encodings.bit_planes`), so
-    that an entry errs by at most 2^-planes s, and a reading's noise is multiplied by less than 0.58 s. Every product is
-    read anew. `operator.T @ y` is computed from the matrix, which the device has to tell.
+    an entry errs by at most 2^-planes s, and a reading's noise is multiplied by less than 0.58 s. Every product is a
+    new reading. `operator.T @ y` is computed from the matrix, so the device must have the capability `matrix`.
 
     Args:
         device: The device; its window gives the shape, (n_outputs, n_inputs).
-        planes: Digits of an entry, from 1 to 24, each of which takes the frames of one reading.
+        planes: Digits of an entry, from 1 to 24; each digit takes the frames of one reading.
 
     Example:
         >>> device = open_device("ideal", n_inputs=200, n_outputs=20)
@@ -338,7 +338,7 @@ def require_window(device: NoisyDevice, n_inputs: int, n_outputs: int) -> None:
     """Refuse an open device that is too small.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: It is too small.
     """
     for key, has, needed in (
         ("n_inputs", device.n_inputs, n_inputs),
@@ -351,7 +351,7 @@ def require_window(device: NoisyDevice, n_inputs: int, n_outputs: int) -> None:
 
 
 def widened(frames: np.ndarray, n_inputs: int, *, bias: int) -> np.ndarray:
-    """Return frames as wide as a device: the bias's mirrors are on, and the others off.
+    """Return frames widened to a device: of the added mirrors, the first `bias` are on and the others off.
 
     Args:
         frames: Shape (n, width).

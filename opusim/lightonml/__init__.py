@@ -8,7 +8,7 @@
     >>> y.shape, y.context.device
     ((3, 50), 'ideal')
 
-`docs/optical-features.md` has the table of equal calls, and what lightonml does in silence and this refuses.
+`docs/optical-features.md` has the table of equal calls, and what lightonml accepts silently and this module refuses.
 """
 
 from opusim.lightonml.opu import OPU as OPU

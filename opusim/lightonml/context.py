@@ -1,4 +1,4 @@
-"""What a transform was done with, attached to its result."""
+"""The settings of a transform, attached to its result."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ContextArray(np.ndarray):
 
     Args:
         values: Any array.
-        context: What it was made with.
+        context: The context of the transform that made them.
     """
 
     context: Context | None

@@ -1,4 +1,4 @@
-"""What a user gives to an OPU: a device with its times, and vectors, their shapes, bits and batches on its mirrors."""
+"""Check a user's device and vectors for an OPU, and lay the vectors out on its mirrors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ENCODE = (
 )
 
 _KNOWN_ARRAYS = {912 * 1140: (912, 1140)}
-"""Rows and columns of mirror arrays, by their number of mirrors: that of LightOn's OPU."""
+"""Rows and columns of mirror arrays by their number of mirrors; LightOn's OPU only."""
 _PROBE_INPUTS = 16
-"""Window that is opened before a fit tells the number of features: it finds a missing device at once."""
+"""Window that is opened before a fit gives the number of features, so that a missing device is found at once."""
 _READOUT_US = 50.0
 """Time that a frame needs beyond its exposure."""
 
@@ -112,7 +112,7 @@ class Features:
 
 
 def features_of(X: np.ndarray | None, n_features: Any, *, packed: bool, axes: int) -> Features:
-    """Return the features that a fit is told or sees.
+    """Return the features that a fit is given, or finds in X.
 
     Args:
         X: Vectors, or None.
@@ -172,7 +172,7 @@ def require_shown(rows: np.ndarray, *, ternary: bool) -> None:
     may = "-1, 0 or 1" if ternary else "0 or 1"
     if np.isnan(wrong):
         raise ValueError(
-            "X holds NaN, which no encoder knows; fill gaps first, as by sklearn.impute.SimpleImputer()"
+            "X holds NaN, which no encoder takes; fill gaps first, as by sklearn.impute.SimpleImputer()"
         )
     hint = ""
     if wrong == -1:
@@ -234,7 +234,7 @@ def layout_of(features: Features, mirror_shape: tuple[int, int] | None, strategy
     Args:
         features: The features.
         mirror_shape: Rows and columns of the device's mirrors, or None if it has no geometry.
-        strategy: What 2-D features take.
+        strategy: How 2-D features become mirrors.
 
     Raises:
         ValueError: They do not fit.
@@ -260,7 +260,7 @@ class Fit:
         layout: Where they stand on the mirrors.
         online: Whether vectors come one by one.
         n_components: Outputs.
-        strategy: The OPU's strategy then, which the fit may override.
+        strategy: The OPU's strategy at the time of the fit, which may have overridden it.
         timing: Exposure and time of a frame, if the fit sets them, microseconds.
     """
 
@@ -392,7 +392,7 @@ class OpuDevice:
 
         Raises:
             ConfigError: The device is too small, or the exposure is wrong.
-            DeviceError: The device cannot be had.
+            DeviceError: The device cannot be opened.
         """
         if self._given is not None:
             if exposure_us is not None or frametime_us is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import inspect
 import logging
@@ -35,7 +34,7 @@ _verbose_level = 0
 
 
 class NotFittedError(sklearn.exceptions.NotFittedError, AssertionError):
-    """A transform without a fit that it can use; also what lightonml raises there, an AssertionError."""
+    """A transform has no fit that it can use; also an AssertionError, as lightonml raises."""
 
 
 def set_verbose_level(verbose_level: int) -> None:
@@ -62,7 +61,7 @@ class OPU:
 
     Args:
         n_components: Number of outputs.
-        opu_device: As `device`; here for programs that give it by position.
+        opu_device: Same as `device`, for programs that give it by position.
         max_n_features: Largest number of features that a fit takes; None allows all that the device has.
         config_file: Configuration file of the appliance; empty for its default.
         config_override: Must be None; use `options`.
@@ -85,7 +84,7 @@ class OPU:
 
     Raises:
         TypeError, ValueError, ConfigError: An argument is out of range.
-        DeviceError: The device cannot be had.
+        DeviceError: The device cannot be opened.
 
     Example:
         >>> x = np.eye(4, 64, dtype=np.uint8)
@@ -190,7 +189,7 @@ class OPU:
 
     @property
     def fitted(self) -> Fit | None:
-        """The last fit, or None. Several users of one OPU set it to take their own turn."""
+        """The last fit, or None. Maps that share the OPU set their own before they use it."""
         return self._fit
 
     @fitted.setter
@@ -205,7 +204,7 @@ class OPU:
         """Open the device; nothing happens if it is open.
 
         Raises:
-            DeviceError: It cannot be had.
+            DeviceError: It cannot be opened.
         """
         try:
             self.device.probe(self.n_components)
@@ -321,8 +320,8 @@ class OPU:
         Args:
             X: Array, tensor or list; after encoding its entries are 0 and 1, in the shape of the last fit.
             encoder_cls: Encoder, or its class, that makes X binary (`opusim.lightonml.encoding.base`).
-            decoder_cls: Decoder, or its class, that joins what belongs to a vector. A class is made with those of the
-                encoder's parameters that it knows by name.
+            decoder_cls: Decoder, or its class, that joins the readings of a vector. A class gets the encoder's
+                parameters that its constructor names.
 
         Returns:
             float32, shape (*batch, n_components), or as the decoder gives it: a `ContextArray` with the circumstances
@@ -369,7 +368,7 @@ class OPU:
             )
         numbers, context = self._read(rows, fit, linear=linear)
         decoder: Any = decoder_cls
-        if inspect.isclass(decoder_cls):  # made with those of the encoder's parameters that it knows by name
+        if inspect.isclass(decoder_cls):  # it gets the encoder's parameters that its constructor names
             wanted = inspect.signature(decoder_cls).parameters
             told = {name: getattr(encoder, name) for name in wanted if hasattr(encoder, name)}
             told |= dict(encoder.get_params()) if hasattr(encoder, "get_params") else {}
@@ -389,9 +388,8 @@ class OPU:
         found = np.empty((len(rows), fit.n_components), dtype=np.float32)
         at_once = max(1, min(_ROWS_AT_ONCE, _MIRRORS_AT_ONCE // device.n_inputs))
         shows = get_verbose_level() > 0 and not self.disable_pbar
-        with Progress("OPU", "vectors") if shows else contextlib.nullcontext() as progress:
-            if progress is not None:
-                progress.start(len(rows))
+        with Progress("OPU", "vectors", show="lines" if shows else False) as progress:
+            progress.start(len(rows))
             for begin in range(0, len(rows), at_once):  # frames are made a block at a time
                 part = fit.features.unpacked(rows[begin : begin + at_once])
                 require_shown(part, ternary=linear)
@@ -400,8 +398,7 @@ class OPU:
                 frames = widened(fit.layout.frames(part), device.n_inputs, bias=0)
                 numbers = device.project(frames) if linear else device.intensities(frames)
                 found[begin : begin + len(part)] = numbers[:, : fit.n_components]
-                if progress is not None:
-                    progress.advance(done=begin + len(part))
+                progress.advance(done=begin + len(part))
         context = Context(
             device=device.name,
             unit="projection units" if linear else self.device.unit,

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class OutputRescaling(Enum):
-    """What `OPU.linear_transform` divides B x by, the entries of B being N(0, 1) on every device."""
+    """What `OPU.linear_transform` divides B x by; entries of B are N(0, 1) on every device."""
 
     variance = 1
     """sqrt(n_features): entries of variance 1 / n_features."""

@@ -28,7 +28,7 @@ def encrypt_blocks(
     c3: np.uint64,
     key: tuple[int, int],
 ) -> None:
-    """Words of consecutive blocks of one input, uint32, one row of the array for each; so they stay in vectors."""
+    """Encrypt consecutive blocks of one input; word k of all blocks goes to row k (uint32), so LLVM can use vectors."""
     k0, k1 = np.uint64(key[0]), np.uint64(key[1])
     row_0, row_1, row_2, row_3 = words[0], words[1], words[2], words[3]
     for i in range(count):
@@ -91,7 +91,7 @@ def fill_tile(
             first = skip if start == 0 else 0
             if first == 0 and (stop - start) % OUTPUTS_PER_BLOCK == 0:
                 look_up(tile[i, start - skip : stop - skip], words, count, table)
-            else:  # whole blocks do not fit into the row
+            else:  # the row holds only part of its first or last block
                 look_up(edge, words, count, table)
                 tile[i, start + first - skip : stop - skip] = edge[first : stop - start]
 
@@ -144,10 +144,10 @@ def return_and_move(
     tensor: int,
     key: tuple[int, int],
 ) -> None:
-    """Out becomes keep (out + back z) + move z: what `add_direction`, a multiplication and `add_direction` would give.
+    """Out becomes keep (out + back z) + move z: the same as `add_direction`, a multiplication and `add_direction`.
 
     Args:
-        out: as for `add_direction`, like all that are not named here.
+        out: as for `add_direction`, like all arguments not listed here.
         back: factor of z in the first addition.
         keep: factor of the sum.
         move: factor of z in the second addition.

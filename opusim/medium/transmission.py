@@ -54,29 +54,26 @@ def _table_on(device: torch.device) -> Tensor:
 
 
 class Medium:
-    """The matrix B of a device, shape (n_outputs, n_inputs), entries N(0, 1).
-
-    In law, that is, up to the rounding and the tail cut of `gaussian_table`.
+    """The matrix B of a device, shape (n_outputs, n_inputs), N(0, 1) up to rounding and tail cut (`gaussian_table`).
 
     Rule of the entries, which never changes: entry (j, i) is ``gaussian_table()[h]``, where h is the 16-bit half
     number j mod 8 (low half of word 0 first) of the Philox4x32-10 block with the counter (j // 8, i, plane,
-    epoch) and the seed as key. Entries never depend on n_inputs or n_outputs: a window of a larger device has
-    the same entries. They are small integers over 4096, equal to the last bit on every processor, thread
-    count and tiling.
+    epoch) and the seed as key. Entries depend on neither n_inputs nor n_outputs: a window of a larger device has the
+    same entries. They are small integers over 4096, equal to the last bit on every processor, thread count and tiling.
 
-    Exactness: with x in {-1, 0, 1} every sum of entries below 4096 in magnitude is exact in float32, and so are
-    2^17 inputs at 11 standard deviations. Longer sums are added up in float64 from blocks of 2^17 inputs and
-    rounded once. Hence `project` of a ternary x depends on neither tiling nor order. Reduced-precision products (TF32,
-    bfloat16) would break this: leave `torch.set_float32_matmul_precision` at "highest". The tail cut makes
-    the medium unfit as privacy noise.
+    Exactness: with x in {-1, 0, 1} float32 holds every sum of entries below 4096 in magnitude exactly; sums over 2^17
+    inputs stay below it up to 11 standard deviations. Longer sums are added up in float64 from blocks of 2^17 inputs
+    and rounded once. Hence `project` of a ternary x depends on neither tiling nor order. Reduced-precision products
+    (TF32, bfloat16) would break this: leave `torch.set_float32_matmul_precision` at "highest". The tail cut makes the
+    medium unfit as privacy noise.
 
     Args:
         n_inputs: number of inputs, 1 to 2^32.
         n_outputs: number of outputs, 1 to 2^35.
         seed: in [0, 2^64).
-        plane: counter word 2, tells apart matrices of one seed (real and imaginary part), in [0, 2^32).
-        epoch: counter word 3, tells apart states of a drifting medium, in [0, 2^32).
-        dense_limit_mib: largest matrix, in MiB, that is kept in memory once computed; at least 0.
+        plane: counter word 2, which tells apart the matrices of one seed (real and imaginary part), in [0, 2^32).
+        epoch: counter word 3, which tells apart the states of a drifting medium, in [0, 2^32).
+        dense_limit_mib: size of the largest matrix that is kept in memory once computed, MiB; at least 0.
 
     Raises:
         TypeError, ValueError: an argument out of range.
@@ -114,7 +111,7 @@ class Medium:
 
     @property
     def fits_dense(self) -> bool:
-        """Whether the float32 matrix is within dense_limit_mib."""
+        """Whether the float32 matrix takes at most dense_limit_mib."""
         return 4 * self.n_inputs * self.n_outputs <= self.dense_limit_mib * 2**20
 
     def tile(
@@ -176,7 +173,7 @@ class Medium:
     def project(
         self, x: torch.Tensor, outputs: slice | range | None = None
     ) -> torch.Tensor:  # (batch, n_inputs) -> (batch, outputs)
-        """B x for each row of x.
+        """Return B x for each row of x.
 
         Args:
             x: float32, shape (batch, n_inputs), on any torch device.
@@ -184,8 +181,8 @@ class Medium:
 
         Returns:
             float32, shape (batch, number of outputs), on the same device. Exact for a ternary x (see the class), else
-            within float32 rounding of the sum. Beyond the dense limit tiles of 16 MiB are computed one after
-            the other.
+            within float32 rounding of the sum. Beyond the dense limit, tiles of 16 MiB are computed one after the
+            other.
 
         Raises:
             TypeError, ValueError: x is not a float32 tensor of that shape, or outputs leave the medium.
@@ -211,7 +208,7 @@ class Medium:
                     return self.dense(x.device)[rows.start : rows.stop, columns.start : columns.stop]
                 if not on_cpu:
                     return self.tile(columns, rows, x.device)
-                # fresh memory costs as much as the entries
+                # reused: fresh memory takes as long as the entries
                 self._fill(room[: len(rows)].numpy(), columns, rows)
                 return room[: len(rows)]
 
@@ -244,7 +241,8 @@ def exact_product(
 
     Args:
         x: float32, shape (batch, n_inputs).
-        tile: gives the matrix's rows of a range of inputs, float32, shape (len(range), n_outputs), on x's device.
+        tile: gives the rows of the transposed matrix for a range of inputs, float32, shape (len(range), n_outputs), on
+            x's device.
         n_outputs: columns of the matrix.
 
     Returns:
@@ -269,7 +267,7 @@ def exact_product(
 def blocked_product(
     x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:  # (batch, n_inputs), (n_inputs, n_outputs) -> (batch, n_outputs)
-    """Return x @ matrix; a long product is computed in blocks of rows, between which its caller may stop it.
+    """Return x @ matrix; a long product is computed in blocks of rows with pauses between them.
 
     Args:
         x: float32.
@@ -288,12 +286,12 @@ def blocked_product(
 
 
 def _blocks(length: int, size: int) -> Iterator[range]:
-    """[0, length) in ranges of at most size."""
+    """Return [0, length) in ranges of at most `size`."""
     return (range(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def _windows(**wanted: tuple[slice | range, int]) -> list[range]:
-    """Return contiguous windows of [0, length), each given with its length, as ranges."""
+    """Return windows as ranges; refuse one that is not contiguous or leaves [0, length)."""
     found = []
     for name, (window, length) in wanted.items():
         if not isinstance(window, slice | range):
@@ -309,17 +307,17 @@ def _windows(**wanted: tuple[slice | range, int]) -> list[range]:
 
 
 _STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it saves
-_PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB
+_PIECE_STRIDES = 16  # entries of other types than float32 moved at a time: 128 KiB
 _TORCH_STRIDES = 256  # entries drawn at a time by the torch path, in strides: 2 MiB of float32
 
 
 class Direction:
-    """One random direction over any number of tensors, which are moved along it, and back, in their own memory.
+    """One random direction over any number of tensors, which it moves along itself and back in their own memory.
 
     Entry j of tensor t of the direction of a seed is entry (j, t) of the `Medium` of that seed: N(0, 1) up
-    to the rounding and the tail cut of its table (4.32 standard deviations). It depends on nothing else, neither on the
-    thread count nor on the processor or the torch device, so the seed determines the direction. Directions are
-    public; the tail cut makes them unfit as privacy noise.
+    to the rounding and the tail cut of its table (4.32 standard deviations). The seed alone determines the direction,
+    whatever the thread count, the processor or the torch device. Directions are public; the tail cut makes them unfit
+    as privacy noise.
 
     Args:
         seed: in [0, 2^64).
@@ -335,9 +333,9 @@ class Direction:
 
         Args:
             tensor: Any floating type and shape, contiguous, on any torch device.
-            number: Which tensor of the direction it is, in [0, 2^32).
+            number: Number of the tensor within the direction, in [0, 2^32).
             scale: Rounded to float32; or a float32 scalar on the tensor's torch device.
-            start: Entry of the direction that belongs to the first element, a multiple of `STRIDE`.
+            start: Entry of the direction for the first element, a multiple of `STRIDE`.
         """
         flat = _flat(tensor, number, start)
         if flat.device.type == "cpu":
@@ -358,7 +356,7 @@ class Direction:
 
         Args:
             tensor: As for `add_to`.
-            number: Which tensor of the direction it is.
+            number: Number of the tensor within the direction.
             back: Factor that undoes an earlier perturbation.
             keep: 1, or 1 minus the decay of the weights.
             move: Factor of the update; or a float32 scalar on the tensor's torch device.
@@ -380,7 +378,7 @@ class Direction:
             part.copy_(moved.add_(z.mul_(_factor(move))))
 
     def _parts(self, flat: Tensor, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return pieces of a tensor's memory with their entries."""
+        """Yield pieces of a tensor's memory, each with its entries of the direction."""
         for low in range(0, len(flat), _TORCH_STRIDES * kernels.STRIDE):
             part = flat[low : low + _TORCH_STRIDES * kernels.STRIDE]
             yield part, self.entries(number, start + low, len(part), part.device)
@@ -391,7 +389,7 @@ class Direction:
         """Return the entries start .. start + count - 1 of a tensor's direction, by torch operations only.
 
         Args:
-            number: Which tensor.
+            number: Number of the tensor within the direction.
             start: A multiple of 8.
             count: At least 0.
             device: Torch device of the result.
@@ -407,7 +405,7 @@ class Direction:
 
 
 def _factor(value: float | Tensor) -> float | Tensor:
-    """Return a number rounded to float32, and a scalar tensor as it is, which the host need not know."""
+    """Return a number rounded to float32; a scalar tensor stays as it is, so the host need not wait for it."""
     return value if isinstance(value, Tensor) else float(np.float32(value))
 
 
@@ -417,10 +415,10 @@ def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int],
     Args:
         flat: One axis. Other types than float32 pass through a float32 piece that fits the cache.
         start: Place of its first element.
-        move: Moves float32 numbers in place; the place is that of the first of them.
+        move: Moves float32 numbers in place, given the place of the first of them.
     """
     if flat.dtype == torch.float32 and len(flat) < _STRIDES_PER_THREAD * kernels.STRIDE:
-        move(flat.numpy(), start)  # most calls of a small model; the rest below costs as much again
+        move(flat.numpy(), start)  # most calls of a small model; the code below would double their time
         return
 
     def work(low: int, high: int) -> None:

@@ -1,11 +1,11 @@
-"""Several processes that work on one run: who they are, and (`ranks`) what they exchange.
+"""The processes that work on one run, the pauses in their computations, and the memory that they may take.
 
-**Pauses** in a long computation, at which its caller may stop it or let something else run first. What computes a
-reading that may take minutes calls `pause` between blocks of at most about half a second; what asked for it decides by
-`pausing` what happens there. Without `pausing` nothing happens.
+**Pauses** in a long computation let its caller stop it or run something else first. Code that may compute a reading for
+minutes calls `pause` between blocks of at most about half a second. Its caller decides by `pausing` what happens there;
+without `pausing` nothing happens.
 
-**Memory**: one rule for all sizes. What a number asks for at least, in bytes, must fit into the memory that is free.
-The estimate is a lower bound, such as the parameters and gradients of a network, so that nothing that fits is refused.
+**Memory**: one rule for all sizes. The least memory that a size needs must be free. The estimate is a lower bound, such
+as the parameters and gradients of a network, so nothing that fits is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def environment_number(
         name: The variable.
         default: A number.
         least: The least value.
-        most: The largest value; an infinite one, and NaN, are refused in any case.
+        most: The largest value; infinity and NaN are always refused.
         whole: Whether it must be a whole number.
         what: What it counts, in the plural, such as "seconds", for the message.
 
@@ -62,7 +62,7 @@ def launched_processes() -> int:
     """Return how many processes torchrun started, or 1 without it.
 
     Raises:
-        ValueError: WORLD_SIZE is no such number.
+        ValueError: WORLD_SIZE is no whole number of at least 1.
     """
     return int(environment_number("WORLD_SIZE", 1, least=1, most=2**20, whole=True, what="processes"))
 
@@ -71,7 +71,7 @@ def launched_rank() -> int:
     """Return the number of this process among those that torchrun started, or 0 without it.
 
     Raises:
-        ValueError: RANK is no such number.
+        ValueError: RANK is no whole number below the number of processes.
     """
     world = launched_processes()
     if world == 1:
@@ -82,11 +82,11 @@ def launched_rank() -> int:
 
 
 class Abandoned(BaseException):
-    """Nobody wants the result any more; no Exception, so that only what asked for the computation handles it."""
+    """The caller no longer wants the result; not an Exception, so that only the caller handles it."""
 
 
 def pause() -> None:
-    """Let the caller of this computation stop it by an exception, or delay it; costs about 50 ns if it does neither."""
+    """Let the caller stop or delay this computation; a pause without `pausing` takes about 50 ns."""
     act = _at_pause.get()
     if act is not None:
         act()
@@ -94,10 +94,10 @@ def pause() -> None:
 
 @contextmanager
 def pausing(act: Callable[[], None]) -> Iterator[None]:
-    """Call an act at every pause of what this thread computes within the block.
+    """Call `act` at every pause of this thread within the block.
 
     Args:
-        act: May wait, and raises to stop the computation, such as `Abandoned`.
+        act: May wait; it stops the computation by raising, for example `Abandoned`.
     """
     token = _at_pause.set(act)
     try:
@@ -110,7 +110,7 @@ _EXHAUSTED = (
     *("can't allocate memory", "Cannot allocate memory", "cannot allocate memory", "out of memory"),
     *("failed to map segment", "can't start new thread", "Storage size calculation overflowed"),
 )
-"""What torch, the C library and Python say if memory, or address space, is exhausted."""
+"""Words of torch, the C library and Python in errors for exhausted memory or address space."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -127,10 +127,10 @@ def require_memory(n_bytes: float, *, why: str, remedy: str, **sizes: Any) -> No
     """Refuse sizes that need more memory than is free.
 
     Args:
-        n_bytes: What they need at least.
-        why: What takes it, such as "weights and gradients".
+        n_bytes: Bytes that the sizes need at least.
+        why: What takes the memory, such as "weights and gradients".
         remedy: What to change.
-        **sizes: The numbers at fault, by name; a double underscore stands for a dot.
+        **sizes: The sizes by name, for the message; a double underscore stands for a dot.
 
     Raises:
         ValueError: They need more.
@@ -144,7 +144,7 @@ def require_memory(n_bytes: float, *, why: str, remedy: str, **sizes: Any) -> No
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Return whether an error says that memory is exhausted, as those of torch's allocators do."""
+    """Return whether an error says that memory is exhausted; torch's allocators raise RuntimeError for it."""
     known = isinstance(error, (RuntimeError, ImportError))
     return isinstance(error, MemoryError) or (known and any(sign in str(error) for sign in _EXHAUSTED))
 
@@ -172,7 +172,7 @@ def _of_system() -> float:
 
 
 def _of_group() -> float:
-    """Return what the control group of a container leaves; its cache of files can be given back."""
+    """Return the memory that the control group of a container leaves; its file cache counts as free."""
     try:
         most = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

@@ -1,9 +1,9 @@
 """Let the processes of a run exchange numbers, tensors, results and errors.
 
-Partial sums are added in the order of ranks on the first process, which sends the sum to all. Every process therefore
-holds the same bits, whatever the backend. Exchanges use a group of their own, so that they cannot be mixed up with
-what DistributedDataParallel exchanges in the meantime. Tensors on the host go by gloo. Those on cards go by NCCL if the
-default process group does (never tried), else by gloo through the host.
+A sum of tensors is computed once, in the order of ranks, and sent to all, so every process holds the same bits,
+whatever the backend. Exchanges use a process group of their own, so they cannot mix with those of
+DistributedDataParallel. Tensors on the host go by gloo; tensors on cards go by NCCL if the default process group has it
+(never tried), else by gloo through the host.
 
 Every exchange begins with `Ranks.meet`, at which a process that failed hands its error to the others. If a process dies
 or hangs, the others raise `ProcessLost`: at once, or after the time-out.
@@ -34,21 +34,21 @@ _TIMEOUT_S, _LONGEST_S = 1800.0, 31_557_600.0
 _WITH_NCCL = "cpu:gloo,cuda:nccl"
 _PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
 _groups: dict[float, tuple[Any, Any]] = {}
-"""Time-out to (the default process group, the group made next to it)."""
+"""From each time-out to (the default process group, the group made beside it)."""
 
 
 class Ranks:
     """The processes of a run; one by default.
 
-    Every method that exchanges something must be called by all processes in the same order.
+    All processes must call every method that exchanges something, in the same order.
 
     Attributes:
         rank: Number of this process, from 0.
         world: Number of processes.
 
     Args:
-        timeout_s: Seconds that a process waits for another one at each exchange, above 0; None takes those of the
-            environment variable OPUSIM_PROCESS_TIMEOUT_S (at most a year), or half an hour.
+        timeout_s: Seconds that a process waits for another one at each exchange, above 0; None takes the environment
+            variable OPUSIM_PROCESS_TIMEOUT_S (at most a year), or half an hour.
     """
 
     def __init__(self, *, timeout_s: float | None = None) -> None:
@@ -56,7 +56,7 @@ class Ranks:
         checks.positive(timeout_s=wanted)
         self._timeout_s = float(wanted)
         self._handed: BaseException | None = None
-        """The last error that the other processes have too, or cannot be told."""
+        """The last error that the other processes also have, or that cannot reach them."""
         self.rank, self.world = 0, 1
         self._process = OwnProcess()
         if dist.is_available() and dist.is_initialized():
@@ -64,7 +64,7 @@ class Ranks:
 
     @classmethod
     def one(cls) -> Self:
-        """Return a process that shares nothing, also within a process group."""
+        """Return ranks of this process alone, even within a process group."""
         found = cls()
         found.rank, found.world = 0, 1
         return found
@@ -85,11 +85,11 @@ class Ranks:
         return torch.nonzero(records % self.world == self.rank).reshape(-1)
 
     def part(self, count: int) -> slice:
-        """Return this process's part of a batch: neighbours, so that all parts in the order of ranks are the batch.
+        """Return this process's part of a batch, a contiguous slice; the parts in the order of ranks make the batch.
 
         Args:
             count: Records in the batch, at least 0; parts differ by at most one record and may be empty, the first
-                process's only if the batch is.
+                process's only if the batch is empty.
         """
         first, end = (-(-count * rank // self.world) for rank in (self.rank, self.rank + 1))
         return slice(first, end)
@@ -97,7 +97,7 @@ class Ranks:
     # Meeting
 
     def meet(self, error: BaseException | None = None) -> None:
-        """Wait for all processes at the same point, and raise on each the error of the first that brings one.
+        """Wait for all processes at the same point, and raise on each the error of the lowest rank that has one.
 
         Args:
             error: Why this process cannot continue. It is handed to the others and not raised here.
@@ -105,7 +105,7 @@ class Ranks:
         Raises:
             BaseException: Another process's error.
             ProcessLost: Another process left, died or did not come in time.
-            RuntimeError: This process was forked from the one that takes part.
+            RuntimeError: This process is a fork of a process that takes part.
         """
         if self.world > 1:
             self._process.require(f"rank {self.rank}")
@@ -114,9 +114,9 @@ class Ranks:
 
     @contextmanager
     def handing_errors(self) -> Iterator[None]:
-        """Hand an error that is raised within the block to the other processes, which raise it in their next exchange.
+        """Hand an error raised within the block to the other processes, which raise it in their next exchange.
 
-        An error that an exchange raised within the block is not handed on: the other processes have it.
+        An error that an exchange raised is not handed on: the other processes have it.
         """
         try:
             yield
@@ -128,7 +128,7 @@ class Ranks:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """End the work within the block on all processes together: an error in one of them reaches each of them."""
+        """End the work within the block on all processes together; an error of one reaches all."""
         try:
             yield
         except BaseException as error:
@@ -138,13 +138,13 @@ class Ranks:
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Meet until all processes leave; those that are in the middle of their work learn of the error."""
+        """Meet until all processes leave; processes still at work learn of the error."""
         code = _LEAVING if error is None else _FAILED_AND_LEAVING
         while self.world > 1 and min(self._meet(code, error)) < _LEAVING:
             pass
 
     def _meet(self, code: int, error: BaseException | None) -> list[int]:
-        """Return the codes of all processes; raises an error of another one unless this one has its own or leaves."""
+        """Return the codes of all processes; raise another one's error unless this process leaves or has its own."""
         codes = [int(row[0]) for row in self._all([code])]
         failed = [rank for rank, found in enumerate(codes) if found in (_FAILED, _FAILED_AND_LEAVING)]
         if failed:
@@ -163,10 +163,10 @@ class Ranks:
         return codes
 
     def require_same(self, facts: Mapping[str, Any], kind: type[Exception] = ValueError) -> None:
-        """Refuse processes that were started otherwise than the first; the error is raised on every process.
+        """Raise an error on every process if one was started otherwise than the first.
 
         Args:
-            facts: What must be equal, by name. The message shows numbers and texts, and no tuples.
+            facts: Values that must be equal, by name. The message shows numbers and texts, but no tuples.
             kind: Class of the error.
         """
         wrong: Exception | None = None
@@ -205,7 +205,7 @@ class Ranks:
     # Numbers
 
     def rows(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the whole numbers of every process, in the order of ranks; each below 2^63 in size."""
+        """Return the whole numbers of every process, in the order of ranks; each of magnitude below 2^63."""
         if self.world == 1:
             return [list(numbers)]
         self.meet()
@@ -249,7 +249,7 @@ class Ranks:
                 _copy(alike, [part.clone().view(t.dtype) for t, part in zip(alike, parts, strict=True)])
 
     def sum_on_first(self, tensors: Iterable[Tensor]) -> None:
-        """Add the tensors of all processes, in the order of ranks, in those of the first; the others' stay."""
+        """Add the tensors of all processes, in the order of ranks, into the first one's; the others' stay."""
         wanted = [tensor.detach() for tensor in tensors]
         if self.world == 1 or not wanted:
             return
@@ -269,8 +269,8 @@ class Ranks:
     def sum(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by their sums over all processes, added in the order of ranks, the same to the bit on each.
 
-        Each process adds one part of the numbers for all, so it sends and receives 2 (K - 1) / K of their bytes, K
-        processes.
+        Each of the K processes adds one part of the numbers for all, so it sends and receives 2 (K - 1) / K of their
+        bytes.
         """
         wanted = [tensor.detach() for tensor in tensors]
         if self.world == 1 or not wanted:
@@ -289,7 +289,7 @@ class Ranks:
             _copy(alike, flat[: len(numbers)].split([tensor.numel() for tensor in alike]))
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the gradients of parameters that have one in any process; a process without one gets zeros."""
+        """Return the gradients of parameters that have one on any process; a process without one gets zeros."""
         wanted = list(parameters)
         flags = self.rows([parameter.grad is not None for parameter in wanted])
         for parameter, found in zip(wanted, map(any, zip(*flags, strict=True)), strict=True):
@@ -298,7 +298,7 @@ class Ranks:
         return [parameter.grad for parameter in wanted if parameter.grad is not None]
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return on the first process the rows of all, in the order of ranks, and on the others their own.
+        """Return on the first process the rows of all, in the order of ranks, and on the others their own rows.
 
         Args:
             rows: Rows of this process, on the CPU; processes differ only in their number.
@@ -318,7 +318,7 @@ class Ranks:
         return torch.cat(parts) if self.is_first else rows
 
     def scatter(self, rows: Tensor | None, mine: Tensor, counts: Sequence[int]) -> Tensor:
-        """Undo `gather`: return this process's rows of those that the first one has.
+        """Undo `gather`: return this process's rows from those on the first process.
 
         Args:
             rows: All rows in the order of ranks; None on the other processes.
@@ -350,7 +350,7 @@ class Ranks:
 
     @contextmanager
     def _exchanging(self) -> Iterator[Any]:
-        """Give the group of the exchange, and say in one line which processes failed it."""
+        """Give the group of the exchange; a failed exchange raises one line that names the process."""
         try:
             yield self._group()
         except RuntimeError as error:  # torch has no narrower class for a lost connection or a time-out
@@ -361,7 +361,7 @@ class Ranks:
             raise self._handed from error
 
     def _group(self) -> Any:
-        """Return the group of these processes; made at the first exchange, which all of them take part in."""
+        """Return the group of these processes, made at the first exchange, in which all take part."""
         made = _groups.get(self._timeout_s)
         if made is None or made[0] is not dist.group.WORLD:
             timeout = timedelta(seconds=self._timeout_s)
@@ -375,7 +375,7 @@ def init_process_group() -> None:
     if launched_processes() < 2 or not dist.is_available() or dist.is_initialized():
         return
     backend = launch_backend()
-    if "nccl" in backend:  # "cuda" is then another card in each process of a machine
+    if "nccl" in backend:  # so that "cuda" is another card in each process of a machine
         local = environment_number(
             "LOCAL_RANK", 0, least=0, most=2**20, whole=True, what="processes before this one"
         )
@@ -394,13 +394,13 @@ def _default_timeout_s() -> float:
     """Return the seconds that the environment asks for.
 
     Raises:
-        ValueError: It names no such number.
+        ValueError: The variable holds no number in range.
     """
     return environment_number(TIMEOUT_VARIABLE, _TIMEOUT_S, least=1e-3, most=_LONGEST_S, what="seconds")
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException:
-    """Return an error that another process can be sent."""
+    """Return the error, or ProcessLost with its text if it cannot be pickled."""
     try:
         found: BaseException = pickle.loads(pickle.dumps(error))  # nosec B301  # its own bytes
     except Exception:
@@ -411,7 +411,7 @@ def _portable(error: BaseException | None, rank: int) -> BaseException:
 def launch_backend() -> str:
     """Return the backend for the processes that torchrun started: gloo, with NCCL if each has a card of its own.
 
-    All machines of a run must be alike in this.
+    All machines of a run must get the same backend.
     """
     local = environment_number(
         "LOCAL_WORLD_SIZE", launched_processes(), least=1, most=2**20, whole=True, what="processes"
@@ -436,14 +436,14 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _by(key: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors of one key at a time, in the order of their first ones."""
+    """Yield the tensors of one key after the other, in the order in which keys first occur."""
     keys = [key(tensor) for tensor in tensors]
     for wanted in dict.fromkeys(keys):
         yield [tensor for tensor, own in zip(tensors, keys, strict=True) if own == wanted]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield the tensors of one type and place at a time, and their numbers in a row, where they are exchanged."""
+    """Yield the tensors of each type and place, with their numbers in one row at the place of exchange."""
     for alike in _by(lambda tensor: (tensor.dtype, _place_of(tensor)), tensors):
         yield alike, torch.cat([tensor.reshape(-1).to(_place_of(tensor)) for tensor in alike])
 

@@ -31,24 +31,24 @@ sin t), where the first digit of V negates both, the second exchanges them, and 
 **Tier one** takes the float32 numbers x, y of `_normal_pair` for R cos t and R sin t. Each of its operations
 rounds by 2^-24, and none is fused, so every processor has the same bits. Errors:
 
-- U as float32 is off by 2 roundings of the nearer of U and 1 - U, if that is at least 2^-15; U's digits that are not
-  drawn move it by 2^-26 of itself there at most. This moves R by at most 2^-24 / ln 2 + 2^-27 < 9.4e-8 of itself.
+- U as float32 is off by 2 roundings of the nearer of U and 1 - U, if that is at least 2^-15; the digits of U not drawn
+  move it by at most 2^-26 of itself there. This moves R by at most 2^-24 / ln 2 + 2^-27 < 9.4e-8 of itself.
 - Logarithm and root move R by at most 1.49e-7 of itself for every such float32 number, and cosine and sine of each of
   the 2^30 arcs are off by at most 1.09e-7 (both by trying all: tests/opusim/randomness/test_rounding_kernels.py).
-- V's digits behind the 32nd move t by less than 1.47e-9 (release), those behind the 24th by 1.89e-7 (experiment).
+- V's digits after the 32nd move t by less than 1.47e-9 (release), those after the 24th by 1.89e-7 (experiment).
 - The product with R rounds by 6e-8 of itself.
 
-Together |x - R cos t| <= a (|x| + |y|) + b |x|, since R <= |R cos t| + |R sin t|, with a of `TRIG_ERROR` and b of
-`RADIUS_ERROR`, in which 1 % is left for products of errors. s + sigma x is formed in float64, in units of h and apart
-from the whole part of s / h, so that no size of s costs digits. If no edge of a cell lies within the bound, the
-nearest point is r. Else, and for the 6 in 10^5 pairs whose U is within 2^-15 of 0 or 1, the number goes to
+Together |x - R cos t| <= a (|x| + |y|) + b |x|, since R <= |R cos t| + |R sin t|, with a = `TRIG_ERROR` and b =
+`RADIUS_ERROR`, which leave 1 % for products of errors. s + sigma x is formed in float64, in units of h and apart from
+the whole part of s / h, so that no size of s costs digits. If no edge of a cell lies within the bound, the nearest
+point is r. Else, and for the 6 in 10^5 pairs whose U is within 2^-15 of 0 or 1, the number goes to
 
 **tier two**: U and V with 64 digits each in float64, with the bound of `opusim.randomness.rounded._standard`. That is
-one number in 300 to 1,100. What is open after it, one in 10^10, stays as it was and is returned; interval arithmetic
-and more digits then decide it (`opusim.randomness.rounded.settle`).
+one number in 300 to 1,100. A number still open after it, one in 10^10, stays as it was and is reported; interval
+arithmetic with more digits then decides it (`opusim.randomness.rounded.settle`).
 
-Both tiers decide the same real number, so that r does not depend on them. They differ in time, which tells how many
-numbers came near an edge: a function of the noisy numbers that are released, up to the bound, 2^-20 of the noise.
+Both tiers round the same real number, so r does not depend on the tier. The time does, and reveals how many numbers
+came near an edge: a function of the released noisy numbers, up to the bound, 2^-20 of the noise.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _next_key(k0: np.uint64, k1: np.uint64) -> tuple[np.uint64, np.uint64]:
 def philox_block(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Encrypt one counter by ten rounds; only the low 32 bits of every word, going in and coming out, mean anything.
+    """Encrypt one counter by ten rounds; only the low 32 bits of each input and output word count.
 
     Args:
         c0: word 0 of the counter.
@@ -163,8 +163,7 @@ def _log1p(f: np.float32) -> np.float32:
 def _log_uniform(high: np.uint32, low: np.uint32) -> np.float32:
     """Return the logarithm of U = (high 2^32 + low + 1/2) / 2^64, precise at both ends.
 
-    Above 1/2 the distance to 1 is kept instead of U, from the complemented words, so small radii keep all
-    their digits.
+    Above 1/2 the complemented words give 1 - U in place of U, so small radii keep all their digits.
     """
     top = high >= _TOP_BIT
     a = _U(~high) if top else high
@@ -180,7 +179,7 @@ def _log_uniform(high: np.uint32, low: np.uint32) -> np.float32:
 
 @numba.njit(nogil=True, forceinline=True)
 def _normal_pair(high: np.uint32, low: np.uint32, angle: np.uint32) -> tuple[np.float32, np.float32]:
-    """Two independent N(0, 1) from 64 bits of radius and 32 of angle.
+    """Return two independent N(0, 1) from 64 bits of radius and 32 of angle.
 
     The low 30 bits of the angle choose a point on the arc from -45 to 45 degrees; bit 30 reflects it in the
     diagonal and bit 31 in the origin. The four images cover the circle once.
@@ -209,9 +208,9 @@ def _philox_words(
 ) -> None:
     """One chunk's words, shape (3, PAIRS): radius high, radius low, angle.
 
-    Block i of the chunk makes pair i of its words 0 and 1, and pair i + PAIRS / 2 of its words 2 and 3: the first is
-    the radius' high word, the lowest 8 bits of the second lead the low one, the other 24 lead the angle. Bits that
-    are not drawn are replaced by the middle of what they could be.
+    Words 0 and 1 of block i make pair i, words 2 and 3 make pair i + PAIRS / 2. The first word is the radius' high
+    word; the lowest 8 bits of the second lead its low word, and the other 24 lead the angle. The missing bits take the
+    middle of their range.
     """
     c1, c2, c3 = np.uint64(c[0]), np.uint64(c[1]), np.uint64(c[2])
     high, low, angle = words[0], words[1], words[2]
@@ -299,7 +298,7 @@ def add_from_philox(
     Args:
         out: float32, one axis of any length.
         scale: factor of the numbers.
-        first_chunk: as for `fill_from_philox`, like all that follow.
+        first_chunk: this and the rest as for `fill_from_philox`.
         reading: counter word 1.
         step_low: counter word 2.
         step_high: counter word 3.
@@ -336,14 +335,14 @@ def fill_from_words(out: np.ndarray, words: np.ndarray) -> None:
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}
-os.register_at_fork(after_in_child=_pools.clear)  # a child inherits the pool object, but not its threads
+os.register_at_fork(after_in_child=_pools.clear)  # a child inherits the pool objects, but not their threads
 
 
 def run_split(work: Callable[[int, int], None], count: int, *, grain: int) -> None:
-    """Call work(start, stop) on ranges that cover [0, count), in parallel when there is enough to do.
+    """Call work(start, stop) on ranges that cover [0, count), in parallel if the range is long enough.
 
     Args:
-        work: the function; must not depend on how the range is cut.
+        work: the function; its result must not depend on how the range is cut.
         count: length of the range, at least 0.
         grain: least length worth a thread of its own, at least 1.
     """
@@ -366,12 +365,12 @@ RADIUS_ERROR = 3.1e-7
 TRIG_ERROR = 1.13e-7, 3.02e-7
 """a of the module's text, with 32 and with 24 digits of V: 1.09e-7 + 1.47e-9 or 1.89e-7, and 1 % more."""
 _GROUP = 64
-"""Numbers that are looked through together for one that tier one leaves open."""
+"""Numbers that are searched together for any that tier one leaves open."""
 _TAIL_BITS = np.uint32(17)
-"""U whose digits before the last 17 of 32 are all 0 or all 1, 2^-15 from either end, goes to tier two."""
+"""A pair goes to tier two if the first 15 digits of U are all 0 or all 1: U is within 2^-15 of 0 or 1."""
 _ALL_ONE = np.uint32(0x7FFF)
 _SLACK = 0.5 - 2.0**-30
-"""Half a cell, less more than float64 rounds in tier one: twice 2^-53 of at most 2^15."""
+"""Half a cell, minus a margin above the float64 rounding in tier one: twice 2^-53 of at most 2^15."""
 _ERROR = 2.0**-48
 """See `opusim.randomness.rounded._standard`."""
 _NAN = np.int64(0x7FF8000000000000)  # bits of np.nan
@@ -400,12 +399,12 @@ def _nearest(
     scale: tuple[float, float, float],
     found: np.ndarray,
 ) -> None:
-    """Fill found with r where float32 numbers tell it, else with NaN.
+    """Fill found with r where the float32 numbers decide it, else with NaN.
 
     Args:
         values: s.
-        numbers: The float32 numbers that are added, at least as many.
-        others: The others of their pairs.
+        numbers: The float32 numbers to add, at least as many.
+        others: For each, the other number of its pair.
         scale: Grid, sigma over grid, and a of the module's text.
         found: Receives the results, at least as many.
     """
@@ -432,11 +431,11 @@ def _first_tier(
     found: np.ndarray,
     places: np.ndarray,
 ) -> int:
-    """Round a chunk in place as far as float32 numbers tell; what is open stays.
+    """Round a chunk in place where the float32 numbers decide; open numbers stay.
 
     Args:
         values: s, at most CHUNK.
-        numbers: The chunk's float32 numbers, shape (CHUNK,); those of the tails become NaN.
+        numbers: The chunk's float32 numbers, shape (CHUNK,); those with U in the tails become NaN.
         high: The first 32 digits of U of each pair, shape (PAIRS,).
         scale: As for `_nearest`.
         found: Room for CHUNK results, float64.
@@ -474,7 +473,7 @@ def _first_tier(
 def nearest_by_64_digits(
     value: float, grid: float, ratio: float, u: np.uint64, v: np.uint64, sine: bool
 ) -> float:
-    """Return r of one number from 64 digits of U and of V, or NaN if they do not tell.
+    """Return r of one number from 64 digits of U and of V, or NaN if they do not decide it.
 
     Args:
         value: s, finite.
@@ -517,7 +516,7 @@ def _take(
     opened: np.ndarray,
     count: int,
 ) -> int:
-    """Round one number in place by tier two, or note it; a value that is not finite stays. Returns the new count."""
+    """Round one finite number in place by tier two, or note it as open; return the new count of open ones."""
     value, (u, v) = np.float64(values[at]), digits
     if not math.isfinite(value):
         return count
@@ -544,7 +543,7 @@ def add_rounded_from_philox(
     more_k0: int,
     more_k1: int,
 ) -> int:
-    """Add noise to out and round, from the digits of `fill_from_philox` and 64 more of each pair.
+    """Add noise to out and round, from the digits of `fill_from_philox` and 64 more for each pair.
 
     Args:
         out: s, then r; float32 or float64, one axis of any length.
@@ -591,7 +590,7 @@ def add_rounded_from_words(
     """Add noise to out and round, from given random words.
 
     Args:
-        out: As for `add_rounded_from_philox`, like those that follow.
+        out: As for `add_rounded_from_philox`.
         grid: h.
         ratio: sigma over grid.
         opened: Receives numbers that are still open.

@@ -3,25 +3,26 @@
 **The release.** r = h round((s + b X) / h), with s the value that the machine holds, X exactly N(0, 1) or Laplace of
 scale 1, and the grid h = 2^(floor(log2 b) - 10), a public power of two. r is a function of the real number s + b X, so
 it has the privacy of real-valued noise on s, in any dimension and under any sampling: rounding costs nothing. Noise
-that is drawn in float32 or float64 and then added has not: it lies on a grid of its own, and an attacker who subtracts
-a guess of s sees whether what remains lies on it (Mironov 2012).
+that is drawn in float32 or float64 and then added does not have it: it lies on a grid of its own, and an attacker who
+subtracts a guess of s sees whether the rest lies on that grid (Mironov 2012).
 
-**How.** U and V are uniform in (0, 1) with infinitely many binary digits, of which 64 are drawn at first, and
+**How.** U and V are uniform in (0, 1) with infinitely many binary digits; 64 of each are drawn at first. Then
 
     X = sqrt(-2 ln U) cos(2 pi V)   (Gaussian: Box and Muller 1958),   X = sign(V - 1/2) (-ln U)   (Laplace).
 
-1. Compute s + b X in float64, and a bound on its error: that of the digits not drawn yet and that of the arithmetic.
-2. If the bound reaches no edge between two points of the grid, the nearest point is r, whatever the other digits are.
-3. Else draw 64 more digits of U and V, and compute in interval arithmetic with as many digits, until it is so.
+1. Compute s + b X in float64, and a bound on its error from the digits not drawn yet and from the arithmetic.
+2. If the bound reaches no edge halfway between two points of the grid, the nearest point is r, whatever the other
+   digits are.
+3. Else draw 64 more digits of U and V and repeat in interval arithmetic with all digits, until step 2 decides.
 
-Step 3 happens to some 1 in 10^10 numbers if |s| is below 1,000 b: twice the bound of step 1, some 2^-45 b, over a grid
-step. It takes longer, so that time tells at most that a number was near an edge.
+If |s| is below 1,000 b, some 1 in 10^10 numbers needs step 3: twice the bound of step 1, some 2^-45 b, over a grid
+step. It takes longer, so time reveals at most that a number was near an edge.
 
-Long float32 arrays, such as a model's gradients, take their numbers in pairs and step 1 in float32 first:
-`opusim.randomness.kernels`, of which `settle` is step 3.
+Long float32 arrays, such as a model's gradients, take their numbers in pairs and do step 1 in float32 first
+(`opusim.randomness.kernels`); `settle` is their step 3.
 
 **Sums.** Noise hides a sum only if neighbouring data sets change the *computed* sum by at most the stated bound.
-`toward_zero` makes contributions multiples of a power of two, so that sums of them are exact in any order.
+`toward_zero` rounds contributions to multiples of a power of two, so their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ GRID_BITS = 10
 _DIGITS = 64
 """Binary digits of U and V that are drawn at a time."""
 _PAIRS = 512
-"""Pairs of a chunk of `kernels`, whose module is loaded where numbers are drawn only."""
+"""Pairs of a chunk of `kernels`; that module is loaded only to draw numbers."""
 _SCALES = (2.0**-900, 2.0**900)
 _LARGEST = 2.0**51
 """Largest |s + b X| / h; float64 holds twice that with a spare digit for the half."""
@@ -56,17 +57,17 @@ _ERROR = 2.0**-48
 
 
 class RoundedNoise(ABC):
-    """Noise of some numbers that was drawn, and is not released yet."""
+    """Noise that was drawn for some numbers and is not released yet."""
 
     @abstractmethod
     def added_to(self, values: torch.Tensor) -> torch.Tensor:
         """Return the exactly rounded sums of values and noise, float64, multiples of `grid_of(scale)`.
 
         Args:
-            values: As many as were drawn, finite.
+            values: Finite numbers, as many as the noise was drawn for.
 
         Raises:
-            ValueError: Their number is another, or one is not finite or above 2^50 grid steps.
+            ValueError: The number of values is wrong, or a value is not finite or above 2^50 grid steps.
         """
 
 
@@ -87,10 +88,10 @@ def grid_of(scale: float) -> float:
 
 
 def toward_zero(values: torch.Tensor, *, bound: float, count: int) -> torch.Tensor:
-    """Round contributions toward zero to multiples of a power of two g, so that sums of them are exact in float64.
+    """Round contributions toward zero to multiples of a power of two g, so that their sums are exact in float64.
 
     With g = 2^(e - 52), 2^e >= count bound, every sum of at most `count` of them is below 2^53 g: no order of the
-    additions rounds. No magnitude and no norm grows.
+    additions rounds. Rounding raises no magnitude and no norm.
 
     Args:
         values: Float64, of magnitude at most `bound`.
@@ -104,13 +105,13 @@ def toward_zero(values: torch.Tensor, *, bound: float, count: int) -> torch.Tens
 
 
 class ExactNoise(RoundedNoise):
-    """Noise of exact law, by its random digits.
+    """Noise of exact law, given by its random digits.
 
     Args:
         words: The first 64 digits of U and of V for each number, uint64, shape (n, 2).
-        more: Returns 64 further digits of one of the n numbers; called for U and V in turn.
+        more: Returns 64 further digits for one of the n numbers; called for U and V in turn.
         scale: Standard deviation of Gaussian noise, or b of Laplace noise.
-        law: Of X.
+        law: Law of X.
     """
 
     def __init__(self, words: np.ndarray, more: Callable[[int], int], scale: float, law: Law) -> None:
@@ -131,7 +132,7 @@ class ExactNoise(RoundedNoise):
         x, error = _standard(self._words[:, 0], self._words[:, 1], self._law)
         noise = self._scale * x
         total = s + noise
-        # the product and the sum round by 2^-53 of their result each; 2^-52 is more than both, also of the bound itself
+        # product and sum each round by 2^-53 of their result; 2^-52 covers both, and the rounding of this bound
         error = self._scale * error * (1 + _ERROR) + 2.0**-52 * (np.abs(noise) + np.abs(total))
         steps = total / self._grid  # exact: a power of two
         nearest = np.rint(steps)
@@ -142,12 +143,12 @@ class ExactNoise(RoundedNoise):
         return released.to(values.device)
 
     def _exact(self, number: int, value: float) -> int:
-        """Return the nearest grid point of one number in grid steps, from as many digits as that takes."""
+        """Return the grid point nearest to one noisy number, in grid steps, from as many digits as needed."""
         u, v = (int(word) for word in self._words[number])
         digits, shift, scale = _DIGITS, Fraction(value), Fraction(self._scale)
         half, grid = Fraction(1, 2), Fraction(self._grid)
         while True:
-            if u:  # else U may be as near to 0 as it likes
+            if u:  # with u = 0 no lower limit of U is known
                 low, high = _interval(u, v, digits, self._law)
                 ends = [math.floor((shift + scale * x) / grid + half) for x in (low, high)]
                 if ends[0] == ends[1]:
@@ -164,13 +165,13 @@ def settle(
     *,
     first_pair: int = 0,
 ) -> None:
-    """Round in place what `kernels` left open, by interval arithmetic.
+    """Round in place, by interval arithmetic, the numbers that `kernels` left open.
 
     Args:
-        out: s where numbers are open, one axis.
-        opened: Place in out, 64 digits of U and of V of each, uint64, shape (n, 3).
-        scale: sigma.
-        more: Returns further digits of a pair, 64 at a time, for U and V in turn: the same ones whenever it is asked.
+        out: One axis, with s where numbers are open.
+        opened: For each open number its place in out, 64 digits of U and 64 of V; uint64, shape (n, 3).
+        scale: Standard deviation of the noise.
+        more: Returns further digits of a pair, 64 at a time, for U and V in turn; the same ones at each call.
         first_pair: Number of the pair of out[0] in the draw.
     """
     for place, u, v in opened.tolist():
@@ -183,7 +184,7 @@ def settle(
 
 
 def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
-    """Return what gives a pair fresh digits, and the same ones when it is asked again: the `more` of `settle`.
+    """Return a `more` for `settle`: it gives a pair fresh digits, and the same ones at each later call.
 
     Args:
         fresh: Returns 64 random digits.
@@ -204,11 +205,11 @@ def turn_of_pair(v: int, *, sine: bool) -> int:
     """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `kernels`.
 
     The arc t is a whole turn times n 2^-64, with n the last 62 digits in two's complement, and sin t = cos(t - pi / 2).
-    So V' and V have the same digits behind the 64th.
+    So V' and V have the same digits after the 64th.
 
     Args:
         v: The first 64 digits of V.
-        sine: Whether it is the second number of the pair.
+        sine: Whether the number is the second of its pair.
     """
     quarter = 1 << 62
     n = (v + quarter // 2) % quarter - quarter // 2
@@ -219,12 +220,12 @@ def turn_of_pair(v: int, *, sine: bool) -> int:
 class NormalNoise(RoundedNoise):
     """Noise from a source of finished N(0, 1) numbers, such as a device: rounded, but with the law of its source.
 
-    What the source's own rounding tells is not excluded.
+    The source's own rounding may still reveal something of a value.
 
     Args:
         numbers: N(0, 1), shape (n,), or shape (n, 4) for Laplace noise: (a^2 + b^2 - c^2 - d^2) / 2.
         scale: As for `ExactNoise`.
-        law: Of the noise.
+        law: Law of the noise.
     """
 
     def __init__(self, numbers: torch.Tensor, scale: float, law: Law) -> None:
@@ -247,10 +248,10 @@ class NormalNoise(RoundedNoise):
 def _standard(u: np.ndarray, v: np.ndarray, law: Law) -> tuple[np.ndarray, np.ndarray]:
     """Return X and a bound on its error, float64, from the first 64 digits of U and V, uint64.
 
-    Error of E = -ln U, with `near` the distance of U from the nearer of 0 and 1 (so that E keeps its digits at both):
+    Error of E = -ln U, with `near` the distance of U from the nearer of 0 and 1, so that E keeps its digits near both:
         - near is rounded twice, by 2^-53 each, which moves E by at most 2^-51 E; the logarithm errs by at most 2^-50 E
           (4 units in the last place; libraries promise 1); together below 2^-48 E;
-        - the digits not drawn move U by at most 2^-65, and E by at most 2^-65 over the smallest U that is possible.
+        - the digits not drawn move U by at most 2^-65, and E by at most 2^-65 over the smallest possible U.
     Of R = sqrt(2 E): |R - R'| = 2 |E - E'| / (R + R') is at most 2 error / R, plus its rounding.
     Of cos(2 pi V): V is cut to 53 digits and its middle taken, off by at most 2^-54; 2 pi V rounds twice; the cosine
     errs by at most 2^-51: together 2 pi (2^-54 + 2^-52) + 2^-51 < 2^-48.

@@ -1,4 +1,4 @@
-"""Seeds of named uses, derived from one seed; a configuration needs no more, and torch is not imported for them."""
+"""Seeds of named uses, derived from one seed, without importing torch."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ Two modes, named in every run's configuration. `experiment`: a `SeededStream`, w
 the seed and is therefore not for release. `release`: a `SystemStream`, whose key is never stored. A stream
 must not be shared by threads.
 
-Philox4x32-10 is the generator behind all simulated randomness. A counter of four 32-bit words is encrypted under a
-64-bit key into four 32-bit words. Any counter can be asked for at any time, so results never depend on tiling, thread
-count or order. Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, with its
-known-answer vectors (Random123). Philox is a statistical generator, not a cryptographic one: noise that protects data
-comes from `SystemStream`.
+Philox4x32-10 generates all simulated randomness. A counter of four 32-bit words is encrypted under a 64-bit key into
+four 32-bit words. Any counter can be asked for at any time, so results never depend on tiling, thread count or order.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, with its known-answer
+vectors (Random123). Philox is a statistical generator, not a cryptographic one: noise that protects data comes from
+`SystemStream`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def philox_torch(
     Returns:
         The four output words, int64, of the broadcast shape.
     """
-    words = [  # a number is filled in: copied to a card, it would make the host wait
+    words = [  # fill numbers in on the card: a copy would make the host wait
         word if isinstance(word, torch.Tensor) else c0.new_full((), word) for word in (c0, c1, c2, c3)
     ]
     w0, w1, w2, w3 = torch.broadcast_tensors(*words)
@@ -87,7 +87,7 @@ MODES = ("experiment", "release")
 MAX_ELEMENTS = 2**33  # a draw's pairs are counted by one 32-bit word
 _MAX_READINGS = 2**32
 _LEAST_STD, _LARGEST_STD = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-_CHUNKS_PER_THREAD = 512  # below, a second thread meets a core on which torch still spins, and loses
+_CHUNKS_PER_THREAD = 512  # with fewer, a second thread meets a core on which torch still spins, and is slower
 _CHUNKS_PER_CIPHER_CALL = 32  # 196 kB of words, small enough for the second-level cache
 
 _CHUNKS_PER_ROUNDING = 8  # 64 kB of words
@@ -122,12 +122,12 @@ class NoiseStream(ABC):
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
         """Add std times a fresh reading to y, in place, exactly rounded to the multiples of `rounded.grid_of(std)`.
 
-        Seeded and system streams do so on the CPU, with the numbers of `add_to` carried on to all their digits: what is
-        returned is a function of the real-valued sum. On another torch device, and for a source of finished numbers
-        such as a device or `CorrelatedStream`, it is `add_to`, which rounds noise before it is added.
+        Seeded and system streams do so on the CPU, with the numbers of `add_to` extended to all their digits: the
+        result is a function of the real-valued sum. On another torch device, and for a source of finished numbers such
+        as a device or `CorrelatedStream`, it is `add_to`, which rounds the noise before adding it.
 
         Args:
-            y: float32 tensor that needs no gradient, or float64 where noise is rounded. Numbers that are not finite
+            y: float32 tensor that needs no gradient; exact rounding also takes float64. Numbers that are not finite
                 stay.
             std: Standard deviation: 0, which changes nothing, or a normal float32 number above 0.
 
@@ -140,18 +140,18 @@ class NoiseStream(ABC):
         return self.add_to(y, std)
 
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
-        """Draw the noise of numbers that are released with it, exactly rounded to a public grid.
+        """Draw noise for numbers that are released as exactly rounded sums on a public grid.
 
-        Seeded and system streams draw the random digits of noise of exact law, on the CPU. This method of the base
-        class rounds finished numbers of `normal`, for a source such as a device, whose own rounding it cannot undo.
+        Seeded and system streams draw random digits on the CPU, and the noise has its law exactly. This method of the
+        base class rounds finished numbers of `normal`; it cannot undo the rounding of a source such as a device.
 
         Args:
-            count: How many numbers.
+            count: Number of values.
             scale: Standard deviation, or b for Laplace noise, in [2^-900, 2^900].
-            law: Of the noise.
+            law: Law of the noise.
 
         Returns:
-            What adds the noise to the numbers and rounds; see `opusim.randomness.rounded`.
+            The noise; its `added_to` adds it to the numbers and rounds (`opusim.randomness.rounded`).
         """
         return NormalNoise(self.normal((count, 4) if law == "laplace" else (count,)), scale, law)
 
@@ -161,7 +161,7 @@ class NoiseStream(ABC):
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What a stream whose steps depend on earlier ones needs to continue, by name; restored by copying into it."""
+        """Tensors by name that a stream of dependent steps needs to continue; restore by copying into them."""
         return {}
 
 
@@ -196,12 +196,12 @@ class SeededStream(NoiseStream):
 
     @cached_property
     def _more_key(self) -> tuple[int, int]:
-        """Key of the digits that rounding needs besides those of the numbers."""
+        """Key of the further digits that rounding needs."""
         return split_key(derive_seed(self._seed, "further digits"))
 
     @property
     def position(self) -> tuple[int, int]:
-        """Training step and the number of its next reading: what `seek` takes to continue from here."""
+        """Training step and the number of its next reading; `seek` with both continues from here."""
         return self._step, self._reading
 
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -227,7 +227,7 @@ class SeededStream(NoiseStream):
         return y
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
-        """See the base class; further digits are those of a hash of the seed, the reading and the pair."""
+        """See the base class; further digits come from a hash of the seed, the reading and the pair."""
         if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, position = _checked_grid(y, std), (self._step, self._next_reading())
@@ -252,7 +252,7 @@ class SeededStream(NoiseStream):
         return y
 
     def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
-        """Run a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
+        """Run a kernel with the numbers of the next reading over a flat array, in parallel if the array is long."""
         keys = (self._next_reading(), *self._step_words, *self._key)
         chunk = kernels.CHUNK
 
@@ -286,8 +286,8 @@ class SystemStream(NoiseStream):
 
     The key is drawn from `os.urandom`, lives in memory only, and is drawn again in a forked child, so two
     processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
-    torch devices get their numbers copied from the CPU. The float32 numbers of `normal` and `add_to` are not the
-    real-valued Gaussian of a privacy theorem in their last bits (Mironov 2012); those of `rounded` and `add_rounded`
+    torch devices get their numbers copied from the CPU. In their last bits, the float32 numbers of `normal` and
+    `add_to` are not the real-valued Gaussian of a privacy theorem (Mironov 2012); those of `rounded` and `add_rounded`
     are, rounded once.
     """
 
@@ -307,14 +307,14 @@ class SystemStream(NoiseStream):
         block = _CHUNKS_PER_CIPHER_CALL * kernels.CHUNK
         for start in range(0, flat.size, block):
             part = flat[start : start + block]
-            chunks = -(-part.size // kernels.CHUNK)  # of three random words for each pair of numbers
+            chunks = -(-part.size // kernels.CHUNK)  # three random words for each pair of numbers
             cipher = self._current_cipher().update(bytes(chunks * 3 * kernels.PAIRS * 4))
             words = np.frombuffer(cipher, dtype=np.uint32).reshape(chunks, 3, kernels.PAIRS)
             kernels.fill_from_words(part, words)
         return out.to(device)
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
-        """See the base class; 128 bits make a pair, and more are drawn for numbers that these leave open."""
+        """See the base class; 128 bits make a pair, and numbers that they leave open draw more."""
         if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, chunk = _checked_grid(y, std), kernels.CHUNK
@@ -357,17 +357,17 @@ class CorrelatedStream(NoiseStream):
     """Noise that is correlated over steps: X_t = (Z_t - sum over k from 1 to b - 1 of c_k X_(t-k)) / c_0.
 
     With Z_t the numbers of another stream, X = inverse(C) Z for the banded lower triangular Toeplitz matrix C of the
-    coefficients. Numbers before the first step are 0. A step that does not follow the one before, such as the first
-    one of a process, begins C anew: its numbers depend on none before it. Arithmetic is float32 on the
-    X that were returned, so rounding does not accumulate if coefficients do not increase.
+    coefficients. Numbers before the first step are 0. A step that does not follow the previous one, such as the first
+    of a process, begins C anew: its numbers depend on no earlier ones. Arithmetic is float32 on the returned X, so
+    rounding does not accumulate if coefficients do not increase.
 
     Args:
         source: Supplies Z.
         coefficients: c_0 above 0, c_1, ...; multiples of 2^-20 are exact in float32.
-        size: Numbers of one step, in all its readings together.
-        stored: Whether `state` may hold the numbers of earlier steps. Whoever has them can subtract noise, so a release
-            run does not store them.
-        device: The torch device that holds them.
+        size: Numbers that each step draws, over all its readings.
+        stored: Whether `state` may hold the numbers of earlier steps. Anyone who has them can subtract noise, so a
+            release run does not store them.
+        device: The torch device that holds these numbers.
 
     Raises:
         ValueError: A step drew more or fewer numbers than `size`.
@@ -384,7 +384,7 @@ class CorrelatedStream(NoiseStream):
     ) -> None:
         self._source, self._coefficients, self._stored = source, tuple(coefficients), stored
         self._rows = torch.zeros((len(self._coefficients), size), device=device)  # row t mod b holds X_t
-        self._follows = torch.tensor(-1)  # the step that the rows lead to
+        self._follows = torch.tensor(-1)  # the step that continues the rows
         self._process = OwnProcess()
         self._step, self._drawn = -1, 0
 
@@ -407,7 +407,7 @@ class CorrelatedStream(NoiseStream):
         return fresh
 
     def seek(self, step: int) -> None:
-        """Position the stream at the start of a step, which continues the last one if it is the next.
+        """Position the stream at the start of a step; the step after the last one continues it.
 
         Raises:
             RuntimeError: This process was forked from the one whose numbers the stream continues.
@@ -425,7 +425,7 @@ class CorrelatedStream(NoiseStream):
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """The numbers of the last steps and the step that they lead to; nothing unless they may be stored."""
+        """The numbers of the last steps and the number of the next step; empty unless they may be stored."""
         return {"noise": self._rows, "noise_leads_to": self._follows} if self._stored else {}
 
 
@@ -462,7 +462,7 @@ class SystemUniforms:
 
 
 def _checked_std(std: float) -> float:
-    """Return the standard deviation, if float32 holds it as a normal number or it is 0."""
+    """Return the standard deviation; refuse one that is neither 0 nor a normal float32 number."""
     if std and not _LEAST_STD <= std <= _LARGEST_STD:
         raise ValueError(
             f"std = {std:g}: must be 0 or lie in [{_LEAST_STD:g}, {_LARGEST_STD:g}], the normal float32 numbers; "
@@ -472,7 +472,7 @@ def _checked_std(std: float) -> float:
 
 
 def _checked_grid(y: torch.Tensor, std: float) -> float:
-    """Return the grid of noise that is added to y.
+    """Return the grid for noise that is added to y.
 
     Raises:
         TypeError: y is neither float32 nor float64.
@@ -487,7 +487,7 @@ def _checked_grid(y: torch.Tensor, std: float) -> float:
 
 @contextmanager
 def _flat(y: torch.Tensor) -> Iterator[np.ndarray]:
-    """Give the numbers of a tensor as one axis, and put them back if that is a copy."""
+    """Give the numbers of a tensor as one axis, and copy them back if that is a copy."""
     row = y.detach().reshape(-1)
     yield row.numpy()
     if row.data_ptr() != y.data_ptr():
@@ -495,7 +495,7 @@ def _flat(y: torch.Tensor) -> Iterator[np.ndarray]:
 
 
 def _check_shape(shape: Sequence[int]) -> None:
-    """A draw's shape: integers of at least 0, at most 2^33 numbers in all."""
+    """Refuse a shape with lengths other than integers of at least 0, or with more than 2^33 numbers."""
     for length in shape:
         if not (type(length) is int and length >= 0):
             checks.integer(length=length, minimum=0)

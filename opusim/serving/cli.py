@@ -139,7 +139,7 @@ def usage_command(
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands to ``opusim device``."""
+    """Add the commands to ``opusim device``."""
     app.add_typer(keys_app)
     app.command("serve")(serve_command)
     app.command("usage")(usage_command)

@@ -1,9 +1,9 @@
 """The two ends of a connection: `ServerSocket`, which receives requests, and `Link`, by which a client asks.
 
-Both sockets are encrypted; the server says whose key each message came under. libzmq asks who may come in by ZAP
-(rfc.zeromq.org/spec/27), which is answered here, in the thread that reads messages. pyzmq's own authenticator is a
-thread with an event loop; a server that ends would wait for it. A client asks one thing at a time, and neither side is
-silent for longer than a stated time.
+Both sockets are encrypted; the server says whose key each message came under. libzmq asks by ZAP
+(rfc.zeromq.org/spec/27) whose connections to accept, and the thread that reads messages answers. pyzmq's own
+authenticator is a thread with an event loop; a server that ends would wait for it. A client asks one thing at a time,
+and neither side is silent for longer than a stated time.
 
 A message is a JSON header and raw little-endian arrays, each in a frame of its own. The first frame is ``{"schema": 1,
 "kind": ..., "values": {...}, "arrays": [[dtype, shape], ...]}``; frame n + 1 holds array n, C order. Nothing is
@@ -99,7 +99,7 @@ class Message:
 
         Args:
             name: of the value.
-            kind: its type; a bool passes for no int.
+            kind: its type; a bool is no int.
             default: what is returned if it is missing; it must be there by default.
 
         Raises:
@@ -122,7 +122,7 @@ def read_message(frames: Sequence[Any], *, limit: int) -> Message:
         limit: bytes of all frames together, at most.
 
     Raises:
-        BadMessage: they hold none, or more than they may.
+        BadMessage: they hold no message, or more than the limit.
     """
     views = [memoryview(frame) for frame in frames]
     size = sum(view.nbytes for view in views)
@@ -146,7 +146,7 @@ def read_message(frames: Sequence[Any], *, limit: int) -> Message:
 
 
 def _array(entry: Any, view: memoryview) -> np.ndarray:
-    """Return the array of a frame, once its announced size is that of the frame."""
+    """Return the array of a frame; refuse an announced size other than the frame's."""
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
         raise BadMessage("garbage: an array is announced without dtype and shape")
     name, shape = entry
@@ -163,7 +163,7 @@ def _array(entry: Any, view: memoryview) -> np.ndarray:
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
-    """Return the bytes of an array in C order, without a copy if it lies so."""
+    """Return the bytes of an array in C order, without a copy if it is stored so."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -194,21 +194,21 @@ _ZAP, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
 _DOMAIN = "opusim"
 _MESSAGES_AT_ONCE = 256
 _ANSWERS_WAITING = 8
-"""Messages that wait for a client that does not read; it asks again for what is dropped."""
+"""Most messages that wait for a client that does not read; the client asks again for dropped ones."""
 _LINGER_MS = 1000
 _LINES = 60
-"""Lines about one cause that the log gets in each `_LINES_S` seconds; a number stands for the others."""
+"""Most lines about one cause in the log in `_LINES_S` seconds; the others are counted."""
 _LINES_S = 60.0
 BEAT_S = 2.0
 """Seconds between the signs of life that a client sends, at most."""
 _BEATS = 5
-"""Signs of life, at least, within a time of silence after which one side takes the other for lost."""
+"""Fewest signs of life within a silence after which one side takes the other for lost."""
 _RECONNECT_MS = 100, 2000
 _ANSWER_LIMIT = 2**40
 
 
 class Refusals:
-    """Writes one line for each refusal into the log, and a number if one cause has too many.
+    """Logs one line for each refusal, and counts those of a cause that has too many.
 
     Args:
         every_s: seconds after which a cause has its lines again.
@@ -367,7 +367,7 @@ class ServerSocket:
 
 
 def beat_s(*silences_s: float) -> float:
-    """Return the seconds between signs of life for which no side takes the other for lost: `_BEATS` in each time."""
+    """Return the seconds between signs of life: at most `BEAT_S`, and at least `_BEATS` signs in each silence."""
     return min(BEAT_S, *(each / _BEATS for each in silences_s))
 
 
@@ -433,8 +433,8 @@ class Link:
 
         Args:
             message: the request; its value "request" names it.
-            probe: what is sent after every `beat_s` seconds without an answer; None sends the request again, which the
-                server must not mind.
+            probe: message sent after every `beat_s` seconds without an answer; None sends the request again, which the
+                server must then allow.
             on_state: called with each message of kind "state" and returns whether to send the request again.
             timeout_s: seconds that the request may take, not counted while other clients have their turn; None for no
                 limit.
@@ -478,7 +478,7 @@ class Link:
                     beat = now + self._beat_s
 
     def beat(self, sign: Callable[[], Message], every_s: float) -> None:
-        """Send a sign of life, which nothing answers, every so many seconds; none while a request is under way."""
+        """Send a sign of life, which nothing answers, every `every_s` seconds; none while a request is under way."""
 
         def work() -> None:
             while not self._closing.wait(every_s):

@@ -1,4 +1,4 @@
-"""What a server serves: one piece of hardware that its clients share, or a simulation of which each has its own noise.
+"""The device of a server: one piece of hardware that its clients share, or a simulation with noise of its own for each.
 
 | the description | what a client gets | noise |
 | --- | --- | --- |
@@ -45,7 +45,7 @@ from opusim.noise import (
 )
 
 _CUT = GaussianNoise, PhotonCountNoise, FluctuatingCountNoise, SignalGaussianNoise, ConverterLatticeNoise
-"""Laws that say how they depend on outputs."""
+"""Laws whose numbers can be cut to some outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class View:
         self.device = device
         self._columns = slice(window.first, window.first + window.n_outputs)
         self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
-        # The law of a programmable device is that of what it holds, which is not written before a client asks for it.
+        # The law of a programmable device depends on its matrix, which is not written before a client asks for it.
         self.law = None if "program" in device.capabilities else self._found_law()
         self.usage = Usage() if shared else device.usage
         """What this client has used."""
@@ -94,7 +94,7 @@ class View:
         """How often the device had been changed when the client opened it, or changed it."""
 
     def look_up_law(self) -> None:
-        """Let `law` be that of what a programmable device holds."""
+        """Set `law` to the law for the matrix that a programmable device holds."""
         self.law = self.count(self._found_law)
 
     def _found_law(self) -> NoiseModel | None:
@@ -112,11 +112,11 @@ class View:
 
     @property
     def baseline(self) -> Baseline | None:
-        """What the monitor compares with if the client has a device of its own; the server watches a shared one."""
+        """The monitor's baseline if the client has a device of its own; the server monitors a shared one."""
         return None if self.shared or not self._whole else self.device.monitor.baseline
 
     def count(self, act: Callable[[], Any]) -> Any:
-        """Return what an act returns, and count what the device spends in it for this client."""
+        """Return the result of an act, and count the device's work in it for this client."""
         before = self.device.usage
         try:
             return self._once(act)
@@ -178,7 +178,7 @@ class View:
         return None if found is None else found.cpu().numpy().astype(np.uint8)
 
     def program(self, matrix: np.ndarray) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Program the device, all of which the view must be, and return what it realised."""
+        """Program the device and return the realised matrix; the view must cover the whole device."""
         device = self.device.require("program")
         if not self._whole or self.window.n_inputs != self.device.n_inputs:
             raise ValueError(
@@ -190,7 +190,7 @@ class View:
         return realised
 
     def wait(self, seconds: float) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Let time pass and return the view's part of the matrix of then."""
+        """Let time pass and return the view's part of the matrix at its end."""
         device = self.device.require("wait")
         matrix = self._part(self.count(lambda: device.wait(seconds)))
         self.look_up_law()
@@ -232,7 +232,7 @@ def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:
 
 
 def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.ndarray]]:
-    """Return a law as JSON values, and the arrays that stand in them as ``{"array": position}``."""
+    """Return a law as JSON values, and the arrays that they name as ``{"array": position}``."""
     if law is None:
         return None, []
     arrays: list[np.ndarray] = []
@@ -246,7 +246,7 @@ def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.n
 
 
 def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
-    """Return what `packed_law` packed.
+    """Return the law that `packed_law` packed.
 
     Raises:
         ValueError, TypeError: it is no law that is known here.
@@ -262,9 +262,9 @@ def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) ->
 
 
 _FINGERPRINT = 8, 32, 64
-"""Reference vectors, outputs and readings of each of a fingerprint."""
+"""Reference vectors, outputs, and readings of each vector, in a fingerprint."""
 MOST_ROWS = 1000
-"""Rows of a call that a shared device reads at most before another client has its turn."""
+"""Most rows of a call that a shared device reads before another client has its turn."""
 SAME_MEDIUM = 0.25
 """Share of a fingerprint's bits in which two readings of one medium differ at most; two media differ in one half."""
 
@@ -278,8 +278,8 @@ class Instrument:
         n_outputs: outputs that clients may open, likewise.
         certificate: path of the certificate whose limits every client is told as the noise; None for the description's.
         torch_device: on which a simulation computes.
-        call_timeout_s: seconds after which a call of a shared device is abandoned, unless its description says so, so
-            that one that hangs does not keep all clients waiting.
+        call_timeout_s: seconds after which a call of a shared device is abandoned if its description sets no time-out,
+            so that a call that hangs does not keep all clients waiting.
 
     Attributes:
         row_s: seconds for each row of an act, in its last batch.
@@ -350,7 +350,7 @@ class Instrument:
         """Refuse a window that is no part of the instrument.
 
         Raises:
-            TypeError, ValueError, ConfigError: it is not.
+            TypeError, ValueError, ConfigError: it is no part of it.
         """
         checks.integer(n_inputs=window.n_inputs, n_outputs=window.n_outputs, minimum=1)
         checks.integer(outputs_from=window.first, minimum=0)
@@ -388,7 +388,7 @@ class Instrument:
         return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
     def note_change(self, view: View, writer: str | None) -> None:
-        """Note that a client changed what the device holds; the fingerprint of a shared one is another one then.
+        """Note that a client changed the device's state; the fingerprint of a shared device then changes.
 
         Args:
             view: the client's.
@@ -403,7 +403,7 @@ class Instrument:
         self.fingerprint = self._fingerprint()
 
     def fingerprint_for(self, user: str) -> str:
-        """Return the fingerprint of what a user may read; random bits for what another one programmed."""
+        """Return the fingerprint of what a user may read; random bits if another user programmed it."""
         return self.fingerprint if self._writer in (None, user) else self._other_medium
 
     def require_own(self, view: View, user: str, *, reads: bool) -> None:
@@ -411,11 +411,11 @@ class Instrument:
 
         Args:
             view: the client's.
-            user: whose it is.
-            reads: whether what the device holds is shown, which another user may not have programmed.
+            user: the client's user.
+            reads: whether the call shows the programmed matrix, which must then not be another user's.
 
         Raises:
-            DeviceUnavailable: it did.
+            DeviceUnavailable: another client changed it, or another user programmed what is read.
         """
         name = self.description.name
         if view.shared and view.held != self._changes:

@@ -1,4 +1,4 @@
-"""Who used a served device how much: one JSON line for each client and minute of work, and their sums."""
+"""The use of a served device: one JSON line for each client and minute of work, and their sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Entry:
         device: the served device.
         user: whose key was shown.
         run: what the client called its run.
-        calls: calls answered, or begun and ended with their client or the server.
+        calls: calls that were answered, or that ended with their client or the server.
         used: frames, device time and energy, as the description gives them.
         busy_s: seconds that the server worked for it; for a simulation, the simulation's own time.
     """
@@ -127,7 +127,7 @@ USAGE_COLUMNS = ("user", "run", "calls", "frames", "device time", "energy", "wit
 
 
 def usage_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
-    """Return a row for each user and run, those of most device time first, and one for all."""
+    """Return a row for each user and run, in descending order of device time, and one for all."""
     sums: dict[tuple[str, str], tuple[int, Usage, float]] = {}
     for entry in entries:
         for key in ((entry.user, entry.run), ("all", "")):

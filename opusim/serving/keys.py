@@ -34,7 +34,7 @@ except ModuleNotFoundError:  # an extra; `require_zmq` says so when it is needed
 
 
 def require_zmq() -> None:
-    """Refuse to go further without pyzmq.
+    """Refuse to work without pyzmq.
 
     Raises:
         DeviceUnavailable: it is not installed, or its libzmq has no encryption.
@@ -222,10 +222,10 @@ def server_key(host: str, port: int) -> Key:
 
 
 class Users:
-    """The users that a server knows: every ``*.pub`` of its folder but its own, read again every second.
+    """The users that a server accepts: every ``*.pub`` of its folder except its own, read again every second.
 
-    A file is left out, with a line in the log, if it is no key, if it holds another name than its own (a user would
-    pass for another one), or if it holds the public key of an earlier file.
+    A file is left out, with a line in the log, if it is no key, if its name inside differs from the file's (a user
+    could pass for another), or if it holds the public key of an earlier file.
 
     Args:
         folder: the server's keys; only its owner may write there.

@@ -1,6 +1,6 @@
 """The kind ``remote``: a device of another process or host, used like any device.
 
-Its name is an address, ``remote://HOST:PORT``; what `RemoteOptions` lists may follow it, as in
+Its name is an address, ``remote://HOST:PORT``; options of `RemoteOptions` may follow it, as in
 ``remote://opu.lab:5555?exclusive&wait_s=600``. The description is the server's, without what only the server needs.
 """
 
@@ -91,7 +91,7 @@ def describe(address: str) -> dict[str, Any]:
     """Return the description of a served device, as a file would hold it; asks its server.
 
     Args:
-        address: ``remote://HOST:PORT``, with options behind a question mark.
+        address: ``remote://HOST:PORT``, with options after a question mark.
 
     Raises:
         ConfigError: it is no such address, or a key is missing.
@@ -124,7 +124,7 @@ def describe(address: str) -> dict[str, Any]:
 
 
 def about(address: str) -> list[str]:
-    """Return what the server of a device tells of it: window, sharing, noise, certificate, medium; a line each.
+    """Return what a server tells about its device: window, sharing, noise, certificate, medium; a line each.
 
     Args:
         address: as for `describe`.
@@ -178,9 +178,9 @@ class RemoteDevice(NoisyDevice):
     server is restarted between two steps, a run continues; amid a step of a simulation in ``experiment`` the device
     fails, and the step is done again when the run resumes.
 
-    `program` and `wait` of a simulation change the client's own device. A device that clients share is changed by a
-    client that has it to itself; the others must open it again. If the server is restarted, what was programmed is
-    lost, and readings fail until it is programmed again.
+    `program` and `wait` of a simulation change the client's own device. Only a client that has a shared device to
+    itself can change it; the others must then open it again. If the server is restarted, what was programmed is lost,
+    and readings fail until it is programmed again.
 
     Attributes:
         converter: bits and bounds of inputs and outputs, as the server states them; exact if it states none.
@@ -215,7 +215,7 @@ class RemoteDevice(NoisyDevice):
         self._repeats = self._is_changed = False
         self._request_mib = self._beat_s = 0.0
 
-    # What the server answers for the device that it serves
+    # Answered by the server
 
     @classmethod
     @override
@@ -259,9 +259,9 @@ class RemoteDevice(NoisyDevice):
 
     @override
     def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
-        """Nothing happens if the server watches one device for all its clients.
+        """Compare on the server; nothing happens if it monitors one device for all its clients.
 
-        The server takes no step: a run under a certificate, which needs it, opens its device itself.
+        The server takes no `step`: a run under a certificate needs it, and opens its device itself.
         """
         self._require_open()
         if self.monitor.baseline is not None:
@@ -293,7 +293,7 @@ class RemoteDevice(NoisyDevice):
         return self._changed("program", self._checked(matrix))
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the standard deviation of what `program` realises about a matrix, of its shape, as the server says."""
+        """Return the standard deviation of the realised matrix about the programmed one, as the server states it."""
         self._require_open()
         self.require("program")
         return self._tensor(self._call("programming_std", self._checked(matrix)))
@@ -311,7 +311,7 @@ class RemoteDevice(NoisyDevice):
 
         Raises:
             CapabilityMissing: the device does not drift, or is shared and not reserved.
-            ValueError: a number below 0, or none.
+            ValueError: a number below 0, or no number.
         """
         self._require_open()
         self.require("wait")
@@ -327,7 +327,7 @@ class RemoteDevice(NoisyDevice):
 
         def read() -> torch.Tensor:
             answer = self._call(act, batch.numpy())
-            if act == "multiply":  # which rows are saturated stands behind the reading
+            if act == "multiply":  # the saturated rows come after the reading
                 told = [rows for rows in answer.arrays[1:] if rows.shape == (len(batch),)]
                 self.saturated = torch.from_numpy(told[0] != 0) if told else None
             return self._tensor(answer)
@@ -346,7 +346,7 @@ class RemoteDevice(NoisyDevice):
         return self._tensor(answer)
 
     def _take_law(self, answer: Message, *, arrays_before: int) -> None:
-        """Take the law that an answer tells, whose arrays stand behind others."""
+        """Take the law of an answer, whose arrays come after `arrays_before` others."""
         self._law = unpacked_law(answer.value("law", (dict, type(None))), answer.arrays[arrays_before:])
 
     def _tensor(self, answer: Message) -> torch.Tensor:
@@ -396,7 +396,7 @@ class RemoteDevice(NoisyDevice):
 
     @override
     def _reconnect(self) -> None:
-        """A new connection, under which the session and a call under way stay."""
+        """Connect anew; the session and a call under way stay."""
         if self._link is not None:
             self._link.close()
         self._link = self._new_link()
@@ -483,7 +483,7 @@ class RemoteDevice(NoisyDevice):
     # Calls
 
     def _call(self, act: str, array: np.ndarray | None = None, **values: Any) -> Message:
-        """Make a call; one that is repeated after a failure has its number again, and so the same reading."""
+        """Make a call; one that is repeated after a failure keeps its number, and so gets the same reading."""
         arrays = () if array is None else (array,)
         if array is not None and array.nbytes > self._request_mib * MIB:
             raise ValueError(

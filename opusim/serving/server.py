@@ -55,7 +55,7 @@ class FairQueue:
         self._closed = False
 
     def put(self, client: str, batch: Work) -> bool:
-        """Add a batch behind the client's others, and return whether the queue took it, which a closed one does not."""
+        """Add a batch after the client's others, and return whether the queue took it: a closed one does not."""
         with self._changed:
             if self._closed:
                 return False
@@ -76,7 +76,7 @@ class FairQueue:
             batches = self._waiting.pop(client)
             batch = batches.popleft()
             if batches:
-                self._waiting[client] = batches  # behind all others
+                self._waiting[client] = batches  # after all others
             return client, batch
 
     def position(self, client: str) -> int | None:
@@ -88,7 +88,7 @@ class FairQueue:
             return list(self._waiting).index(client) + int(held and self.holder not in self._waiting)
 
     def hold(self, client: str) -> None:
-        """Give out this client's batches only, until `release` or `drop`."""
+        """Give out this client's batches only, until `drop`."""
         with self._changed:
             self.holder = client
             self._changed.notify_all()
@@ -134,7 +134,7 @@ class Owner:
     Args:
         queue: gives out batches of work; closed by `stop`.
         act: does a batch, and returns None if more of the call is left.
-        bell: called in each thread for a context manager, on whose value ``send(b"")`` tells that work is done.
+        bell: called in each thread; returns a context manager whose value tells by ``send(b"")`` that work is done.
 
     Attributes:
         done: work that is done, with its result or error; another thread takes it from there.
@@ -155,7 +155,7 @@ class Owner:
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def stop(self, most_s: float) -> bool:
-        """End all threads, at their next pause or behind their batch, and return whether they did in time.
+        """End all threads, at their next pause or after their batch, and return whether they ended in time.
 
         Args:
             most_s: seconds to wait for them.
@@ -229,7 +229,7 @@ _LAST_CALL_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server takes.
+    """The limits of a server.
 
     Attributes:
         clients: clients at once, at least 1.
@@ -261,7 +261,7 @@ class Server:
         users: who may use it.
         bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
         journal: where usage is written.
-        limits: what it takes.
+        limits: see `Limits`.
 
     Attributes:
         endpoint: where it listens, with the port.
@@ -292,7 +292,7 @@ class Server:
             patience_s=self._limits.silence_s,
         )
         self._leaving: set[Session] = set()
-        """Clients whose place is free, and whose call or device is not ended yet."""
+        """Clients that lost their place, and whose call has not ended or device is not closed yet."""
         self._failed: DeviceError | None = None
         self._socket = ServerSocket(
             users, bind, largest=2 * self._request_limit + MIB, silence_s=self._limits.silence_s
@@ -342,7 +342,7 @@ class Server:
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients.
 
-        A client that gave its own device's monitor an earlier baseline, which it may have made up, stops alone.
+        A client that gave its own device's monitor an earlier baseline, which it may have made up, stops only itself.
         """
         if self._failed is not None and work.message.kind != "close":
             raise type(self._failed)(str(self._failed))
@@ -594,7 +594,7 @@ class Server:
     # Ends
 
     def _end(self, session: Session, why: str) -> None:
-        """Take a client's place away; its device is closed by the thread that owns it, behind a call under way."""
+        """Take a client's place away; its device is closed by the thread that owns it, after a call under way."""
         self._places.remove(session)
         self._leaving.add(session)
         _LOG.info("%s %s (%s)", session.user, why, session.label)

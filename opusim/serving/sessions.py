@@ -1,4 +1,4 @@
-"""Clients as a server sees them: who is in, who waits for a place, and the one call that each may have under way."""
+"""The clients of a server: those with a place, those who wait for one, and the call that each has under way."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Work:
     def _read(self, act: str, view: View, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
         """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one.
 
-        Behind products stands which rows met the bound of a converter, if the device tells it.
+        After products come the rows that met a converter's bound, if the device tells them.
         """
         x = None if act == "draw" else self._array()
         rows = view.readings(self._shape()) if x is None else len(x)
@@ -239,7 +239,7 @@ def require_room(message: Message, window: Window, *, shared: int | None, most: 
         most: bytes.
 
     Raises:
-        ValueError: it would be.
+        ValueError: the answer would be too large.
     """
     act, arrays = message.value("act", str), message.arrays
     own = window.first + window.n_outputs if shared is None else window.n_outputs
@@ -260,7 +260,7 @@ def require_room(message: Message, window: Window, *, shared: int | None, most: 
 
 
 def content_digest(message: Message) -> bytes:
-    """Return BLAKE2b of a message's values and arrays, by which a repeated call is told from another one."""
+    """Return BLAKE2b of a message's values and arrays, which tells a repeated call from a new one."""
     digest = hashlib.blake2b(json.dumps(message.values, sort_keys=True).encode(), digest_size=16)
     for array in message.arrays:
         digest.update(f"{array.dtype.str}{array.shape}".encode())
@@ -269,7 +269,7 @@ def content_digest(message: Message) -> bytes:
 
 
 class Places:
-    """Who is in and who waits to get in.
+    """The clients that have a place, and those that wait for one.
 
     Waiting clients ask again and again; one that has not asked for `patience_s` seconds loses its turn.
 
@@ -344,7 +344,7 @@ class Places:
         return before + 1
 
     def forget(self, user: str, ticket: str) -> None:
-        """Take a client that gave up out of those who wait."""
+        """Remove a client that gave up from the queue."""
         self._tickets.pop((user, ticket), None)
 
     def obstacle(self, window: Window, *, reserves: bool) -> str | None:

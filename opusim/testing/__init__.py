@@ -1,4 +1,4 @@
-"""Tests that every device must pass, to be inherited by other packages, and faults to inject into devices.
+"""Tests for every device, to be inherited by other packages, and faults to inject into devices.
 
 `contract.DeviceContract` needs pytest; `faults` needs nothing.
 """

@@ -1,12 +1,12 @@
-"""The tests that every noisy device must pass, to be inherited.
+"""The tests that every noisy device must pass, as a class to inherit.
 
     class TestMyDevice(DeviceContract):
         def open_window(self, **options):
             return open_device("my_device.toml", n_inputs=12, n_outputs=40, **options)
 
-pytest then runs every test below on it. Statistics are taken at five standard errors from fixed seeds, so that a sound
-device fails once in a million times and a noise that is 5 % off is found. A device that states no law of its noise, or
-only measured variances, skips the tests of a law. A failure says what is wrong and what to do.
+pytest then runs every test below on the device. Statistics allow five standard errors at fixed seeds, so a sound device
+fails once in a million times, and noise that is 5 % off is found. A device that states no noise law, or only measured
+variances, skips the tests of a law. A failure says what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ternary_batch() -> torch.Tensor:
 
 
 class DeviceContract:
-    """Inherit it and give `open_window`."""
+    """Tests of a device; a subclass defines `open_window`."""
 
     replayable = True
     """Whether `seek` repeats the noise of a step in experiment mode; False for hardware."""
@@ -155,13 +155,13 @@ class DeviceContract:
                 product(1.5 * x)
 
     def _check_mean(self, y: torch.Tensor, expected: torch.Tensor, bias: float) -> None:
-        """The mean over readings lies at the expected outputs, up to a bias of each, at their own standard errors."""
+        """Check that readings' means are the expected outputs, up to standard errors and a bias of each output."""
         readings = y.double().cpu().numpy()
         error = math.sqrt(float(readings.var(0, ddof=1).mean()) / len(readings))
         assert _are_small(readings.mean(0) - expected.double().numpy(), error, bias=bias + 1e-5)
 
     def test_the_noise_of_a_product_is_the_one_told_for_its_input(self) -> None:
-        """A device that tells `reading_variance` tells it of every input, small and large."""
+        """The `reading_variance` of a device holds for every input, small and large."""
         with self.open_window() as device:
             if "multiply" not in device.capabilities or not hasattr(device, "reading_variance"):
                 pytest.skip(f"{device.name} tells no reading_variance of real inputs")
@@ -259,7 +259,7 @@ class DeviceContract:
             drawn = device.draw((_READINGS, N_OUTPUTS)).double().numpy()
             blank = device.project(torch.zeros(_READINGS, N_INPUTS)).double().numpy()
             error = np.sqrt((drawn.var(0, ddof=1) + blank.var(0, ddof=1)) / _READINGS)
-            bound = (_SURE + 1) * error + 1e-6  # one more for the largest of 40 outputs
+            bound = (_SURE + 1) * error + 1e-6  # one more standard error for the largest of 40 outputs
             apart = np.abs(drawn.mean(0) - blank.mean(0))
             assert np.all(apart <= bound), (
                 f"draw has another mean than readings of nothing, by {float(apart.max()):.3g} at output "
@@ -267,7 +267,7 @@ class DeviceContract:
             )
 
     def _check_scatter(self, device: NoisyDevice, readings: np.ndarray) -> None:
-        """Differences of pairs of readings of one vector scatter as the law says, on both sides, over all outputs."""
+        """Check that differences of pairs of readings of one vector have a variance within the law's bounds."""
         if _testable_law(device) is None:
             return
         halves = (readings[0::2] - readings[1::2]) / math.sqrt(2)
@@ -354,7 +354,7 @@ class DeviceContract:
             assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
     def test_release_noise_is_never_repeated(self) -> None:
-        many = 64, N_OUTPUTS  # of which a converter may round most to the same number
+        many = 64, N_OUTPUTS  # many, since a converter may round most to the same number
         with self.open_window(mode="release") as device:
             device.seek(0)
             first = device.draw(many)
@@ -366,7 +366,7 @@ class DeviceContract:
 
     def test_usage_counts_the_frames_of_each_vector_and_survives_closing(self) -> None:
         with self.open_window() as device:
-            device.project(ternary_batch())  # a programmable device writes its matrix once
+            device.project(ternary_batch())  # before this a programmable device writes its matrix, once
             opened = device.usage
             device.project(ternary_batch())
             device.draw((3, N_OUTPUTS))
@@ -433,10 +433,10 @@ class DeviceContract:
 
 
 def scatter_fits(differences: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
-    """Whether the variance of readings lies between a law's limits, taken over all outputs, at five standard errors.
+    """Return whether readings' variance over all outputs lies within a law's limits, at five standard errors.
 
     Args:
-        differences: of pairs of readings, over sqrt(2), shape (pairs, n_outputs).
+        differences: differences of pairs of readings over sqrt(2), shape (pairs, n_outputs).
         low: smallest variance of each output.
         high: largest variance of each output.
     """
@@ -450,7 +450,7 @@ def scatter_fits(differences: np.ndarray, low: np.ndarray, high: np.ndarray) -> 
 
 
 def _are_small(left: np.ndarray, error: float, *, bias: float = 2e-2) -> bool:
-    """Whether the root mean square of deviations is at most their standard error, at five of its own, and a bias."""
+    """Return whether deviations have at most this standard error and a bias, root mean square, at five sigma."""
     return bool(np.sqrt(np.mean(left**2)) <= error * (1 + _SURE / math.sqrt(2 * left.size)) + bias)
 
 
@@ -459,7 +459,7 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _testable_law(device: NoisyDevice) -> NoiseModel | None:
-    """Return the law that a device states, or None; variances that were only measured have errors of their own."""
+    """Return the law that a device states, or None; measured variances do not count, since they have errors."""
     law = device.stated_noise
     return None if isinstance(law, MeasuredNoise) else law
 
@@ -472,13 +472,13 @@ def _with_law(device: NoisyDevice) -> NoisyDevice:
 
 
 def _variance(device: NoisyDevice) -> float:
-    """Return the largest variance of a reading, mean over outputs: the law's, or without one as measured."""
+    """Return the largest variance of a reading, mean over outputs: the law's, or without a law the measured one."""
     law = device.stated_noise or measure_noise(device.project, device.n_inputs)
     return float(np.mean(law.variance_bounds()[1]))
 
 
 def _is_noisy(device: NoisyDevice) -> bool:
-    """Return whether every output has noise, by the law or, without one, as measured."""
+    """Return whether every output has noise by the law, or without a law by measurement."""
     law = _testable_law(device)
     return _variance(device) > 0 if law is None else float(np.min(law.variance_bounds()[0])) > 0
 
@@ -491,13 +491,13 @@ def _mean(device: NoisyDevice, x: torch.Tensor) -> np.ndarray:
 
 
 def _converter(device: NoisyDevice) -> Converter:
-    """Return what a device states as `converter`; others show inputs as they are."""
+    """Return the device's `converter`, or one that leaves inputs as they are."""
     found = getattr(device, "converter", None)
     return found if isinstance(found, Converter) else Converter()
 
 
 def _rounding(device: NoisyDevice) -> float:
-    """Return the bias of a mean that converters may leave, units of the reading."""
+    """Return the largest bias that converters leave in a mean, units of the reading."""
     law = _testable_law(device)
     return law.conversions**0.5 * law.step / 2 if isinstance(law, ConverterLatticeNoise) else 0.0
 
@@ -508,7 +508,7 @@ def _real_matrix() -> torch.Tensor:
 
 
 def _able(device: NoisyDevice, capability: Capability) -> Any:
-    """Return the device for what it declares; the test is skipped if it does not declare it."""
+    """Return the device for a capability that it declares; else skip the test."""
     if capability not in device.capabilities:
         pytest.skip(f"{device.name} does not declare {capability}")
     return device.require(capability)

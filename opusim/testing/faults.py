@@ -22,7 +22,7 @@ from opusim.medium.transmission import TABLE_STEP
 from opusim.noise import NoiseModel
 
 KIND = "faulty"
-"""What descriptions call it, once `register_device(KIND, faulty_device)` was called."""
+"""Kind of a faulty device in descriptions, after `register_device(KIND, faulty_device)`."""
 _HANG_S = 60.0
 
 
@@ -38,24 +38,24 @@ class Fault(StrEnum):
     FROZEN = "frozen frame"
     """The camera repeats its last frame."""
     SATURATED = "saturation"
-    """Readings stop at an end of the scale; at a camera the light rises by the amount."""
+    """Readings stop at an end of the scale; at a camera the light rises by this factor, the amount (20)."""
     DARK = "laser off"
     """Readings are noise only."""
     NOISE_HALVED = "noise halved"
-    """The noise has the amount (0.5) times its standard deviation: less private than stated."""
+    """The noise's standard deviation is multiplied by the amount (0.5): less private than stated."""
     HOTTER = "temperature step"
-    """The noise has the amount (1.5) times its standard deviation."""
+    """The noise's standard deviation is multiplied by the amount (1.5)."""
     SWAPPED = "medium swapped"
     """Another medium stands in the beam."""
     LIGHT_CHANGED = "light changed"
-    """The light is the amount (0.9) times what it was."""
+    """The light is multiplied by the amount (0.9)."""
     DEAD_OUTPUTS = "dead outputs"
     """The amount (0.05) is the share of outputs that see no light any more."""
     HOT_OUTPUTS = "hot outputs"
     """The amount (0.05) is the share of outputs that are always full."""
     DECORRELATED = "medium decorrelated"
-    """The medium's correlation with the earlier one is the amount (0.8). A camera's readings, which are products of its
-    field with the anchor's, then correlate by the square of it."""
+    """The medium's correlation with the earlier one is the amount (0.8). A camera's readings are products of its field
+    with the anchor's, so they correlate by its square."""
     WRONG_SHAPE = "wrong shape"
     """A reading lacks an output."""
     NOT_A_NUMBER = "NaN"
@@ -77,12 +77,12 @@ _RESCALED = (Fault.NOISE_HALVED, Fault.HOTTER)
 def faulty_device(description: DeviceDescription, **window: Any) -> NoisyDevice:
     """Return a device of the kind that [options] names, which fails from a stated step on until it is repaired.
 
-    Options: ``kind``, that of the device; ``fault``, one of `Fault`; ``at_step``, the first step it is there;
-    ``amount``, how strong it is, where `Fault` names one; ``lasts_calls``, how many calls fail (UNPLUGGED, TIMEOUT and
-    BUSY only; without it the fault stays until `FaultyDevice.repaired` is set to True). Other options go to the device.
+    Options: ``kind``, the kind of the device; ``fault``, one of `Fault`; ``at_step``, the first step with the fault;
+    ``amount``, its strength, where `Fault` names one; ``lasts_calls``, how many calls fail (UNPLUGGED, TIMEOUT and BUSY
+    only; without it the fault stays until `FaultyDevice.repaired` is set to True). Other options go to the device.
 
-    A camera, or a subclass of it, breaks in its light, its medium and its pixels, stays a `CameraDevice`, and takes
-    frames as broken as its readings. Every other device is wrapped, and its readings are spoiled.
+    In a `CameraDevice` the light, the medium or the pixels break, so its frames and its readings show the fault; it
+    stays a `CameraDevice`. Every other device is wrapped, and its readings are spoiled.
 
     Args:
         description: one whose [options] say what goes wrong.
@@ -124,7 +124,7 @@ class _Plan:
         return self.fault in faults and self.step >= self._at_step and not FaultyDevice.repaired
 
     def hit(self, n_outputs: int) -> np.ndarray:
-        """Return which outputs the fault hits: the amount is their share, and they are spread evenly."""
+        """Return which outputs the fault hits, bool: a share of `amount`, evenly spread."""
         return np.arange(n_outputs) * self.amount % 1.0 < self.amount - 1e-9
 
     def fail_to_answer(self) -> None:
@@ -142,7 +142,7 @@ class _Plan:
         raise DeviceUnavailable(f"device {self._name!r} is unplugged; check its cables")
 
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the reading that reaches the caller, after what happens to it behind the camera."""
+        """Return the reading after faults that occur after the camera."""
         if self.active(Fault.FROZEN) and y.numel():
             frame = y[:1] if self._last is None else self._last
             self._last = frame.clone()
@@ -167,7 +167,7 @@ class FaultyDevice(NoisyDevice):
     """
 
     repaired = False
-    """Set on this class: whether the fault is repaired, at cameras too."""
+    """Set on this class: whether the fault is repaired, in cameras too."""
 
     reads_noise = True
 
@@ -175,7 +175,7 @@ class FaultyDevice(NoisyDevice):
         super().__init__(description, **window)
         self._plan = _Plan(description)
         self._inner = self._wrapped(description, window)
-        medium = description.medium  # the other device has another one
+        medium = description.medium  # the other device stands for a swapped medium
         other = None if medium is None else medium.model_copy(update={"seed": medium.seed + 1})
         self._other = self._wrapped(description.model_copy(update={"medium": other}), window)
         if isinstance(self._inner, CameraDevice):
@@ -198,7 +198,7 @@ class FaultyDevice(NoisyDevice):
 
     @property
     def described_noise(self) -> NoiseModel:
-        """That of the wrapped device."""
+        """The law of the wrapped device."""
         return self._inner.described_noise
 
     def _open(self) -> None:
@@ -250,7 +250,7 @@ class FaultyDevice(NoisyDevice):
 
 
 class _CameraFaults(CameraDevice):
-    """Faults in front of a camera's class: light, medium and pixels break in the frames themselves."""
+    """Faults mixed into a camera's class: light, medium and pixels break in the frames themselves."""
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         self._plan = _Plan(description)
@@ -301,7 +301,7 @@ class _CameraFaults(CameraDevice):
 
 
 class _MixedSpeckle(Speckle):
-    """A medium of a stated correlation with another one, at the same pixels: c R + sqrt(1 - c^2) R'."""
+    """A medium that correlates with R by c at the same pixels: c R + sqrt(1 - c^2) R'."""
 
     def __init__(self, sound: Speckle, correlation: float) -> None:
         super().__init__(sound.law, sound.n_outputs, "faults", sound.pixels)
@@ -314,5 +314,5 @@ class _MixedSpeckle(Speckle):
 
 
 def _signal(device: NoisyDevice, x: torch.Tensor) -> torch.Tensor:
-    """B x without noise, of a simulated device."""
+    """Return B x of a simulated device, without noise."""
     return x @ device.require("matrix").matrix().T

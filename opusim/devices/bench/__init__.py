@@ -1,4 +1,4 @@
-"""A bench of one's own: a mirror array and a camera behind two small protocols, read as a noisy device."""
+"""Your own bench: a mirror array and a camera, driven through two small protocols and read as a noisy device."""
 
 import lazy_loader
 

@@ -1,10 +1,10 @@
-"""Instruments that libraries of laboratories drive, as `Patterns` and `Grabber`.
+"""Adapters that make instruments of laboratory libraries `Patterns` and `Grabber`.
 
-Each class takes an object that its library has opened, so that everything the library can be told (serial numbers,
-vendors' files, gains) is told in its own words. None of the libraries is imported here, nor required by opusim.
+Each class takes an object that its library has opened: serial numbers, vendors' files and gains are set through the
+library itself. None of the libraries is imported here, nor required by opusim.
 
-Where no cable carries pulses, the mirrors call `pulse` of the camera once a pattern stands, and the camera takes a
-frame then (`SteppedCamera`); a pattern takes as long as the modulator settles and the camera delivers.
+Without a trigger cable the mirrors call the camera's `pulse` once a pattern is shown, and the camera then takes a frame
+(`SteppedCamera`); a pattern takes as long as the modulator settles and the camera delivers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opusim.devices.bench.instruments import Roi
 _BUFFERS = 512
 """Frames that a camera's driver holds."""
 _PATIENCE_S = 2.0
-"""How long a missing frame is waited for."""
+"""Longest wait for a missing frame."""
 _SIDES = "SensorHeight", "SensorWidth"
 
 
@@ -56,7 +56,7 @@ class SteppedCamera(ABC):
         self._taken += 1
 
     def grab(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Grabber.grab`; frames are numbered here, for no line loses them."""
+        """See `Grabber.grab`; frames are numbered here, since none can be lost on a line."""
         for _ in range(0 if self._waits else n):
             self.pulse()
         frames, self._frames = self._frames, []
@@ -98,7 +98,7 @@ class SlmsuitePatterns:
 
     Args:
         slm: the open modulator.
-        pulse: called when a pattern stands, such as `SlmsuiteCamera.pulse`.
+        pulse: called when a pattern is shown, such as `SlmsuiteCamera.pulse`.
     """
 
     def __init__(self, slm: Any, pulse: Callable[[], None]) -> None:
@@ -124,9 +124,9 @@ class SlmsuitePatterns:
 class SlmsuiteNoise:
     """opusim's sensor as the ``noise`` of slmsuite's simulated camera, which has no shot noise of its own.
 
-    What the simulation calls counts, image exposure gain, is taken as mean numbers above the black level, so that
-    light is counts / gain_dn_per_e electrons. To them come the dark charge of the exposure, Poisson counts, full well,
-    read noise, gain, black level and converter of the description. Pixels are alike: prnu and dsnu_e are left out.
+    The simulation's counts, image times exposure times gain, are taken as mean numbers above the black level, so that
+    light is counts / gain_dn_per_e electrons. The description adds the dark charge of the exposure, Poisson counts,
+    full well, read noise, gain, black level and converter. Pixels are alike: prnu and dsnu_e are left out.
 
     Args:
         description: one with ``[camera]``; its bits are those of the simulated camera.
@@ -147,7 +147,7 @@ class SlmsuiteNoise:
             levels: numbers of the simulated camera's converter.
 
         Raises:
-            ValueError: its converter has not the described bits.
+            ValueError: the converter's bits are not the described ones.
         """
         if self._sensor.top_dn != levels - 1:
             raise ValueError(
@@ -248,7 +248,7 @@ class _GenicamCamera(ABC):
         return getattr(getattr(self._nodes, name), self._value)
 
     def _set(self, name: str, value: Any, default: Any = None) -> None:
-        """Set a feature; one that the camera lacks may be asked for its default only."""
+        """Set a feature; for one that the camera lacks only the default is accepted."""
         if self._has(name):
             setattr(getattr(self._nodes, name), self._value, value)
         elif value != default:
@@ -312,7 +312,7 @@ class PylonCamera(_GenicamCamera):
         self.camera.StartGrabbing()
 
     def pulse(self) -> None:
-        """Take a frame now; for a line of ``Software``."""
+        """Take a frame now, if `line` is ``Software``."""
         self.camera.WaitForFrameTriggerReady(int(1000 * _PATIENCE_S), 0)  # 0: return if it is not ready
         self.camera.ExecuteSoftwareTrigger()
 

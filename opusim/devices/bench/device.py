@@ -45,12 +45,12 @@ _MOST_AT_ONCE, _MIRRORS_AT_ONCE = 256, 2**27
 _NOISE_READINGS = 32
 """Readings of each vector by which an opening measures the noise."""
 _MOST_COLUMNS = 2**13
-"""Inputs whose columns of the matrix are measured, four frames for each at least."""
+"""Most inputs for which a matrix is measured; each takes at least four frames."""
 _MOST_BYTES = 2**33
 
 
 class BenchDevice(NoisyDevice):
-    """y = B x + noise from the frames of a mirror array and a camera of one's own.
+    """y = B x + noise from the frames of your own mirror array and camera.
 
     A ternary vector x = p - n takes four frames: p, its complement in the anchor, n and its complement;
     `opusim.devices.bench.setup` decodes them. Opening finds, or reads, exposure, region, outputs and scale, measures
@@ -68,7 +68,7 @@ class BenchDevice(NoisyDevice):
 
     Raises:
         ConfigError: the section is missing, or names no instruments and none are given.
-        TypeError: what is given cannot be called.
+        TypeError: an argument cannot be called.
     """
 
     can = NoisyDevice.can | {"intensities"}
@@ -154,14 +154,15 @@ class BenchDevice(NoisyDevice):
         """Measure B from readings of the rows of a Hadamard matrix, and keep it beside the setup.
 
         B = (1 / (N R)) sum over readings of y h^T, with h the first n_inputs entries of the N rows, -1 and 1, N a power
-        of two, each read R times. An entry's error has the variance Var[y] / (N R), that of a dense reading over N R.
+        of two, each read R times. An entry's error has the variance Var[y] / (N R), with Var[y] that of a dense
+        reading.
 
         Args:
             repeats: R, at least 1.
 
         Returns:
-            float32, shape (n_outputs, n_inputs), in the units of readings; `matrix` answers with it from now on, also
-            after the next opening if ``bench.setup`` is given.
+            float32, shape (n_outputs, n_inputs), in the units of readings; `matrix` returns it from now on, also after
+            the next opening if ``bench.setup`` is given.
 
         Raises:
             ValueError: repeats is out of range, or the window has more than 8,192 inputs.
@@ -185,16 +186,16 @@ class BenchDevice(NoisyDevice):
 
         Anchors are all groups (field U), and all inputs without the reference (V). Signed frames tell G = Re(conj(U) T)
         and H = Re(conj(V) T), with sums over inputs Re(conj(U) V) and |V|^2, so that with b the angle from U to V
-            e^(-i arg U) T = G / |U| + i (H / |V| - cos(b) G / |U|) / sin(b),
-        of which abs(T x)^2 is the light of a binary frame x above the blank one, DN: neither phase nor conjugation
-        change it. The sign of b is not known; the positive one is taken.
+            e^(-i arg U) T = G / |U| + i (H / |V| - cos(b) G / |U|) / sin(b).
+        The light of a binary frame x above the blank one is abs(T x)^2, DN; neither phase nor conjugation changes it.
+        The sign of b is not known; the positive one is taken.
 
         Args:
             repeats: readings of each row of a Hadamard matrix under each anchor, at least 1.
 
         Returns:
-            T, complex64, shape (n_outputs, n_inputs), square roots of a DN; and sin(b), float32, shape (n_outputs,), by
-            which the error of T's imaginary part exceeds that of its real part.
+            T, complex64, shape (n_outputs, n_inputs), square roots of a DN; and sin(b), float32, shape (n_outputs,):
+            the error of T's imaginary part is that of its real part over sin(b).
 
         Raises:
             ValueError: repeats is out of range, or the window has more than 8,192 inputs.
@@ -215,7 +216,7 @@ class BenchDevice(NoisyDevice):
     def retrieve_transmission(self, frames_per_input: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the complex transmission matrix T by phase retrieval from intensities of random patterns.
 
-        Neither reference nor anchor is shown, so that all outputs are known alike, from fewer frames than
+        Neither reference nor anchor is shown, so that all outputs are found equally well, from fewer frames than
         `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.probes.retrieved`.
 
         Args:
@@ -242,7 +243,7 @@ class BenchDevice(NoisyDevice):
         return found, torch.from_numpy(unexplained.astype(np.float32)).to(self._torch_device)
 
     def _require_columns(self) -> None:
-        """Refuse a window of which no matrix is measured."""
+        """Refuse a window that is too wide for its matrix to be measured."""
         if self.n_inputs > _MOST_COLUMNS:
             raise ValueError(
                 f"n_inputs = {self.n_inputs}: columns of at most {_MOST_COLUMNS} inputs are measured; open a smaller "
@@ -332,7 +333,7 @@ class BenchDevice(NoisyDevice):
 
     @override
     def _saturated_share(self, vectors: torch.Tensor) -> float:
-        """Every frame of the projections is shown."""
+        """Show every frame of the projections."""
         source = self._open_source()
         frames = source.show(source.layout.ternary(vectors.numpy()), self.setup.outputs)
         self._meter.count(len(frames))
@@ -420,7 +421,7 @@ class BenchDevice(NoisyDevice):
         return setup
 
     def _measure_setup(self, source: Sequencer, sensor: tuple[int, int]) -> BenchSetup:
-        """Measure the setup, and keep it if there is a place for it."""
+        """Measure the setup, and save it if ``bench.setup`` names a folder."""
         settings, period_us = self._settings, self.description.frames.frame_period_us
         longest_us = period_us - settings.readout_us
         if longest_us < settings.shortest_exposure_us:
@@ -485,7 +486,7 @@ def open_bench(
     torch_device: torch.device | str = "cpu",
     **settings: Any,
 ) -> BenchDevice:
-    """Open a mirror array and a camera of one's own as a device; use the result as a context manager.
+    """Open your own mirror array and camera as a device; use the result as a context manager.
 
         device = open_bench(Mirrors, Camera, n_inputs=100, n_outputs=1000, frame_period_us=1000.0, setup="my_setup")
 
@@ -508,7 +509,7 @@ def open_bench(
 
     Raises:
         ConfigError: a setting out of range.
-        TypeError: an instrument is given, and not what opens it.
+        TypeError: an instrument is given instead of the function that opens it.
         DeviceError: an instrument does not open, or the bench cannot be used; the message says why.
     """
     given = {"status": "override", "source": "given to open_bench"}

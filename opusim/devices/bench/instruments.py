@@ -1,22 +1,22 @@
 """The two instruments of a bench, and sequences of patterns whose frames are matched to them.
 
-`Patterns` and `Grabber` are what a laboratory writes around its own mirror array and camera. `Sequencer` shows patterns
-and returns one frame for each, in order, or an error that says why it cannot.
+A laboratory writes `Patterns` and `Grabber` around its own mirror array and camera. `Sequencer` shows patterns and
+returns one frame for each, in order, or an error that says why it cannot.
 
 **Which frame belongs to which pattern.** The mirrors give a pulse at the start of every pattern, and the camera takes a
-frame at every pulse. Four things show that frames do not match, and the whole sequence is then shown again; frames are
+frame at every pulse. Four tests show frames that do not match, and the whole sequence is then shown again; frames are
 never averaged, moved or left out:
 
 | test | finds |
 | --- | --- |
 | as many frames come as patterns were shown | a pulse that the camera missed, a frame that was dropped |
 | counters rise by one | dropped frames, frames that were delivered twice |
-| marks: a blank and an anchor pattern before and behind every 64 patterns look dark and bright | a pulse too many, |
+| marks: a blank and an anchor pattern before and after every 64 patterns look dark and bright | a pulse too many, |
 | | frames that come late |
 | successive frames of different patterns differ | a frame whose numbers are those of the frame before |
 
-The first three look at no pattern of the caller's. The last one compares frames for equality only. What passes: a pulse
-that is missed and a pulse too many between the same two marks, in frames that the camera numbers without a gap.
+The first three look at no pattern of the caller's. The last one compares frames for equality only. All four miss a lost
+pulse and an extra one between the same two marks, if the camera numbers the frames without a gap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DARK, _BRIGHT = 0.25, 0.5
 _LONGEST_TOLD = 300
 """Characters of another package's message that are shown."""
 _LOOK = 2
-"""Frames of the free-running camera, when no frame came."""
+"""Frames that are asked of the free-running camera after no frame came."""
 
 Roi = tuple[int, int, int, int]
 """First row, first column, rows and columns of a region, pixels of the sensor."""
@@ -175,14 +175,14 @@ class Sequencer:
     def configure(self, *, exposure_us: float, roi: Roi, binning: int) -> float:
         """Set the camera for the next sequences, and return the exposure that it took.
 
-        Marks are not compared until `expect` says what they look like.
+        Marks are not compared until `expect` is called.
         """
         self._settings = {"exposure_us": exposure_us, "roi": roi, "binning": binning}
         self._levels, self.roi = None, roi
         return self._arm()
 
     def expect(self, blank_dn: float, anchor_dn: float) -> None:
-        """Say what blank and anchor look like in the mean over the region, DN, so that marks are compared."""
+        """Set the means of blank and anchor over the region, DN, with which marks are compared."""
         self._levels = (blank_dn, anchor_dn)
 
     def show(self, switches: np.ndarray, outputs: np.ndarray | None = None) -> np.ndarray:
@@ -241,11 +241,11 @@ class Sequencer:
             FramesLost: they do not match the patterns.
         """
         self.shown += len(shown)
-        with self._calls("Patterns.load"):
+        with instrument_calls(self._name, "Patterns.load"):
             self._patterns.load(shown)
-        with self._calls("Patterns.run"):
+        with instrument_calls(self._name, "Patterns.run"):
             self._patterns.run(self._period_us)
-        with self._calls("Grabber.grab"):
+        with instrument_calls(self._name, "Grabber.grab"):
             found = self._grabber.grab(len(shown))
             if not isinstance(found, tuple | list) or len(found) != 2:
                 raise TypeError(f"it returned a {type(found).__name__}, not the frames and their numbers")
@@ -293,7 +293,7 @@ class Sequencer:
                 )
 
     def _as_promised(self, frames: Any, counters: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return what a camera delivered, refused if the protocol does not allow it."""
+        """Return what a camera delivered; refuse what the protocol does not allow."""
         if frames is None or counters is None:
             frames, counters = [], []
         frames, counters = np.asarray(frames), np.asarray(counters)
@@ -324,7 +324,7 @@ class Sequencer:
         return frames, counters.astype(np.int64)
 
     def _arm(self) -> float:
-        with self._calls("Grabber.configure"):
+        with instrument_calls(self._name, "Grabber.configure"):
             found = self._grabber.configure(**self._settings, trigger=True)
             if found is None:
                 raise TypeError("it returned None, not the exposure that was set")
@@ -340,7 +340,7 @@ class Sequencer:
     def _advice(self) -> str:
         """Return what to do about lost frames, from what the camera does without pulses."""
         seen = 0
-        with suppress(DeviceError, OSError), self._calls("Grabber.grab"):
+        with suppress(DeviceError, OSError), instrument_calls(self._name, "Grabber.grab"):
             self._grabber.configure(**self._settings, trigger=False)
             seen = len(self._grabber.grab(_LOOK)[0])
         if not seen:
@@ -352,22 +352,18 @@ class Sequencer:
             f"{self.roi[2]} x {self.roi[3]} pixels)"
         )
 
-    @contextmanager
-    def _calls(self, what: str) -> Iterator[None]:
-        with instrument_calls(self._name, what):
-            yield
-
 
 @contextmanager
 def instrument_calls(name: str, what: str) -> Iterator[None]:
-    """Turn what an instrument's own code raises into an error of the device; errors of the system pass.
+    """Turn what an instrument's own code raises into a DeviceError; a TimeoutError passes.
 
     Args:
         name: the device's name.
         what: what was called, such as ``Grabber.grab``.
 
     Raises:
-        DeviceFault: it raised anything but an OSError, a TimeoutError or an error of opusim.
+        DeviceUnavailable: it raised an OSError.
+        DeviceFault: it raised anything else but a TimeoutError or a DeviceError.
     """
     try:
         yield
@@ -389,11 +385,11 @@ Factory = Callable[[], Any]
 
 
 def factory_of(name: str, key: str, named: str) -> Factory:
-    """Return what opens an instrument, by ``module:name``; a module that is not installed lies in the working folder.
+    """Return the factory ``module:name`` of an instrument; a module may also lie in the working folder.
 
     Args:
         name: the device's name, for errors.
-        key: that gives it.
+        key: the key that names it.
         named: the module and the name in it.
 
     Raises:

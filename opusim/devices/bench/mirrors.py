@@ -1,9 +1,9 @@
-"""Which mirrors of an array carry which input: blocks of mirrors, assigned at random over a window.
+"""Assign the mirrors of an array to inputs: blocks of mirrors at random places of a window.
 
 The window, in the middle of the array, is cut into square blocks of mirrors that are switched together. Every input
 gets the same number of blocks, and a share of the blocks is the reference, which carries no data. The places are
-random, so that all inputs see the same mean light of an uneven beam, and so that the speckle of one input has grains
-as small as that of all.
+random, so that all inputs get the same mean light of an uneven beam, and the speckle grains of one input are as small
+as those of all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from opusim.errors import ConfigError
 
 _SEED = 20261128
-"""Of the order of blocks; every layout of the same numbers is the same."""
+"""Seed of the order of blocks, so that equal arguments give equal layouts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MirrorLayout:
-    """Groups of mirrors: one for each input, and the reference behind them.
+    """Groups of mirrors: one for each input, and the reference after them.
 
     Attributes:
         owner: group of each block, int32, shape (block rows, block columns); -1: always off.
@@ -45,7 +45,7 @@ class MirrorLayout:
 
     @cached_property
     def _blocks(self) -> np.ndarray:
-        """Blocks of each group."""
+        """Number of blocks of each group."""
         return np.bincount(self.owner[self.owner >= 0], minlength=self.groups)
 
     @property
@@ -103,7 +103,7 @@ class MirrorLayout:
         return np.stack([p, a & ~p, n, a & ~n], axis=1).reshape(-1, self.groups)
 
     def marked(self, switches: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return patterns with marks, a blank and an anchor, before every so many of them and behind the last.
+        """Return patterns with marks, a blank and an anchor, before every `every` of them and after the last.
 
         Returns:
             The switches, and which of them are marks.
@@ -131,11 +131,11 @@ def mirror_layout(
     """Assign the blocks of a window in the middle of an array.
 
     Every input gets k = floor((1 - reference_share) blocks / n_inputs) blocks, at least 1; the reference gets
-    k n_inputs reference_share / (1 - reference_share), at least 1; what is left stays off.
+    k n_inputs reference_share / (1 - reference_share), at least 1; the other blocks stay off.
 
     Args:
         shape: rows and columns of the array.
-        n_inputs: how many.
+        n_inputs: number of inputs.
         macro_pixel: side of a block, mirrors.
         reference_share: share of the blocks of the anchor that are the reference.
         name: of the device, for errors.

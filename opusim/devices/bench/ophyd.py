@@ -35,10 +35,10 @@ def ophyd_detector(
 ) -> Any:
     """Return a `StandardDetector` whose events hold readings of a device.
 
-    The device opens at the first trigger and closes when a plan unstages the detector. A scanned key is a signal of
-    the detector, by the last word of the key, which a plan moves like a motor; the device is opened again where one has
-    another value. Trigger n of the detector is step n of the device, so that a simulated one repeats no noise. Events
-    hold ``NAME-readings``, the numbers that were read, ``NAME-std``, their standard deviation, and the scanned numbers.
+    The device opens at the first trigger and closes when a plan unstages the detector. A scanned key is a signal of the
+    detector, named by the key's last word, which a plan moves like a motor; a new value opens the device again. Trigger
+    n of the detector is step n of the device, so that a simulated one repeats no noise. Events hold ``NAME-readings``,
+    the numbers that were read, ``NAME-std``, their standard deviation, and the scanned numbers.
 
     Args:
         name_or_path: as for `opusim.devices.open_device`.
@@ -69,7 +69,7 @@ def ophyd_detector(
     data_logic: Any = core.DetectorDataLogic
 
     class Acquisition(acquire_logic):
-        """Takes readings in a thread, so that plans go on meanwhile."""
+        """Takes readings in a thread, so that plans continue meanwhile."""
 
         device = _ScannedDevice(name_or_path, read, options)
 
@@ -103,7 +103,7 @@ def ophyd_detector(
 
 
 class _ScannedDevice:
-    """A device that is opened again where a number of its description changes, in a thread of its own."""
+    """A device in a thread of its own, which is opened again when a scanned number changes."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _ScannedDevice:
         self.taken = self._thread.submit(self._take, values)
 
     def stop(self) -> Future[None]:
-        """Close the device behind what runs."""
+        """Close the device after the reading that runs."""
         return self._thread.submit(self._close)
 
     def _take(self, values: Mapping[str, float]) -> np.ndarray:

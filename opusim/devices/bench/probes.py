@@ -1,9 +1,9 @@
-"""What the opening of a bench tests before it calls itself a device, and how it names what is wrong.
+"""Tests of a bench at its opening, which name what is wrong.
 
 | test | refuses |
 | --- | --- |
 | outputs that are full in frames of the anchor | saturation |
-| the anchor's frame now and at the setup, and before and behind the other tests | another medium, one that moves, |
+| the anchor's frame now and at the setup, and before and after the other tests | another medium, one that moves, |
 | | light that changed |
 | data and reference mirrors interfere: I(a) - I(data) - I(reference) + I(0) | light that is not coherent, a reference |
 | | that no light reaches: not an anchor |
@@ -32,7 +32,7 @@ _MOST_LIGHT_NOW = 1.1
 _LEAST_LIGHT = 0.2
 """Share of the light below which frames of the anchor tell nothing of the medium."""
 _LEAST_INTERFERENCE = 0.03
-"""Of the mean square of the interference of data and reference, which is 1/2 for coherent light; fringes of 25 %."""
+"""Least mean square of the interference of data and reference, as for fringes of 25 %; coherent light has 1/2."""
 _PAIRS = 16
 """Pairs of vectors that the linearity test adds up."""
 _SEED = 20261130
@@ -41,7 +41,7 @@ _SURE = 5.0  # standard errors
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LightLook:
-    """Frames of the anchor, of its parts and of nothing, at the outputs.
+    """Frames of the anchor, of its parts and of the blank pattern, at the outputs.
 
     Attributes:
         anchor_dn: anchor less blank at each output, DN.
@@ -84,7 +84,7 @@ def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> Light
 
 
 def nonlinearity(read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int) -> tuple[float, float]:
-    """Return by how much readings fail to add up, relative to them, and five standard errors of it.
+    """Return how far readings are from adding up, relative to them, and five standard errors of that.
 
     With v and w of disjoint entries, r = y(v + w) - y(v) - y(w) is noise on a linear device. Each vector is read twice,
     and r r' of the two readings over y(v + w) y'(v + w) has no part in noise.
@@ -119,7 +119,7 @@ def require_light(
         before_dn: the anchor's frame at the outputs before, DN.
         settings: of the bench.
         name: the device's name, for errors.
-        setup_of: the day of the setup that the frame before is of, or None if it is of this opening.
+        setup_of: the date of the setup that `before_dn` is from, or None if it is from this opening.
 
     Raises:
         DeviceFault: names saturation, another medium, a medium that moves, light that changed, or no interference.
@@ -163,7 +163,7 @@ def require_interference(look: LightLook, name: str) -> None:
 
 
 def require_linear(found: tuple[float, float], settings: BenchSettings, name: str) -> None:
-    """Refuse a bench whose readings do not add up; `require_light` named the other causes before.
+    """Refuse a bench whose readings do not add up; `require_light` has excluded the other causes.
 
     Args:
         found: what `nonlinearity` returned.
@@ -171,7 +171,7 @@ def require_linear(found: tuple[float, float], settings: BenchSettings, name: st
         name: the device's name.
 
     Raises:
-        DeviceFault: they do not.
+        DeviceFault: readings do not add up.
     """
     nonlinear, noise = found
     if nonlinear > (settings.most_nonlinear**2 + noise**2) ** 0.5:
@@ -184,9 +184,9 @@ def require_linear(found: tuple[float, float], settings: BenchSettings, name: st
 
 
 _ROUNDS, _STARTS = 300, 8
-"""Of alternating projections, and random starts of outputs that do not come near their light."""
+"""Rounds of alternating projections, and most random starts of an output that does not come near its light."""
 _EXPLAINED = 3.0
-"""Times the median share of unexplained light up to which an output's start is kept."""
+"""An output's start is kept if its unexplained light is at most this multiple of the median."""
 
 
 def retrieved(
@@ -195,13 +195,12 @@ def retrieved(
     """Find T with abs(T x)^2 nearest to the light of patterns x, up to a phase and a conjugation at each output.
 
     Alternating projections (Gerchberg and Saxton, Optik 35, 237, 1972): fields take the measured amplitudes, then the
-    T of least squares. Each output starts at random; one that ends in a local minimum, which its unexplained light
-    tells, starts again.
+    T of least squares. Each output starts at random; one whose unexplained light shows a local minimum starts again.
 
     Args:
         shown: patterns, entries 0 and 1, shape (frames, inputs), of rank inputs.
-        light: above that of a blank frame, shape (frames, outputs).
-        rng: of the starts.
+        light: light above a blank frame's, shape (frames, outputs).
+        rng: generator of the starting points.
 
     Returns:
         T, shape (outputs, inputs); and sum (abs(T x) - a)^2 / sum a^2 with the measured amplitudes a, shape (outputs,).

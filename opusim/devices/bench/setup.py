@@ -35,7 +35,7 @@ from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
 
 _SEED = 20261129
-"""Of the random patterns by which speckle is measured."""
+"""Seed of the random patterns by which speckle is measured."""
 _SEARCH_FRAMES = 4
 _SEARCH_STEPS = 16
 _NEAR = 1.1
@@ -45,12 +45,12 @@ _SPECKLES = 32
 _PROBE = 256
 """Rows and columns in which grains are measured, at most."""
 _LEAST_CORRELATION = 0.05
-"""Intensity correlation of pixels that count as a grain apart: 0.22 of the fields."""
+"""Intensity correlation at which pixels count as one grain apart; their fields then correlate by 0.22."""
 _ANCHOR_FRAMES = 64
 _GRAINS_AROUND = 10
 """Grains along each axis over which the mean light around a pixel is taken."""
 _USABLE = 0.7
-"""Share of the grains that a first region counts on; it grows if there are fewer."""
+"""Share of usable grains assumed for the first region, which grows if there are fewer."""
 _UNIT_VECTORS = 256
 _LEAST_DN = 2.0
 _MOST_BYTES = 2**31
@@ -68,7 +68,7 @@ class BenchSetup:
         binning: of the camera.
         outputs: flat numbers of the outputs' pixels in a frame of the region, int64, rising, shape (n_outputs,).
         anchor_dn: anchor less blank at each output, DN, float64.
-        scale: projection units for a DN of the signed sum of frames, at each output, float64.
+        scale: projection units per DN of the signed sum of frames, at each output, float64.
         levels_dn: mean of the region in blank frames and in anchor frames, DN.
         grain: rows and columns from output to output: the least distances at which speckle is independent.
         date: when it was measured, ISO 8601.
@@ -89,7 +89,7 @@ class BenchSetup:
         """Return readings of ternary vectors.
 
         Args:
-            signed: `signed_sum` of their frames, over the light now relative to that of the setup.
+            signed: `signed_sum` of their frames, divided by the present light over the setup's.
             x: the vectors, shape (vectors, n).
 
         Returns:
@@ -283,9 +283,9 @@ def search_exposure(
 def grain_spacing(first: np.ndarray, second: np.ndarray, *, name: str) -> tuple[int, int]:
     """Return the rows and columns at which speckle intensities are independent.
 
-    The two-dimensional correlation of what changes from pattern to pattern, |mu(d)|^2 with mu the fields' correlation
-    at the distance d. Frames are divided by their means, so that patterns of more mirrors have no part in it; two
-    exposures of each pattern are correlated with each other, so that noise has none either.
+    Found in the two-dimensional correlation of what changes from pattern to pattern, |mu(d)|^2 with mu the fields'
+    correlation at the distance d. Frames are divided by their means, to take out how many mirrors are on; two exposures
+    of each pattern are correlated with each other, to take out noise.
 
     Args:
         first: frames of some patterns, shape (patterns, rows, columns), DN.
@@ -443,7 +443,7 @@ def _brightest(lit: np.ndarray) -> tuple[int, int]:
 
 
 def _sides(cells: float, grain: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns, binned pixels, of a square of so many cells of a grain."""
+    """Return rows and columns, binned pixels, of a square of `cells` grains."""
     side = math.sqrt(cells * grain[0] * grain[1])
     return math.ceil(side) + grain[0], math.ceil(side) + grain[1]
 

@@ -1,7 +1,7 @@
 """Encoders and decoders under lightonml's names: scikit-learn transformers over `opusim.features.encoders`.
 
-Arrays and tensors are taken, and the result is of the same library. What is learnt stands in attributes that end in an
-underscore, so that a second `fit` learns again. Where a law differs from lightonml's, the class says so.
+They take arrays and tensors, and return the same library's. Learnt values are attributes that end in an underscore; a
+second `fit` learns them again. Where a law differs from lightonml's, the class says so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NoDecoding(NoEncoding):
 
 
 class _Encoder(BaseTransformer):
-    """An encoder that an encoder of `opusim.features` does the work of.
+    """An encoder whose work an encoder of `opusim.features` does.
 
     Attributes:
         coder_: That encoder, once it is fitted.
@@ -84,7 +84,7 @@ class _Encoder(BaseTransformer):
         return False
 
     def _prepared(self, X: np.ndarray) -> np.ndarray:
-        """Return what the encoder is given."""
+        """Return the records as the encoder takes them."""
         return X
 
 
@@ -98,7 +98,7 @@ class BinaryThresholdEncoder(_Encoder):
         greater_is_one: Which side is 1.
 
     Attributes:
-        threshold_: What is compared with, once fitted.
+        threshold_: The thresholds in use, once fitted.
     """
 
     def __init__(self, threshold_enc: float | str = "auto", greater_is_one: bool = True) -> None:
@@ -109,7 +109,7 @@ class BinaryThresholdEncoder(_Encoder):
         """Learn the medians for "auto"; for a number check that it lies in the range of X.
 
         Raises:
-            ValueError: It does not: every code would be the same.
+            ValueError: It lies outside: every code would be the same.
         """
         values = as_array(X)
         if not self._learns() and values.size:
@@ -180,12 +180,12 @@ class MultiThresholdEncoder(_Encoder):
 class ConcatenatedBitPlanEncoder(BaseTransformer):
     """Bits of unsigned integers of 8 or 16 bits, next to each other, the most significant first.
 
-    lightonml shows the bytes of wider types in the order of the machine, and of floats the bytes of their format; here
-    16 bits are in their order, and floats, negative numbers and wider types are refused.
+    lightonml shows the bytes of wider types in the machine's order, and those of floats as stored; here 16 bits are in
+    order, and floats, negative numbers and wider types are refused.
 
     Args:
         n_bits: Bits that are kept, at least 1.
-        starting_bit: Bits that are left out before them.
+        starting_bit: Number of leading bits that are left out.
     """
 
     def __init__(self, n_bits: int = 8, starting_bit: int = 0) -> None:
@@ -368,7 +368,7 @@ class ConcatenatingBitPlanDecoder(MixingBitPlanDecoder):
 
 
 class SeparatedBitPlanDecoder(BaseTransformer):
-    """The linear readings of X from those of the rows of `SeparatedBitPlanEncoder`: positive less negative parts.
+    """Linear readings of X from readings of the rows of `SeparatedBitPlanEncoder`: positive minus negative parts.
 
     Args:
         precision: The encoder's.

@@ -1,6 +1,6 @@
 """Autoencoders that learn a binary code, as torch modules: the reconstruction in training, the code in evaluation.
 
-For a code in scikit-learn's words, see `opusim.features.encoders.AutoencoderEncoder`.
+For a scikit-learn transformer see `opusim.features.encoders.AutoencoderEncoder`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _SoftCode(AE):
 
 
 class LinearAE(_SoftCode):
-    """A linear encoder and decoder around a soft step; `train` multiplies beta by 10 now and then.
+    """A linear encoder and decoder around a soft step; `train` multiplies beta by 10 every few epochs.
 
     Args:
         input_size: Width of x.

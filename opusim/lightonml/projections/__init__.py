@@ -12,7 +12,7 @@ from opusim.lightonml.opu import OPU, set_verbose_level
 
 
 class OpuTransformer:
-    """What both kinds of `OPUMap` share: an OPU, the fit that is theirs, and how vectors pass.
+    """The base of both classes `OPUMap`: an OPU, a fit of the map's own, and the mapping of vectors.
 
     Args:
         n_components: Number of outputs.
@@ -21,7 +21,7 @@ class OpuTransformer:
         n_2d_features: Rows and columns of packed matrices.
         packed: Whether eight features stand in a byte.
         simulated: Whether to make a simulated OPU.
-        max_n_features: See `OPU`, for one that is made here.
+        max_n_features: See `OPU`; for an OPU that is made here.
         verbose_level: See `opusim.lightonml.set_verbose_level`; -1 leaves it.
         linear: Whether to map linearly.
 
@@ -92,7 +92,7 @@ class OpuTransformer:
 
         Raises:
             ValueError: An OPU on hardware is given with simulated=True.
-            DeviceError: It cannot be had.
+            DeviceError: It cannot be opened.
         """
         if self.verbose_level >= 0:
             set_verbose_level(self.verbose_level)

@@ -14,8 +14,8 @@ from opusim.lightonml.projections import OpuTransformer
 class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """`OPU.transform`, or `OPU.linear_transform`, for Pipeline and GridSearchCV.
 
-    Binary vectors or matrices of any batch shape are taken; an encoder stands before it in a pipeline. A clone shares
-    an OPU that was given; one that the map made is made anew. Arguments are those of `OpuTransformer`.
+    Binary vectors or matrices of any batch shape are taken; an encoder stands before it in a pipeline. A clone shares a
+    given OPU, and makes its own if the map did. Arguments are those of `OpuTransformer`.
     """
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -23,7 +23,7 @@ class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         return super().get_params(deep=False) | {"opu": self._given}
 
     def set_params(self, **params: Any) -> Self:
-        """Set parameters, and take or make the OPU that they name; fit again after it."""
+        """Set parameters, and take or make the OPU that they name; fit again afterwards."""
         before = {name: getattr(self, name) for name in params if name != "opu" and hasattr(self, name)}
         earlier, given = self._given, params.pop("opu", self._given)
         super().set_params(**params)

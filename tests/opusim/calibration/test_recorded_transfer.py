@@ -210,7 +210,7 @@ BROKEN = {
     "gamma": (BOTH, curve(1 / 2.2, 4095), 12, r"\d of what a straight line .*switch off gamma"),
     "a square root": (BOTH, curve(0.5, 4095), 12, "the variance does not rise|of what a straight line"),
     "gamma, 8 bits": (BOTH, curve(1 / 2.2, 255), 8, "means rise as the 0.[67].th power of the light"),
-    "tone curve, 8 bits": (BOTH, curve(0.8, 255), 8, "the camera changes numbers behind the converter"),
+    "tone curve, 8 bits": (BOTH, curve(0.8, 255), 8, "the camera changes numbers after the converter"),
     "drift": (FLAT, drift, 12, r"flat frames fall by \d\.\d% over its 4 frames.*they drift"),
     "noise reduction": (BOTH, averaged, 12, "switch off its temporal noise reduction"),
     "interpolation": (BOTH, interpolated, 12, "neighbouring pixels correlates by 0.5.*were interpolated"),

@@ -304,7 +304,7 @@ X_REFUSALS: list[tuple[Any, type[Exception], str]] = [
     (np.full((2, N), 0.5), ValueError, r"X holds 0.5: a device shows 0 or 1;"),
     (np.full((2, N), -1, dtype=np.int8), ValueError, "X holds -1: .*; linear_transform takes -1"),
     (np.full((2, N), 255, dtype=np.uint8), ValueError, "X holds 255: .*wrap -1"),
-    (np.full((2, N), np.nan), ValueError, "X holds NaN, which no encoder knows; fill gaps first"),
+    (np.full((2, N), np.nan), ValueError, "X holds NaN, which no encoder takes; fill gaps first"),
     (bits(2, N + 1), ValueError, r"last axes must be the features \(30,\)"),
     (bits(N, 2), ValueError, "must be the features"),
     (bits(0, N), ValueError, r"X is empty, shape \(0, 30\); give at least one vector"),

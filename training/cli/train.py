@@ -295,10 +295,10 @@ def print_run(run: Run, report_file: Path) -> None:
 
 
 class Announced(Callback):
-    """Prints a line when training begins, which a refused run never does.
+    """Prints a paragraph when training begins, which a refused run never does.
 
     Args:
-        text: The line.
+        text: The paragraph.
     """
 
     def __init__(self, text: str) -> None:
@@ -306,7 +306,9 @@ class Announced(Callback):
 
     @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        print(self._text, file=sys.stderr, flush=True)
+        from opusim.tables import wrapped
+
+        print(wrapped(self._text), file=sys.stderr, flush=True)
 
 
 class AnnouncedUsage(Callback):

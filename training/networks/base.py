@@ -7,6 +7,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,6 +84,21 @@ def require_room(dataset: Dataset) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedRows:
+    """A batch whose records share rows.
+
+    Attributes:
+        function: Maps tensors with these rows, or with several copies of them, to a tensor with as many.
+        batch: Its arguments.
+        outputs: Maps what it returns for one copy to the outputs of the records.
+    """
+
+    function: Callable[..., Tensor]
+    batch: tuple[Tensor, ...]
+    outputs: Callable[[Tensor], Tensor]
+
+
 class DescribedModule(nn.Module):
     """A module that can be loaded again from a description, and can invent records that it takes.
 
@@ -90,15 +106,21 @@ class DescribedModule(nn.Module):
         description: JSON values, stored in `config.json`; empty if the module has none.
         notes: Lines to print when a run starts; a release prints them too.
         packs: Whether a pass without a graph may put several records into one row, each apart from the others.
+        alike: Whether a record's output must have the same bits in any batch, which may take longer.
     """
 
     description: dict[str, Any]
     notes: tuple[str, ...] = ()
     packs: bool = False
+    alike: bool = False
 
     @abstractmethod
     def invented_records(self, n_inputs: int) -> Tensor:
         """Return records that it takes, drawn without reading any data, shape (n, n_inputs), n at least 2."""
+
+    def in_shared_rows(self, x: Tensor) -> SharedRows | None:
+        """Return records in rows that several share, each apart from the others, or None if it has no such form."""
+        return None
 
     def whole_records(self) -> AbstractContextManager[None]:
         """Process whole batches within the block; outside it the module may skip entries that change no score."""

@@ -358,12 +358,17 @@ class TwoSides:
         self._shared, self.at_once = set.intersection(*shared), True
 
     def pairs(
-        self, seeds: Sequence[int], function: Callable[..., Tensor], batch: Sequence[Any]
+        self,
+        seeds: Sequence[int],
+        function: Callable[..., Tensor],
+        batch: Sequence[Any],
+        *,
+        records: int | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what a function returns on the plus side and on the minus side of each direction.
 
         The parameters are then at the minus side of the last direction, or at theta if directions are evaluated at
-        once. Function and batch are as for `probe`.
+        once. Function and batch are as for `probe`; `records` are those of the batch if several share a row.
         """
         count = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 1)
         if not self.at_once or not count:
@@ -378,7 +383,7 @@ class TwoSides:
                 if place < len(seeds) and not self.at_once:
                     self._perturbation.shift(seed, 1)
             return
-        together = max(1, self._rows // (2 * count))
+        together = max(1, self._rows // (2 * (records or count)))
         common = self._common(function, batch, count) if self._shared else {}
         for first in range(0, len(seeds), together):
             mode = BothSides(self._perturbation, seeds[first : first + together], count)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from opusim.errors import ConfigError
 from opusim.files import read_text
@@ -32,7 +33,7 @@ from opusim.training.config.sections import DataConfig
 from opusim.training.data.formats import required_library
 from opusim.training.data.tables import read_frame
 from opusim.training.errors import DataError
-from opusim.training.networks.base import DescribedModule
+from opusim.training.networks.base import DescribedModule, SharedRows
 from opusim.training.zeroth_order.config import ZoConfig, table_kind
 
 PAD = -1.0
@@ -47,8 +48,10 @@ _LOGITS_AT_ONCE = 2**26
 """Scores of words of the vocabulary that stand in memory at once: 256 MiB in float32."""
 _LEAST_LOSS = 1e-6
 """A loss of a text below it counts as it, so that its score is finite."""
-_ROW = 64
+_ROW = 512
 """Tokens of a row that several prompts share, if none is longer."""
+_LEAST = 16
+"""Tokens of a row at least: libraries round a product of fewer rows in another way."""
 _ALIKE = 0.1
 """How far roundings may bring the scores of a prompt apart that shares its row, over one plus the score."""
 
@@ -276,6 +279,7 @@ class _LanguageModel(DescribedModule):
         self._tokens = list(words)
         self._shortens = True
         self._separates: bool | None = None  # prompts that share a row; None if that is not known yet
+        self._attends_alone = False  # each prompt of a row, in all layers
         self._accepted = _accepted(model)
 
     def invented_records(self, n_inputs: int) -> Tensor:
@@ -308,7 +312,9 @@ class _LanguageModel(DescribedModule):
         """
         present = x != PAD
         used: Tensor | slice = present.any(dim=0)  # columns with a token of some record
-        if not self._shortens:
+        if self.alike:
+            used = slice(None)
+        elif not self._shortens:
             used = slice(-_LONGEST, None) if self._mask_token is None else slice(_LONGEST)
         x, present = x[:, used], present[:, used]
         ids, mask = torch.where(present, x, 0.0).long(), present.long()
@@ -337,25 +343,45 @@ class PromptClassifier(_LanguageModel):
     def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
         """Return class scores of encoded prompts."""
         with self._class_words() as words:
-            if self.packs and self._shortens and len(x) > 1 and not torch.is_grad_enabled():
-                if self._separates is None:
-                    self._separates = self._separates_prompts(x.shape[1], words)
-                if self._separates:
-                    scores = self._packed(x, words)
-                    if bool(
-                        torch.isfinite(scores).all()
-                    ):  # 0 times infinity would reach the prompts of the row
-                        return scores
+            packs = self.packs and self._shortens and (len(x) > 1 or self.alike)
+            if packs and not torch.is_grad_enabled() and self._separate(x.shape[1], words):
+                scores = self._packed(x, words)
+                if self._attends_alone or bool(torch.isfinite(scores).all()):
+                    return scores  # else 0 times infinity would reach the prompts of the row
             ids, _, logits = self._logits(x, last=self._mask_token is None)
             if self._mask_token is None:
                 return logits[:, -1, words]
             place = (ids == self._mask_token).long().argmax(dim=1)
             return logits[torch.arange(len(ids), device=ids.device), place][:, words]
 
+    def in_shared_rows(self, x: Tensor) -> SharedRows | None:
+        """See DescribedModule: rows that several prompts share, each of which attends to itself only."""
+        with self._class_words() as words:
+            if not self._separate(x.shape[1], words) or not self._attends_alone:
+                return None
+        rows = _Rows(x)
+
+        def scores(*rows_of_tensors: Tensor) -> Tensor:  # (rows, kept columns, classes)
+            with self._class_words() as words:
+                return self._scores_of(rows, *rows_of_tensors)[..., words].float()
+
+        return SharedRows(
+            function=scores,
+            batch=(rows.ids, rows.places, rows.mask(_unwrapped(self.model).dtype)),  # type: ignore[arg-type]
+            outputs=lambda found: found[rows.ends[:, 0], rows.column],
+        )
+
+    def _separate(self, n_inputs: int, words: list[int] | slice) -> bool:
+        """Return whether prompts that share a row have their own scores, which is found out once."""
+        if self._separates is None:
+            self._separates = self._separates_prompts(n_inputs, words)
+        return self._separates
+
     def _separates_prompts(self, n_inputs: int, words: list[int] | slice) -> bool:
         """Return whether prompts that share a row have their own scores, to the bit, whatever stands in the others.
 
-        A layer that takes no mask, such as a recurrent one, would mix them.
+        A layer that takes no mask, such as a recurrent one, would mix them. Scores in the company of fewer prompts, in
+        another order, may be rounded otherwise, unless all must be `alike`.
         """
         if self._mask_token is not None or not {"position_ids", "logits_to_keep"} <= self._accepted:
             return False
@@ -364,10 +390,13 @@ class PromptClassifier(_LanguageModel):
         changed = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         changed[[order[0], order[-2]]] = True  # the first and the last of a row
         others = torch.where(changed[:, None] & (x != PAD), x.max(), x)
-        _, _, logits = self._logits(x, last=True)
-        alone, scores, found = logits[:, -1, words], self._packed(x, words), self._packed(others, words)
+        some = torch.arange(len(x) - 1, 0, -2)
+        with torch.no_grad():
+            _, _, logits = self._logits(x, last=True)
+            alone, scores, found = logits[:, -1, words], self._packed(x, words), self._packed(others, words)
+            alike = not self.alike or torch.equal(self._packed(x[some], words), scores[some])
         near = torch.allclose(scores.float(), alone.float(), rtol=_ALIKE, atol=_ALIKE)
-        return near and torch.equal(found[~changed], scores[~changed])
+        return near and alike and torch.equal(found[~changed], scores[~changed])
 
     @contextmanager
     def _class_words(self) -> Iterator[list[int] | slice]:
@@ -398,9 +427,39 @@ class PromptClassifier(_LanguageModel):
 
         A batch of short prompts then has little padding.
         """
+        rows = _Rows(x)
+        mask = rows.mask(_unwrapped(self.model).dtype)  # type: ignore[arg-type]  # of transformers
+        return self._scores_of(rows, rows.ids, rows.places, mask)[rows.ends[:, 0], rows.column][:, words]
+
+    def _scores_of(self, rows: _Rows, ids: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+        """Return scores behind the last tokens of prompts, for rows or for several copies of them."""
+        with _OwnAttention(rows) as attention:
+            scores = self._run(
+                input_ids=ids, attention_mask=mask, position_ids=places, logits_to_keep=rows.kept
+            )
+        self._attends_alone = attention.used
+        return scores
+
+
+class _Rows:
+    """Prompts in rows that several share, the longest first, each in the first row with room.
+
+    Attributes:
+        ids: Tokens, shape (rows, columns).
+        places: Their places in their prompts.
+        parts: Row, first column and column behind the last one of each prompt.
+        ends: Row and last column of each prompt, in their order, shape (n, 2).
+        kept: Columns in which prompts end.
+        column: Where each prompt's end is among them, shape (n,).
+
+    Args:
+        x: Encoded prompts, shape (n, L).
+    """
+
+    def __init__(self, x: Tensor) -> None:
         present = x != PAD
         lengths: list[int] = present.sum(dim=1).tolist()
-        # 1. The longest prompts first, each into the first row with room.
+        # 1. The rows.
         room, rows, used = max(_ROW, *lengths), list[list[int]](), list[int]()
         for number in sorted(range(len(x)), key=lambda n: -lengths[n]):
             row = next((n for n, taken in enumerate(used) if taken + lengths[number] <= room), len(rows))
@@ -410,24 +469,76 @@ class PromptClassifier(_LanguageModel):
             rows[row].append(number)
             used[row] += lengths[number]
         # 2. Tokens, their places in their prompts, and whose they are: -1 where a row is filled up.
-        shape = len(rows), max(used)
+        shape = len(rows), max(_LEAST, *used)
         ids, places, owners = (torch.full(shape, value, dtype=torch.long) for value in (0, 0, -1))
         ends, tokens = torch.zeros(len(x), 2, dtype=torch.long), x.cpu()
+        self.parts = list[tuple[int, int, int]]()
         for row, numbers in enumerate(rows):
             start = 0
             for number in numbers:
                 end = start + lengths[number]
                 ids[row, start:end] = tokens[number][tokens[number] != PAD].long()
                 places[row, start:end], owners[row, start:end] = torch.arange(end - start), number
+                self.parts.append((row, start, end))
                 ends[number], start = torch.tensor((row, end - 1)), end
-        # 3. A pass, and the scores behind the last token of each prompt.
-        ids, places, owners, ends = (each.to(x.device) for each in (ids, places, owners, ends))
-        sees = (owners[:, :, None] == owners[:, None, :]).tril_()[:, None]
-        mask = torch.zeros(sees.shape, device=x.device).masked_fill_(~sees, torch.finfo(torch.float32).min)
-        kept, column = ends[:, 1].unique(return_inverse=True)
-        mask = mask.to(_unwrapped(self.model).dtype)  # type: ignore[arg-type]  # of transformers
-        scores = self._run(input_ids=ids, attention_mask=mask, position_ids=places, logits_to_keep=kept)
-        return scores[ends[:, 0], column][:, words]
+        self.ids, self.places, self._owners, self.ends = (
+            each.to(x.device) for each in (ids, places, owners, ends)
+        )
+        self.kept, self.column = self.ends[:, 1].unique(return_inverse=True)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:  # (rows, 1, columns, columns)
+        """Return what is added to the scores of attention: 0 where a token sees another, else the least number."""
+        sees = (self._owners[:, :, None] == self._owners[:, None, :]).tril_()[:, None]
+        mask = torch.zeros(sees.shape, device=sees.device)
+        return mask.masked_fill_(~sees, torch.finfo(torch.float32).min).to(dtype)
+
+
+class _OwnAttention(TorchFunctionMode):
+    """Within this context each prompt of a row attends to its own keys, and to those of a prefix.
+
+    Elsewhere the mask forbids it anyway. But sums over a row's columns would round otherwise in other company, which
+    half precision turns into differences as large as those that a step measures.
+
+    Attributes:
+        used: Whether any attention was evaluated so.
+
+    Args:
+        rows: The rows; a pass may hold several copies of them.
+    """
+
+    def __init__(self, rows: _Rows) -> None:
+        super().__init__()
+        self._rows, self.used = rows, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Evaluate attention prompt by prompt, and all other functions as they are."""
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        count, columns = self._rows.ids.shape
+        if attn_mask is None or query.shape[2] != columns:  # (rows, heads, columns, width)
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        self.used, prefix, found = True, key.shape[2] - columns, torch.zeros_like(query)
+
+        def seen(each: Tensor, start: int, end: int) -> Tensor:
+            own = each[:, :, prefix + start : prefix + end]
+            return torch.cat([each[:, :, :prefix], own], dim=2) if prefix else own
+
+        for row, start, end in self._rows.parts:
+            found[row::count, :, start:end] = functional.scaled_dot_product_attention(
+                query[row::count, :, start:end],
+                seen(key[row::count], start, end),
+                seen(value[row::count], start, end),
+                seen(attn_mask[row::count, :, start:end].mT, start, end).mT,
+                **options,
+            )
+        return found
 
 
 class TextModel(_LanguageModel):

@@ -292,9 +292,15 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             weight_decay=optimizer.weight_decay,
             rank=self.options.rank,
         )
+        model, protected = self.network.model, release.clip is not None
+        half = any(p.dtype.itemsize < 4 and p.is_floating_point() for p in model.parameters())
+        if isinstance(model, DescribedModule):
+            model.packs, model.alike = False, protected and half
         self.sides = self._sides()
-        if isinstance(self.network.model, DescribedModule):
-            self.network.model.packs = not self.sides.at_once  # which needs a row for each record
+        if isinstance(model, DescribedModule):
+            model.packs = not self.sides.at_once  # which has shared rows of its own
+        if protected and half:
+            self._require_alike()
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
         self._unread: list[tuple[UnreadEntry, Tensor]] = []  # with the number of losses that were not finite
@@ -325,6 +331,43 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
                 stacklevel=2,
             )
         return sides
+
+    @torch.no_grad()
+    def _require_alike(self) -> None:
+        """Refuse a model in half precision that gives an invented record another output in another batch.
+
+        Half precision may turn a rounding in the last digit of float32 into a difference as large as a clip.
+
+        Raises:
+            ValueError: The bits of an output depend on the batch.
+        """
+        model, generator = self.network.model, torch.Generator().manual_seed(0)
+        records = torch.randint(0, 2, (9, self.network.n_inputs), generator=generator).float()
+        if isinstance(model, DescribedModule):
+            records = model.invented_records(self.network.n_inputs)
+        records = records.to(self.perturbation.tensors[0].device)
+        some = torch.arange(len(records) - 1, 0, -2)
+
+        def outputs(rows: Tensor) -> Tensor:
+            if not self.sides.at_once:
+                with preserved_state(model):
+                    return self._outputs(rows)
+            return torch.cat(next(self._pairs([0], rows)), dim=1)
+
+        zeros = [tensor for tensor in self.perturbation.tensors if not tensor.any()]
+        try:
+            for tensor in zeros:  # second factors of LoRA, which would hide the first ones
+                tensor.copy_(0.02 * torch.randn(tensor.shape, generator=generator))
+            whole, part = outputs(records), outputs(records[some])
+        finally:
+            for tensor in zeros:
+                tensor.zero_()
+        if not torch.equal(whole[some], part):
+            raise ValueError(
+                f"model: in half precision a record's output changes by up to {(whole[some] - part).abs().max():.1g} "
+                "with the other records of its batch on this machine, which no clip bounds; take float32 "
+                "(--dtype float32)"
+            )
 
     @override
     def initialise(self, trainer: ZoTrainer) -> None:
@@ -448,7 +491,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         figures = list[Tensor]()
 
         def losses() -> Iterator[tuple[Tensor, Tensor]]:
-            for outputs in self.sides.pairs(seeds, self._outputs, (x,)):
+            for outputs in self._pairs(seeds, x):
                 (plus, right), (minus, _) = (self._losses(each, y) for each in outputs)
                 if not figures:
                     loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
@@ -457,6 +500,17 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
 
         sums, clipped, non_finite = self.release.sums(losses())
         return torch.stack([one.double() for one in (*sums, *clipped, *non_finite, *figures)])
+
+    def _pairs(self, seeds: Sequence[int], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the outputs on both sides of each direction; short records share rows if directions share passes."""
+        model, shared = self.network.model, None
+        if self.sides.at_once and len(x) and isinstance(model, DescribedModule):
+            shared = model.in_shared_rows(x)
+        if shared is None:
+            yield from self.sides.pairs(seeds, self._outputs, (x,))
+            return
+        for plus, minus in self.sides.pairs(seeds, shared.function, shared.batch, records=len(x)):
+            yield shared.outputs(plus), shared.outputs(minus)
 
     def _outputs(self, x: Tensor) -> Tensor:
         """Return the model's outputs, shape (batch, n_classes); no pass for an empty batch."""

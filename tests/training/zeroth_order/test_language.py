@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from opusim.training.config import load_config
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import DataError, RunFolderError, RunInterrupted
+from opusim.training.networks.base import SharedRows
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.zeroth_order import language
 from opusim.training.zeroth_order.language import (
     PAD,
     Lora,
@@ -30,6 +34,7 @@ from opusim.training.zeroth_order.language import (
     read_texts,
 )
 from opusim.training.zeroth_order.step_log import replay
+from opusim.training.zeroth_order.trainer import ZoTrainer
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -103,9 +108,90 @@ def test_prompts_that_share_a_row_keep_their_own_scores(
             return run(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
 
         monkeypatch.setattr(model, "_run", without_mask)
+        monkeypatch.setattr(
+            language._OwnAttention, "_attend", torch.nn.functional.scaled_dot_product_attention
+        )
         model._separates = None
         model(x)
         assert not model._separates
+
+
+def test_a_prompt_has_the_same_bits_in_any_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision; rows in which attention depends on their length, the planted fault, are not taken."""
+    model, tokenizer = load_classifier(make(tmp_path, "opt"), CAUSAL, dtype="bfloat16")
+    x = encode(tokenizer, [f"{text} {' '.join(['good'] * n)}" for n, text in enumerate(TEXTS)], CAUSAL)
+    with torch.no_grad():
+        model.packs = model.alike = True
+        whole = model(x)
+        assert model._separates
+        for some in ([3], [1, 0], [5, 3, 4, 1]):
+            assert torch.equal(model(x[some]), whole[some])
+        model.packs = False  # in rows of their own, which leave out no column
+        assert torch.equal(model(x[[0, 1, 2, 3]]), model(x)[:4])
+        model.packs, model._separates = True, None
+        monkeypatch.setattr(language, "_OwnAttention", LongRowsDiffer)
+        model(x)
+        assert not model._separates
+
+
+class LongRowsDiffer(language._OwnAttention):
+    """Attends by other weights in longer rows."""
+
+    def _attend(self, query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        return super()._attend(query * (1 + self._rows.ids.shape[1] / 16), *rest, **options)
+
+
+@pytest.mark.parametrize("causal", ["gpt2", "opt"])
+def test_directions_that_share_a_pass_have_prompts_share_rows(
+    tmp_path: Path, causal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same steps, up to roundings, as with a row for each prompt; not with another prompt's, the planted fault."""
+    found, widths = list[np.ndarray[Any, Any]](), list[int]()
+    rank = {"trainer": {"kind": "zo", "rank": 1, "directions": 5, "perturbation": 0.01, "rows_at_once": 24}}
+    right = language.PromptClassifier.in_shared_rows
+
+    def wrong(self: language.PromptClassifier, x: torch.Tensor) -> SharedRows:
+        shared = right(self, x)
+        assert shared is not None
+        widths.append(len(shared.batch[0]))
+        return replace(shared, outputs=lambda scores: shared.outputs(scores).roll(1, dims=0))
+
+    for number, method in enumerate((right, lambda *_: None, wrong)):
+        monkeypatch.setattr(language.PromptClassifier, "in_shared_rows", method)
+        model, tokenizer = load_classifier(
+            make(tmp_path / "model", causal), CAUSAL, lora=Lora(rank=2, targets=TARGETS[causal])
+        )
+        x, y = encode(tokenizer, TEXTS, CAUSAL), np.array(LABELS)
+        run = training.train(CONFIG | rank, data=(x, y), model=model, folder=tmp_path / str(number))
+        found.append(np.concatenate([t.flatten() for t in load_tensors(run.folder.path)]))
+    assert np.allclose(found[0], found[1], atol=1e-5)
+    assert not np.allclose(found[2], found[1], atol=1e-5)
+    assert set(widths) == {1}
+
+
+def load_tensors(folder: Path) -> list[np.ndarray[Any, Any]]:
+    return [tensor.numpy() for tensor in replay(folder).tensors.values()]
+
+
+def test_a_private_run_in_half_precision_takes_equal_outputs_in_all_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that rounds in larger batches in another way is refused; float32 takes it on trust."""
+    x, y = np.ones((12, 4), dtype=np.float32), np.array([0, 1] * 6)
+    right = ZoTrainer._outputs
+    monkeypatch.setattr(ZoTrainer, "_outputs", lambda self, x: right(self, x) * (1 + 2.0**-8 * (len(x) > 5)))
+    with pytest.raises(
+        ValueError, match=r"in half precision a record's output changes by up to .* take float32"
+    ):
+        training.train(CONFIG, data=(x, y), model=Half(4, 2).bfloat16(), folder=tmp_path / "half")
+    training.train(CONFIG, data=(x, y), model=Half(4, 2), folder=tmp_path / "whole")
+
+
+class Half(torch.nn.Linear):
+    """Takes records in its own precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 def test_a_prompt_that_overflows_leaves_those_of_its_row_alone(tmp_path: Path) -> None:

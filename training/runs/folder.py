@@ -472,10 +472,12 @@ def versions(kinds: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
     """
     names = ("opusim", "torch", "numpy", "numba", "scipy", "scikit-learn")
     others = {plugins.package(group, name) for group, name in kinds} - {"", *names}
-    return {"python": platform.python_version()} | {name: _version(name) for name in [*names, *sorted(others)]}
+    return {"python": platform.python_version()} | {
+        name: _version(name) for name in [*names, *sorted(others)]
+    }
 
 
-_version = cache(version)  # metadata of a package is a file of many lines, and a run asks for six of them twice
+_version = cache(version)  # a file of many lines is read for each of six packages
 
 
 def facts_equal(left: Any, right: Any) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from opusim.training.networks.record_independence import seed_torch
 from tests.support.killing import skip_syncs
 
 collect_ignore_glob = ["support/third_party_*", "support/lightonopu_double", "support/own_bench"]
@@ -73,7 +74,7 @@ def global_generators(request: pytest.FixtureRequest) -> None:
     start = secrets.randbits(32) if FRESH else zlib.crc32(request.node.nodeid.encode())
     if FRESH:
         print(f"{request.node.nodeid}: shared generators start from {start}")
-    torch.manual_seed(start)
+    seed_torch(start)
     np.random.seed(start)
     random.seed(start)
 

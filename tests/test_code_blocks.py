@@ -9,7 +9,7 @@ from tests.support.code_blocks import Block, code_blocks, run_page, shortened
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-RUN = ("getting-started", "calibrate", "audits", "choosing-a-trainer", "release", "privacy-labels")
+RUN = ("getting-started", "calibrate", "choosing-a-trainer", "release", "privacy-labels")
 """Pages whose commands are run in order, at a quick size."""
 NOT_RUN = {
     "README": "the commands of getting-started.md, which are run",

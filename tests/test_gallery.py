@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
     file for folder in ("gallery", "optical") for file in (ROOT / "examples" / folder).glob("*.py")
 )
-PAGE = ROOT / "docs" / "gallery.md"
+PAGE = ROOT / "docs" / "index.md"
 HOLDS: dict[str, Any] = {
     "ridge": lambda f: f["camera_fitted"][-1] > f["pixels"][-1] + 3,
     "kernel": lambda f: f["degree 4"] > 90 and abs(f["10,000 features, noise of 0"] - f["OPU kernel"]) < 2,

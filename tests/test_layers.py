@@ -26,6 +26,7 @@ from tests.support.imports import (
     imports_of,
     in_layer,
     module_of,
+    parsed,
     product_files,
     product_imports,
 )
@@ -175,7 +176,7 @@ def kind_comparisons(source: str) -> list[int]:
         )
 
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         decides = (
             (isinstance(node, ast.Compare) and any(map(is_kind, (node.left, *node.comparators))))
             or (isinstance(node, ast.Compare) and names_kinds(node))

@@ -34,7 +34,8 @@ def picture() -> Figure:
             points = [
                 (epsilon * 0.97**index, value) for _, epsilon, other, value in others if other == method
             ]
-            axes.plot(*zip(*points, strict=True), "x", color=f"C{9 - index}", label=_short(method))
+            label = method.replace("Tramer and Boneh 2021", "T&B 2021").replace("Fu et al. 2024", "Fu 2024")
+            axes.plot(*zip(*points, strict=True), "x", color=f"C{9 - index}", label=label)
         axes.set(xscale="log", xlabel="epsilon", title=name, xlim=(0.75, 4.2))
         axes.set_xticks([1, 2, 3], ["1", "2", "3"])
         axes.minorticks_off()
@@ -42,10 +43,6 @@ def picture() -> Figure:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=7)
     figure.axes[0].set_ylabel("test accuracy [%]")
     return figure
-
-
-def _short(method: str) -> str:
-    return method.replace("Tramer and Boneh 2021", "T&B 2021").replace("Fu et al. 2024", "Fu 2024")
 
 
 if __name__ == "__main__":

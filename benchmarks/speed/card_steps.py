@@ -24,6 +24,7 @@ import opusim
 from benchmarks.markdown import markdown
 from benchmarks.results_file import save_results
 from benchmarks.speed.operators import Encoder, Recurrent, plain_step, private_step
+from benchmarks.speed.steps import ghost_step, new_model
 from benchmarks.zeroth_order.memory import Block
 from opusim.randomness.streams import NoiseStream, noise_stream
 
@@ -63,18 +64,13 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
 
 
-def mlp() -> nn.Module:
-    """Return 784-512-512-10."""
-    return nn.Sequential(nn.Linear(784, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
-
-
 def works(place: str) -> Iterator[tuple[str, Callable[[], nn.Module], Tensor]]:
     """Yield a name, what makes the module, and its batch."""
 
     def tokens(records: int, positions: int) -> Tensor:
         return torch.randint(0, 8192, (records, positions), device=place)
 
-    yield "MLP 784-512-512-10, 256 records", mlp, torch.randn(256, 784, device=place)
+    yield "MLP 784-512-512-10, 256 records", new_model, torch.randn(256, 784, device=place)
     yield "six convolutions, 256 records", convolutions, torch.randn(256, 3, 32, 32, device=place)
     yield "encoder 4 x 256, 128 x 128", lambda: Encoder(256, 4), torch.randn(128, 128, 256, device=place)
     yield "decoder 4 x 256, 256 x 128", lambda: Decoder(8192, 256, 4, 4), tokens(256, 128)
@@ -125,21 +121,16 @@ def batches_of(private: Any) -> Iterator[Any]:
         yield from private.data_loader
 
 
-def opacus(module: nn.Module, x: Tensor, y: Tensor, mode: str) -> Step:
-    """Return a step of Opacus, without its data loader."""
+def opacus(module: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Return a step of Opacus by hooks, without its data loader."""
     from opacus import PrivacyEngine
 
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x.cpu(), y.cpu()), batch_size=len(x))
     parts: dict[str, Any] = {"module": module.train(), "optimizer": optimizer, "data_loader": loader}
     options: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
-    if mode == "hooks":
-        wrapped, optimizer, _ = PrivacyEngine().make_private(**parts, **options)
-        criterion: Any = nn.CrossEntropyLoss()
-    else:
-        wrapped, optimizer, criterion, _ = PrivacyEngine().make_private(
-            **parts, **options, criterion=nn.CrossEntropyLoss(), grad_sample_mode="ghost"
-        )
+    wrapped, optimizer, _ = PrivacyEngine().make_private(**parts, **options)
+    criterion = nn.CrossEntropyLoss()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -154,8 +145,8 @@ STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
     "opusim, experiment mode": lambda module, x, y: private_step(module, x, y, noise_of("experiment")),
     "opusim, release mode": lambda module, x, y: private_step(module, x, y, noise_of("release")),
     "opusim, make_private": by_make_private,
-    "Opacus, hooks": lambda module, x, y: opacus(module, x, y, "hooks"),
-    "Opacus, ghost clipping": lambda module, x, y: opacus(module, x, y, "ghost"),
+    "Opacus, hooks": opacus,
+    "Opacus, ghost clipping": lambda module, x, y: ghost_step(module.train(), x, y, lr=1e-3, momentum=0.0),
 }
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.results_file import save_results
+from benchmarks.speed.steps import new_model
 from opusim.randomness.streams import NoiseStream
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.sequence_models import TransformerLM
@@ -39,14 +40,8 @@ _WAITS = {
     "aten.allclose",
 }
 _FREE = {
-    "aten.empty",
-    "aten.empty_like",
-    "aten.empty_strided",
-    "aten.new_empty",
-    "aten.new_empty_strided",
-    "aten.scalar_tensor",
-    "aten.squeeze_",
-    "aten.unsqueeze_",
+    *("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided"),
+    *("aten.scalar_tensor", "aten.squeeze_", "aten.unsqueeze_"),
 }
 _HOST = {Tensor.numpy, Tensor.tolist}
 Step = Callable[[], object]
@@ -144,7 +139,6 @@ def models() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     torch.manual_seed(0)
     classes = torch.randint(0, 10, (16,))
     tokens = torch.randint(0, 256, (4, 33))
-    mlp = nn.Sequential(nn.Linear(784, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
     convolutions = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.GroupNorm(4, 16),
@@ -158,7 +152,7 @@ def models() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
         nn.Linear(32, 10),
     )
     return {
-        "mlp": (mlp, torch.randn(16, 784), classes),
+        "mlp": (new_model(), torch.randn(16, 784), classes),
         "convolutions": (convolutions, torch.randn(16, 3, 16, 16), classes),
         "encoder": (Encoder(64, 4), torch.randn(16, 32, 64), classes),
         "gpt": (

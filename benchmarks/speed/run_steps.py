@@ -19,9 +19,8 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from benchmarks.speed.operators import Counted, OneKernel
+from benchmarks.speed.operators import Counted, HostReads, OneKernel
 from opusim import checks
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import SeededStream
@@ -165,12 +164,8 @@ class OnCard(Counted):
         return found
 
 
-class HostNumbers(TorchFunctionMode):
+class HostNumbers(HostReads):
     """Counts tensors that are made on the meta device of numbers on the host, which torch copies and waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):

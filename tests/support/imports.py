@@ -37,7 +37,10 @@ def imports_of(source: str, *, package: str = "") -> list[Import]:
         source: Python source.
         package: The package that contains the file; relative imports start there.
     """
-    return list(_walk(ast.parse(source), "top", package))
+    return list(_walk(parsed(source), "top", package))
+
+
+parsed = cache(ast.parse)
 
 
 def _walk(node: ast.AST, where: str, package: str) -> Iterator[Import]:
@@ -47,11 +50,11 @@ def _walk(node: ast.AST, where: str, package: str) -> Iterator[Import]:
         elif isinstance(child, ast.ImportFrom):
             start = _start(child, package)
             yield from (Import(f"{start}.{alias.name}", where, child.lineno) for alias in child.names)
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _walk(child, "function", package)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             yield from _walk(child, "typing", package)
-        else:
+        elif not isinstance(child, ast.expr):  # only statements import
             yield from _walk(child, where, package)
 
 

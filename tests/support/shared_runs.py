@@ -265,6 +265,8 @@ def main(arguments: list[str]) -> None:
     preload()
     skip_syncs()
     folder = Path(arguments[0])
+    # what is imported here is imported in no process
+    training.train(RUNS["pdfa record"].config, data=data(), folder=folder / "warm-up")
     for name in arguments[1:]:
         first, _, then = (name.partition("=")[2] or "2").partition("+")
         watcher = Interrupting() if then else None

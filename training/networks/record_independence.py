@@ -163,6 +163,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's global generators; for each accelerator that is absent, torch.manual_seed would format a stack."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
 def seed_generators(seed: int = 0) -> None:
     """Seed the global generators of torch, numpy and Python."""
     torch.manual_seed(seed)
@@ -214,7 +221,7 @@ def system_generators(place: torch.device) -> Iterator[None]:
         place: The torch device whose generator is seeded besides the CPU's.
     """
     with preserved_generators(place):
-        torch.manual_seed(secrets.randbits(63))
+        seed_torch(secrets.randbits(63))
         np.random.seed(np.frombuffer(secrets.token_bytes(32), dtype=np.uint32))  # noqa: NPY002
         random.seed(secrets.token_bytes(32))
         yield

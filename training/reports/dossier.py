@@ -89,7 +89,7 @@ class KeptAudit:
         verdict: Its result in a sentence or two, after the line on failed controls.
         bounds: A row for each bound and each control.
         paragraphs: The game, the result and the controls in words.
-        document: The whole of the file (docs/audits.md).
+        document: The whole of the file (docs/release.md).
     """
 
     file: str

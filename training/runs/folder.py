@@ -487,9 +487,7 @@ def versions(kinds: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
     }
 
 
-_version = cache(
-    version
-)  # metadata of a package is a file of many lines, and a run asks for six of them twice
+_version = cache(version)  # a file of many lines is read for each of six packages
 
 
 def facts_equal(left: Any, right: Any) -> bool:

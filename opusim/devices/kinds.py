@@ -89,11 +89,6 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
     _registered[kind] = factory
 
 
-def is_registered(kind: str) -> bool:
-    """Whether `register_device` gave this process the kind."""
-    return kind in _registered
-
-
 def device_kinds() -> dict[str, str]:
     """Return every kind that can be opened, in order, and the package that brings it."""
     found = dict.fromkeys(_registered, "registered by this process")

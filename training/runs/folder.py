@@ -17,7 +17,6 @@ from opusim.accounting.explanation import LedgerFacts, RunFacts, Statement
 from opusim.accounting.guarantee import Guarantee, LedgerCorrupt
 from opusim.accounting.journal import Position, Witness
 from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
-from opusim.devices.kinds import is_registered
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
@@ -151,13 +150,13 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that resumes the run here, which has to trust the user-supplied code that the run names.
 
-        A device of a kind that this program registered opens in such a program only.
+        A device of a kind that no installed package brings opens in a program that registers it.
         """
         found = read_json(self.config_file) if self.started else {}
         facts = found if isinstance(found, dict) else {}
         device = facts.get("device")
         kind = device.get("kind") if isinstance(device, dict) else None
-        if isinstance(kind, str) and is_registered(kind):
+        if isinstance(kind, str) and kind not in plugins.names("opusim.devices"):
             call = f"opusim.train(folder={str(self.path)!r}, resume=True)"
             return f"{call}, in a program that calls opusim.register_device({kind!r}, ...) before"
         trust = " --trust-code" if facts.get("code") else ""

@@ -220,3 +220,13 @@ def test_a_seal_reads_only_what_was_added(tmp_path: Path, monkeypatch: pytest.Mo
         assert read[-1] == len(json.dumps({"epoch": epoch})) + 1
     path.write_bytes(original(path)[:20])
     assert file.prefix() == Prefix(bytes=20, digest=digest_of(original(path)))
+
+
+def test_a_device_of_the_program_resumes_by_the_program(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for kind, words in (
+        ("my_kind", f"opusim.train(folder={str(tmp_path)!r}, resume=True)"),
+        ("camera", "opusim train"),
+    ):
+        folder.config_file.write_text(json.dumps({"device": {"kind": kind}}))
+        assert folder.resume_command.startswith(words)

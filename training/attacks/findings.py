@@ -227,6 +227,13 @@ class Finding:
             return bool(self.result.refuting)
         return self.claim is not None and self.result.verdict(self.claim) is Verdict.REFUTED
 
+    @property
+    def estimates(self) -> tuple[float, ...]:
+        """What its scores say of epsilon without the margin of a bound."""
+        read = [one for one in (self.result, self.beside) if isinstance(one, OneRunResult)]
+        normal = [bound.epsilon for one in read for bound in one.bounds if not bound.method.is_bound]
+        return (*([] if self.estimate is None else [self.estimate.epsilon]), *normal)
+
     @computed_field  # type: ignore[prop-decorator]  # mypy does not know decorated properties
     @property
     def says(self) -> str:
@@ -601,6 +608,7 @@ def paragraphs(audit: Audit) -> list[str]:
         *_statements(audit),
         _anytime(audit),
         _beside(audit),
+        _above_the_claim(audit),
         f"{power_text(audit)} {_weakness(audit)}".strip(),
     ]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
@@ -831,6 +839,23 @@ def _beside(audit: Audit) -> str:
     return (
         f"The same scores read as one run's canaries, each bound with 95 % confidence: {'; '.join(texts)}. What "
         "assumes normal scores is an estimate, no proof."
+    )
+
+
+def _above_the_claim(audit: Audit) -> str:
+    """Return a sentence on estimates above a claim that no bound refutes; empty if there is none."""
+    above = [
+        f"{estimate:.2f} ({one.attack}, {one.role.value}) over {number(one.claim.epsilon)}"
+        for one in audit.findings
+        if one.claim is not None and one.role in (Role.RUN, Role.PROTECTED) and not one.refutes
+        for estimate in one.estimates
+        if estimate > one.claim.epsilon
+    ]
+    if not above:
+        return ""
+    return (
+        f"Estimates above the claim: {'; '.join(above)}. An estimate may exceed the true epsilon by chance; the lower "
+        "bound, at its stated confidence, decides."
     )
 
 

@@ -255,8 +255,7 @@ WARNINGS: dict[WarningCode, str] = {
         "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
     ),
     "unwitnessed": (
-        "not checked: no checkpoint and no summary says how long this ledger was, so an older or altered one would go "
-        "unnoticed"
+        "This ledger may be an older copy, or altered: no checkpoint, save or summary next to it says how long it was."
     ),
     "unaudited": (
         "Not audited: no audit of opusim attacks the code behind one of these mechanisms. Only the proof and the tests "
@@ -334,11 +333,11 @@ class LedgerFacts:
     @property
     def record(self) -> str:
         """What says that hypotheses were checked, and what a reading of the ledger tests of that."""
-        by = f" ({' and '.join(self.enforced_by)})" if self.enforced_by else ""
+        by = " and ".join(self.enforced_by) or "the code that ran"
         fits = f" and fits {' and '.join(self.checked_against)}" if self.checked_against else ""
         return (
-            f"The code that ran{by} recorded its checks in the ledger (digest {self.digest[:12]}). To read it tests "
-            f"that it is whole{fits}, and repeats no check."
+            f"The checks are on record: {by} noted them in the ledger (digest {self.digest[:12]}) as it ran. Reading "
+            f"the ledger shows that it is whole{fits}; it repeats no check."
         )
 
 

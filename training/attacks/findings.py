@@ -417,6 +417,7 @@ class Audit(Shown):
         arrival: Whether crafted gradients reached the sums; None if none were crafted.
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
         differs: In which numbers the audited mechanism differs from that of the run it speaks for; empty if in none.
+        stand_in: Whether records, module and loop were the auditor's own.
     """
 
     findings: tuple[Finding, ...]
@@ -433,6 +434,7 @@ class Audit(Shown):
     arrival: Arrival | None = None
     note: str = ""
     differs: str = ""
+    stand_in: bool = False
 
     def __post_init__(self) -> None:
         if not self.of(Role.RUN):
@@ -500,8 +502,8 @@ class Audit(Shown):
 
     @property
     def holds_private_records(self) -> bool:
-        """Whether it holds figures of the run's records; those of a game on a protection are the auditor's own."""
-        return self.played is not Played.PROTECTION
+        """Whether it holds figures of the run's records, not of the auditor's own."""
+        return self.played is not Played.PROTECTION and not self.stand_in
 
     @property
     def failed_controls(self) -> list[Finding | Arrival]:

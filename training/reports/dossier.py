@@ -595,7 +595,15 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
     )
     audited = [
-        f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)} {power_text(each)}".strip()
+        " ".join(
+            text
+            for text in (
+                f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}",
+                power_text(each),
+                each.note,
+            )
+            if text
+        )
         for file, each in facts.audits.items()
     ]
     terms = {key: text.format(noun=noun) for key, text in common["terms"].items()}
@@ -611,15 +619,15 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
         f"{terms['sampled'] if sampled else ''} Proven by: {first.source}. "
         f"{terms['interval'] if 'interval' in first.source else ''}",
-        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
-        f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
-        "evidence": ""
-        if facts.checks is None
-        else statement.ledger.record
-        if facts.checks == "record"
-        else common["program"],
+        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}; "
+        f"{len(on_trust)} are taken on trust, and {len(failed)} fail.",
+        "evidence": {
+            None: "",
+            "record": f" {statement.ledger.record}",
+            "program": f" {common['program']}",
+        }[facts.checks],
         "failing": "".join(f" Fails: {text}." for text in failed),
-        "versions": "The folder keeps no versions of packages."
+        "versions": _versions_of_loop(statement)
         if facts.run is None
         else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
@@ -642,6 +650,13 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "parties": _grouped(parties, "trusted", "party", common["trusted"]),
         "open_channels": _grouped(open_ones, "state", "channel", {}),
     }
+
+
+def _versions_of_loop(statement: Statement) -> str:
+    """Return what the folder of a private loop says of versions."""
+    if not statement.ledger.enforced_by:
+        return "The folder keeps no versions of packages."
+    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
@@ -716,6 +731,10 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
             found["standardised with"] = "nothing: features are used as they are given"
     else:
         found["data set"] = "that of the program, which the folder does not name"
+        count = facts.statement.public_number
+        if facts.per_user is None:
+            told = "their number is private" if hidden else "their number is not known here"
+            found["records"] = told if count is None else f"{count:,.0f} (divisor over probability)"
     mechanism = facts.statement.mechanisms[0]
     if facts.per_user is not None:
         users = facts.statement.public_number
@@ -853,7 +872,7 @@ def _of_work(work: Work) -> Iterator[Section]:
             "state": states[each.holds] if each.checked is None else checks[each.checked],
             "hypothesis": each.text,
         }
-        for each in work.hypotheses
+        for each in sorted(work.hypotheses, key=lambda each: (False, None, True).index(each.holds))
     ]
     if hypotheses:
         yield Section(title="Hypotheses", blocks=[("table", hypotheses)])
@@ -864,9 +883,10 @@ def _of_work(work: Work) -> Iterator[Section]:
     )
     blocks: list[Block] = []
     for audit in work.audits:
-        blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has the result and the power."))
+        blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has its result and its power."))
         rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
-        more = [text for text in audit.paragraphs if not text.startswith("Power: ")]
+        note = audit.document.get("note")
+        more = [text for text in audit.paragraphs if not text.startswith("Power: ") and text != note]
         blocks += [("table", rows), *(("text", text) for text in more)]
     yield Section(title="Audits", blocks=blocks or [("text", "None was found.")])
     yield Section(title="Who is trusted", blocks=[("table", _rows(work.trust))])

@@ -305,7 +305,7 @@ def test_an_older_folder_and_one_whose_record_comes_late_have_no_checks(tmp_path
     assert not checked(older)
     assert {one.text for one in older.guarantees[0].assumptions} == kept | trusted
     assert not older.ledger.enforced_by
-    assert "recorded its checks" not in older.text()
+    assert "on record" not in older.text()
     with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=1e-5) as ledger:
         ledger.note_enforcement(enforcement(private.settings, processes=1))
     assert not checked(stated_loop(tmp_path))

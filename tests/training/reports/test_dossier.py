@@ -72,7 +72,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     answers = {one["question"]: one["answer"] for one in work["answers"]}
     assert f"epsilon {guarantee.epsilon:.3f} at delta 1e-05" in answers[GUARANTEE]
     assert "One record, features and label together" in answers[GUARANTEE]
-    assert answers["4. Does it hold for the run in this folder?"].startswith("No.")
+    assert answers["4. Does it hold for the training in this folder?"].startswith("No.")
     assert "standard deviation of the noise" in answers["5. Which mechanism, and who proves it?"]
     assert answers["11. Who is trusted?"].startswith("Trusted: Who collects the records")
     assert "Not covered: Choice of settings" in answers["12. Which side channels are open?"]
@@ -184,7 +184,10 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
     (tmp_path / "users" / "one-run.json").write_bytes((tmp_path / "of records" / "one-run.json").read_bytes())
     with pytest.raises(RunFolderError, match="is no audit of"):
         written(tmp_path / "users")
-    (own,) = written(tmp_path / "records", audits=[tmp_path / "of records"])[1]["works"][0]["audits"]
+    (work,) = written(tmp_path / "records", audits=[tmp_path / "of records"])[1]["works"]
+    assert [one["publish"] for one in work["files"] if one["name"] == "one-run.json"] == ["yes"]
+    assert "stand-ins of the auditor" in work["answers"][7]["answer"]
+    (own,) = work["audits"]
     assert "of the run; ideal" in own["verdict"]
     assert own["document"]["differs"] == ""
     (other,) = written(tmp_path / "records", audits=[tmp_path / "of other"])[1]["works"][0]["audits"]
@@ -216,9 +219,9 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
         (
             outside,
             "record",
-            f"(make_private of opusim {version('opusim')}) recorded its checks in the ledger",
+            f"on record: make_private of opusim {version('opusim')} noted them in the ledger",
         ),
-        (older, None, "checked 0,"),
+        (older, None, "checked 0;"),
     ):
         (work,) = content["works"]
         found = [one for one in work["hypotheses"] if one["holds"]]
@@ -228,6 +231,9 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
         assert row["trusted"] == "yes"
         assert f"it checked {len(found)} of" in row["why"]
         assert told in work["answers"][5]["answer"]
+        assert ("opusim" in work["answers"][12]["answer"].partition("The folder keeps")[0]) is (
+            said is not None
+        )
         assert any("no record of what the loop checked" in lead for lead in work["leads"]) is (said is None)
     assert checked[0] == checked[1] > checked[2] == 0
     assert page.count("recorded as checked") == checked[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import opusim
 from opusim.accounting.explanation import Statement
 from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
 from opusim.accounting.ledger import Ledger, read_ledger
+from opusim.training.cli.app import app
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
 from opusim.training.private_loop.folder import enforcement, read_save, stated_loop
 from opusim.training.private_loop.loader import PrivateLoader
@@ -283,7 +286,11 @@ def test_a_folder_states_what_its_loop_states(tmp_path: Path) -> None:
             run_epoch(private, steps=2)
             private.save()
             own = private.statement()
-        assert stated_loop(tmp_path / name).to_json() == own.to_json()
+        for place in (tmp_path / name, tmp_path / name / "ledger.jsonl"):
+            shown = CliRunner().invoke(app, ["account", "run", str(place), "--json"])
+            assert json.loads(shown.output) == json.loads(json.dumps(own.to_json()))
+        page = CliRunner().invoke(app, ["report", str(tmp_path / name)]).output.strip()
+        assert f"{own.guarantees[0].epsilon:.3f}" in Path(page).read_text()
         assert len(checked(own)) >= 7
         assert own.ledger.enforced_by == (f"make_private of opusim {version('opusim')}",)
         assert "repeats no check" in own.ledger.record

@@ -41,7 +41,12 @@ from opusim.training.attacks.findings import Audit, audit_rows, headline, paragr
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
-from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, PrivacySettings
+from opusim.training.private_loop.folder import (
+    CHECKPOINT_FILE,
+    SETTINGS_FILE,
+    PrivacySettings,
+    stated_loop,
+)
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
@@ -71,10 +76,18 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A hypothesis of a guarantee; `holds` is True if code checked it, False if it fails, None if it is on trust."""
+    """A hypothesis of a guarantee.
+
+    Attributes:
+        text: The hypothesis, as a sentence.
+        holds: True if the code that ran checked it, False if it fails, None if it is on trust.
+        checked: Where this document has that from: the program that trained and wrote it, or the record that this
+            program left in the folder; None without a check.
+    """
 
     text: str
     holds: bool | None
+    checked: Literal["program", "record"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +251,8 @@ def write_dossier(
     """Write the dossier of a run, or of several on one page.
 
     Args:
-        runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. A private loop in the
-            program that trains says what it checked; its folder alone takes that on trust.
+        runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
+            says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one. PDF and JSON stand
             next to it.
         audits: Folders of audits that are not in the run's own, as those of a release run; for one run only.
@@ -320,6 +333,13 @@ class _Facts:
     from_folder: bool
 
     @property
+    def checks(self) -> Literal["program", "record"] | None:
+        """What says that hypotheses were checked; None if none was."""
+        if not any(one.holds for each in self.statement.guarantees for one in each.assumptions):
+            return None
+        return "record" if self.from_folder else "program"
+
+    @property
     def first(self) -> Guarantee:
         """Return the guarantee that the answers are about: a proven one, if there is one."""
         return next((one for one in self.statement.guarantees if one.is_proven), self.statement.guarantees[0])
@@ -351,7 +371,10 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     else:
         run = read_run(path)
         name = run_name(run)
-    statement = source.statement() if isinstance(source, PrivateTraining) else stated(path)
+    if isinstance(source, PrivateTraining):
+        statement = source.statement()
+    else:
+        statement = stated(path) if settings is None else stated_loop(path)
     audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
     for folder in elsewhere:
         kept = kept_audits(RunFolder(folder), "experiment")
@@ -425,7 +448,10 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
         leads=_leads(facts, common["absent"]),
         answers=[Answer(**_filled(each, texts)) for each in common["questions"]],
         statement=statement.to_json(),
-        hypotheses=[Hypothesis(text=text, holds=holds) for text, holds in assumed],
+        hypotheses=[
+            Hypothesis(text=text, holds=holds, checked=facts.checks if holds else None)
+            for text, holds in assumed
+        ],
         mechanisms=[{"what ran": each.describe(), **_parameters(each)} for each in statement.mechanisms],
         proofs=[explain_theorem(each) for each in _cited(statement)],
         audits=[_kept(file, audit) for file, audit in facts.audits.items()],
@@ -486,7 +512,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     leads += [] if audits else [common["audits"]]
     if statement.mode == "release" and any(audit.holds_private_records for _, audit in audits):
         leads.append(common["private_audit"])
-    if facts.kind == "private loop" and facts.from_folder:
+    if facts.kind == "private loop" and facts.checks is None:
         leads.append(common["checks"])
     return leads
 
@@ -569,7 +595,15 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
     )
     audited = [
-        f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)} {power_text(each)}".strip()
+        " ".join(
+            text
+            for text in (
+                f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}",
+                power_text(each),
+                each.note,
+            )
+            if text
+        )
         for file, each in facts.audits.items()
     ]
     terms = {key: text.format(noun=noun) for key, text in common["terms"].items()}
@@ -585,10 +619,15 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
         f"{terms['sampled'] if sampled else ''} Proven by: {first.source}. "
         f"{terms['interval'] if 'interval' in first.source else ''}",
-        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
-        f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
+        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}; "
+        f"{len(on_trust)} are taken on trust, and {len(failed)} fail.",
+        "evidence": {
+            None: "",
+            "record": f" {statement.ledger.record}",
+            "program": f" {common['program']}",
+        }[facts.checks],
         "failing": "".join(f" Fails: {text}." for text in failed),
-        "versions": "The folder keeps no versions of packages."
+        "versions": _versions_of_loop(statement)
         if facts.run is None
         else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
@@ -611,6 +650,13 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "parties": _grouped(parties, "trusted", "party", common["trusted"]),
         "open_channels": _grouped(open_ones, "state", "channel", {}),
     }
+
+
+def _versions_of_loop(statement: Statement) -> str:
+    """Return what the folder of a private loop says of versions."""
+    if not statement.ledger.enforced_by:
+        return "The folder keeps no versions of packages."
+    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
@@ -685,6 +731,10 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
             found["standardised with"] = "nothing: features are used as they are given"
     else:
         found["data set"] = "that of the program, which the folder does not name"
+        count = facts.statement.public_number
+        if facts.per_user is None:
+            told = "their number is private" if hidden else "their number is not known here"
+            found["records"] = told if count is None else f"{count:,.0f} (divisor over probability)"
     mechanism = facts.statement.mechanisms[0]
     if facts.per_user is not None:
         users = facts.statement.public_number
@@ -798,7 +848,11 @@ def _sections(dossier: Dossier, several: str) -> Iterator[Section]:
 
 def _of_work(work: Work) -> Iterator[Section]:
     """Yield the sections on one run."""
-    states = {True: "checked by the code that ran", None: "taken on trust", False: "does not hold"}
+    states = {None: "taken on trust", False: "does not hold"}
+    checks = {
+        "program": "checked by the program that wrote this",
+        "record": "recorded as checked",
+    }
     yield Section(
         title="Questions and answers",
         blocks=[("pairs", [(each.question, each.answer) for each in work.answers])],
@@ -813,7 +867,13 @@ def _of_work(work: Work) -> Iterator[Section]:
     hidden = {"what ran"} if len(work.mechanisms) == 1 else set[str]()  # question 5 says it
     mechanisms = [[pair for pair in each.items() if pair[0] not in hidden] for each in work.mechanisms]
     yield Section(title="Mechanism, as the ledger names it", blocks=[("pairs", each) for each in mechanisms])
-    hypotheses = [{"state": states[each.holds], "hypothesis": each.text} for each in work.hypotheses]
+    hypotheses = [
+        {
+            "state": states[each.holds] if each.checked is None else checks[each.checked],
+            "hypothesis": each.text,
+        }
+        for each in sorted(work.hypotheses, key=lambda each: (False, None, True).index(each.holds))
+    ]
     if hypotheses:
         yield Section(title="Hypotheses", blocks=[("table", hypotheses)])
     yield Section(
@@ -823,9 +883,10 @@ def _of_work(work: Work) -> Iterator[Section]:
     )
     blocks: list[Block] = []
     for audit in work.audits:
-        blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has the result and the power."))
+        blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has its result and its power."))
         rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
-        more = [text for text in audit.paragraphs if not text.startswith("Power: ")]
+        note = audit.document.get("note")
+        more = [text for text in audit.paragraphs if not text.startswith("Power: ") and text != note]
         blocks += [("table", rows), *(("text", text) for text in more)]
     yield Section(title="Audits", blocks=blocks or [("text", "None was found.")])
     yield Section(title="Who is trusted", blocks=[("table", _rows(work.trust))])

@@ -768,7 +768,7 @@ def audit_private_folder(
 
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
-    found = replace(found, note=_STAND_IN)
+    found = replace(found, note=_STAND_IN, stand_in=True)
     found.keep(place)
     return found
 

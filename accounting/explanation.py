@@ -1,8 +1,8 @@
 """Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on.
 
-`Statement` is what a ledger's run may state, as one versioned JSON document for a reviewer (docs/privacy.md lists its
-keys): the guarantees that `opusim account run RUN` prints, unrounded, and each of its warnings. `large_delta`
-is the one rule of every command and statement for a delta that is too large for the number of records.
+`Statement` is one versioned JSON document for a reviewer (docs/privacy.md lists its keys): the guarantees that `opusim
+account run RUN` prints, unrounded, and its warnings. Every command and statement uses `large_delta` to warn of a delta
+that is too large for the number of records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED_REBUILDS = "batches and noise drawn in software can be rebuilt from the see
 
 
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
-    """Return a paragraph for a reader who knows no differential privacy, and a list of what the guarantee rests on.
+    """Return a paragraph for a reader new to differential privacy, and a list of the guarantee's assumptions.
 
     Args:
         guarantee: The guarantee.
@@ -142,8 +142,8 @@ def _meaning(guarantee: Guarantee) -> str:
         "label" if is_label else "value",
     )
     attack = (
-        f"an attack that reports a {what} wrongly for 1 % of the records that have the other one reports it rightly "
-        f"for {hits} of those that have it"
+        f"an attack that reports one {what} for 1 % of the records with the other {what} also reports it for {hits} of "
+        f"the records that have it"
     )
     if not is_label and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         attack = (
@@ -169,9 +169,8 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
 
     Args:
         delta: Of the statement, in [0, 1).
-        mechanisms: What is paid for. Their public constants tell n, if they have any (`Mechanism.public_records`).
-        records: n, of users if users are protected, only if it is public; None takes the least that the mechanisms
-            tell.
+        mechanisms: What is paid for. Their `public_records` give n if they have any.
+        records: n if it is public, the number of users if users are protected; None takes the least `public_records`.
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
     n = min((float(number) for number in told if number is not None), default=None)
@@ -289,7 +288,7 @@ class LedgerFacts:
         payments: Lines that pay.
         steps_paid: Steps paid for; in release mode a repeated step counts again.
         releases_paid: Names of the releases that happen once.
-        checked_against: Files of the run that name a length and a digest, which the ledger fits.
+        checked_against: Files of the run whose record of a length and a digest fits the ledger.
 
     Raises:
         ValueError: Delta is outside of [0, 1).
@@ -414,7 +413,7 @@ class Statement(Shown):
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
 
         Args:
-            without: Warnings to leave out. The paragraphs have what experiment mode limits.
+            without: Warnings to leave out. The paragraphs already say what experiment mode limits.
         """
         stated = guarantees_text(
             self.guarantees, seed_stored="experiment" in self.warnings, count=self.public_number
@@ -468,7 +467,7 @@ class Statement(Shown):
                 f"schema, version = {reprlib.repr(found)}: must be {(SCHEMA, VERSION)!r}; read it with the opusim that "
                 "wrote it"
             )
-        if content.get("mode") not in tuple(_MODES):  # whatever it holds
+        if content.get("mode") not in tuple(_MODES):  # a tuple: it may be unhashable
             raise ValueError(f"mode = {reprlib.repr(content.get('mode'))}: must be 'experiment' or 'release'")
         try:
             mechanisms = [dict(mechanism) for mechanism in content["mechanisms"]]

@@ -22,7 +22,7 @@ Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta`
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
 | `certificate` | mechanisms that name its digest rest on it |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
-| `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; read, and not used |
+| `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; ignored |
 
 Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
 1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
@@ -79,10 +79,10 @@ class CertificateFacts:
         law: The certified law in one line.
         remarks: What it takes on trust and does not cover.
         every_steps: Steps from one check of the monitor to the next.
-        finds: Loss of the noise's variance against the certified one, as a share, that a single check finds with
-            probability 0.99, in the mean over the outputs.
-        finds_output: The same for a single output whose others lose nothing; None if a check finds none, or if
-            a ledger of an earlier version does not say.
+        finds: Loss of variance, as a share of the certified one and averaged over the outputs, that a single check
+            finds with probability 0.99.
+        finds_output: The same for a loss at one output only; None if no check finds it, or an earlier version wrote
+            the ledger.
     """
 
     digest: str
@@ -219,9 +219,9 @@ class LedgerContent:
 
     @property
     def doubts(self) -> tuple[Alarm, ...]:
-        """The alarms after which something that counts was released under noise that may have been too weak.
+        """The alarms because of which something was released under noise that may have been too weak.
 
-        Steps do not count if all that is released was read before the first one.
+        If everything was read before the first step, only an alarm about that reading counts.
         """
         upfront = all(mechanism.taken_upfront for mechanism in self.mechanisms)
         return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))
@@ -229,8 +229,8 @@ class LedgerContent:
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
         """Return what the run guarantees, at its own delta or another.
 
-        If the monitor found the device other than certified, the first one says that nothing covers the whole run, and
-        the next one is about what was released before the device may have changed.
+        If the monitor found weaker noise than certified, the first ones say that nothing covers the whole run, and the
+        next ones cover what was released before the device may have changed.
 
         Raises:
             NoGuarantee: Nothing was paid for, or no theorem covers all of it together.
@@ -271,7 +271,7 @@ class LedgerContent:
         return replace(guarantee, assumptions=(*guarantee.assumptions, *texts))
 
     def _guarantees(self, delta: float, before: int | None) -> list[Guarantee]:
-        """Return the guarantees of everything paid for, or of the steps before one; none if there are none."""
+        """Return the guarantees of everything paid for, or of what was released before a step; [] if nothing was."""
         kept = [payment if before is None else payment.before(before) for payment in self.payments]
         mechanisms = [one for payment in kept if payment is not None for one in payment.total]
         if before is not None and not mechanisms:
@@ -382,10 +382,10 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
 
 
 def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[CertificateFacts]) -> None:
-    """Refuse a mechanism that rests on a certificate of which no line before says what it assumes.
+    """Refuse a mechanism whose certificate no earlier line describes.
 
     Raises:
-        ValueError: There is one, or it counts less than the certificate's beta.
+        ValueError: There is one, or its beta is below the certificate's.
     """
     known = {certificate.digest: certificate for certificate in certificates}
     for mechanism in mechanisms:
@@ -501,7 +501,7 @@ class Ledger:
         return content
 
     def _noted(self) -> None:
-        """Declare that the state is that of all lines."""
+        """Remember that the state includes all lines."""
         self._lines = self._journal.position.lines
 
     def _require_current(self) -> None:
@@ -586,9 +586,9 @@ class Ledger:
         if self._budget:
             if earlier and self._budget.would_exceed(self._spent, mechanisms):
                 raise BudgetExceeded(
-                    f"budget: {name!r} was paid for, and the process that paid was killed or left no checkpoint of "
-                    f"all that it did. To resume would cost it again: more than epsilon {self._budget.epsilon:g} at "
-                    f"delta {self._budget.delta:g}; it was not taken. Start a new run folder"
+                    f"budget: {name!r} was paid for, but the process that paid was killed or left no checkpoint of "
+                    f"its last step. Resuming would pay again and exceed epsilon {self._budget.epsilon:g} at delta "
+                    f"{self._budget.delta:g}; nothing was paid. Start a new run folder"
                 )
             self._budget.require(self._spent, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
@@ -714,9 +714,9 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
 
 
 def _covers(paid: tuple[Mechanism, ...], wanted: tuple[Mechanism, ...]) -> bool:
-    """Whether mechanisms are those that were paid for, or those of an earlier version, which rounded or counted less.
+    """Return whether the paid mechanisms are the wanted ones, or an earlier version's, which rounded or counted less.
 
-    The statement keeps the rounding of those on trust.
+    A statement then takes the rounding on trust.
     """
     earlier = [wanted]
     for name in ("counts_sums", "exactly_rounded"):

@@ -188,9 +188,8 @@ def about_rounding(
     Args:
         exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
         enforced: Whether the code that ran did so.
-        what: Which released numbers that is about; others rest on a theorem of their own. The contributions to
-            `NOISY_SUM` are rounded besides.
-        counted: Whether the noise makes up for the rounding of a `NOISY_SUM`.
+        what: Which released numbers are rounded. `NOISY_SUM` adds what is assumed of the rounding of contributions.
+        counted: Whether the noise covers the rounding of a `NOISY_SUM`.
         unit: What is protected.
     """
     if not exactly_rounded:

@@ -89,7 +89,7 @@ class DeviceReadings:
     Attributes:
         noise: The law; for photon counts its boxes hold every pixel and frame of one reading. The probability beta
             that its certificate is wrong is taken off delta.
-        readings: How many readings of one record (or label) leave in all, at least 1.
+        readings: Number of released readings of one record (or label), at least 1.
         distance: Delta >= 0, the largest distance of two inputs' noise-free readings, in units of the reading;
             needed for the Gaussian law; None for photon counts, whose boxes contain it.
         unit: Whether an input is a record or a label.
@@ -217,11 +217,11 @@ def _box_epsilon(boxes: PhotonCountNoise, times: int, delta: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BrightestLight:
-    """How bright light is allowed for, and what that gives.
+    """The brightest light that an epsilon covers.
 
     Attributes:
         epsilon: Of all readings.
-        beta: Of use, taken off delta: probability that any frame is brighter.
+        beta: Probability that any frame is brighter, taken off delta.
         brightest: w_max, relative to the mean power.
     """
 
@@ -233,7 +233,7 @@ class BrightestLight:
 def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> BrightestLight:
     """Return the least epsilon over how delta is shared between beta of use and the counts; theorem fluctuating-light.
 
-    Every share gives a valid epsilon, so the search needs not find the best one: shares delta / 2^(k/2).
+    Every share gives a valid epsilon, so a coarse search is enough: shares delta / 2^(k/2).
 
     Args:
         noise: The law; its own beta is not taken off here.

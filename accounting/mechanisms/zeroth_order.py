@@ -2,14 +2,14 @@
 
 A step draws a secret Poisson(q) batch and n public directions, and releases for each direction
 s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. A record that is added, removed or made null moves every s_j by at most C.
-Counting n directions as n steps with batches of their own would state too little: they share one batch. If a record's n
-differences are clipped jointly, to Euclidean norm C, the record moves all s_j together by at most C.
+Counting n directions as n steps with batches of their own would state too small an epsilon: they share one batch. If a
+record's n differences are clipped jointly, to Euclidean norm C, the record moves all s_j together by at most C.
 
 The directions may have any law, such as a low rank, as long as, given all earlier releases, they are independent of the
 data: then the bounds hold for every fixed choice of them, and so for the release together with the directions. Here
-they are functions of a public seed, the step's number and the direction's, the same for all records of a batch. What
-would break this: a seed that is drawn again because a loss is not finite, directions of a record's own, or a subspace
-from gradients without noise.
+they are functions of a public seed, the step's number and the direction's, the same for all records of a batch. Each of
+these would break it: a new seed because a loss is not finite, directions that depend on the record, a subspace from
+gradients without noise.
 Source: Tang et al., "Private Fine-tuning of Large Language Models with Zeroth-order Optimization" (DP-ZO).
 """
 
@@ -59,7 +59,7 @@ from 64 random bits each and end at sqrt(2 log 2^65) = 9.49, which the exact law
 _LARGEST_STEP_EPSILON = 100.0
 """Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
 _ROUNDING = 1e-9
-"""Relative error of binomial tails, some ten times what was seen at 10^9 steps."""
+"""Relative error of binomial tails, about ten times the largest seen at 10^9 steps."""
 
 ZEROTH_ORDER_GAUSSIAN = Theorem(
     name="zeroth-order-gaussian",
@@ -120,7 +120,7 @@ class ZoScalars(Mechanism):
 
     @property
     def public_records(self) -> float | None:
-        """The divisor over q: the records of which a batch has as many as the divisor, on average."""
+        """The divisor over q: the number of records whose batches have the divisor's size on average."""
         return self.divisor / self.sampling_probability
 
     def known_batch(self) -> Self:
@@ -153,7 +153,7 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
 
     @property
     def spread(self) -> float:
-        """How far one record moves a step's scalars at most, in units of C: 1 if clipped jointly, else sqrt(n)."""
+        """The most that one record moves a step's scalars, in units of C: 1 if clipped jointly, else sqrt(n)."""
         return 1.0 if self.joint_clip else math.sqrt(self.directions)
 
     def describe(self) -> str:
@@ -207,7 +207,7 @@ class ZoLaplace(ZoScalars):
 
     @classmethod
     def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
-        """Return what tails that opusim 0.2 cut add to delta."""
+        """Return how much the tails that opusim 0.2 cut off add to delta."""
         cut = [one for one in mechanisms if not one.exactly_rounded]
         if not cut:
             return (), ()
@@ -229,7 +229,7 @@ class ZoLaplace(ZoScalars):
                 steps=mechanism.steps,
             )
             for mechanism in mechanisms
-        ]  # for n > 1 only its closed form is right
+        ]  # for n > 1 only its pure epsilon is right
         pure = numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, 0.0)
         if delta == 0 or not 0 < pure.upper < math.inf:
             return pure
@@ -246,7 +246,7 @@ class ZoLaplace(ZoScalars):
 
 
 def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
-    """Return (1 + e^epsilon) 2^-63 for each number: what tails that opusim 0.2 cut add to delta, at most 1.
+    """Return the delta of the tails that opusim 0.2 cut off: (1 + e^epsilon) 2^-63 for each number, at most 1.
 
     Exact noise and the generator's differ with probability 2^-63 a number, so the runs differ in total variation by at
     most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S) + tau) + tau.

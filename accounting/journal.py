@@ -191,15 +191,6 @@ def read_positioned(
     return [line.entry for line in lines[1:]], lines[-1].position
 
 
-def read_position(path: str | Path) -> Position:
-    """Return how far a journal reaches, without repairing anything.
-
-    Raises:
-        LedgerCorrupt: It was changed, truncated or reordered.
-    """
-    return _read(Path(path), ())[-1].position
-
-
 class _Line(NamedTuple):
     """A line as it was read or written: its entry, the journal's position after it, and the offset of its end."""
 

@@ -166,7 +166,7 @@ class PaidSteps:
     # Processes that run the same loop
 
     def agree(self, act: Act, number: int = 0, *, step: int | None = None) -> list[int]:
-        """Return a number of each process, in the order of ranks, once all of them do the same.
+        """Check that all processes do the same, and return a number from each, in the order of ranks.
 
         Args:
             act: What this process is about to do.
@@ -189,7 +189,7 @@ class PaidSteps:
         return [row[2] for row in found]
 
     def on_first(self, act: Act, work: Callable[[], Result], *, step: int | None = None) -> Result:
-        """Return on every process what the first one computes for an act of all; see `agree`."""
+        """Return on every process what the first one computes, once all do the same; see `agree`."""
         if self.ranks.world == 1:
             return work()
         self.agree(act, step=step)
@@ -210,9 +210,9 @@ class PaidSteps:
 
 
 class Movement:
-    """Tells which trained tensors a private trainer has not moved, although noise alone moves every one that it trains.
+    """Warns of trained tensors that a private trainer has not moved, although noise alone would move each.
 
-    Only parameters that the guarantee lets anyone see are compared, so what is told of them costs no privacy.
+    It compares only parameters that anyone may see under the guarantee, so that the warning costs no privacy.
 
     Args:
         module: What is trained, before the first step.
@@ -222,7 +222,7 @@ class Movement:
         self._module, self._before = module, _sums_of_bits(module)
 
     def tell(self, steps: int) -> None:
-        """Warn in one line of the tensors that are as they were so many steps ago, if there are any."""
+        """Warn in one line of the tensors that have not changed in this many steps, if there are any."""
         now = _sums_of_bits(self._module)
         still = [name for name, found in self._before.items() if now.get(name, found) == found]
         if not still:
@@ -276,8 +276,7 @@ def torch_threads(wanted: int | None) -> Iterator[int]:
 def deferred_interrupt() -> Iterator[threading.Event]:
     """Turn the first Ctrl-C into an event that is checked between steps; a second one acts at once.
 
-    Enter it before the ledger is opened. Opening uses up the last clean stop, so a process that ended without another
-    one could not resume under a label budget.
+    Enter it before the ledger is opened, so that the first Ctrl-C always ends in a clean stop.
     """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -50,7 +50,7 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
         if reason:
             raise SweepStopped(
                 f"{address} does not fit Dask's settings of encryption: {reason}; give certificate and key as "
-                "docs/sweeps.md tells, and an address tls://..."
+                "docs/sweeps.md says, and an address tls://..."
             )
         try:
             client = Client(address, timeout=patience_s)

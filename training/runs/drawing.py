@@ -57,11 +57,11 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        x: Where it has values.
-        y: The values, as many, finite.
-        label: What the legend says.
+        x: Positions of its values.
+        y: The values, finite, one for each position.
+        label: Its text in the legend.
         number: Chooses colour, marker and dashes, each of which distinguishes neighbours on its own.
-        hollow: Whether it is dotted and its markers are empty, as of a companion of the line of that number.
+        hollow: Whether it is dotted and its markers are empty, to accompany another line of the same number.
     """
 
     x: Sequence[float]
@@ -76,11 +76,11 @@ class LineChart(Shown):
     """Lines over whole numbers, such as epochs.
 
     Attributes:
-        lines: At least one, each with a value at least.
+        lines: At least one, each with at least one value.
         x_label: Of the axis of whole numbers.
         y_label: Of the other axis.
         y_limits: Ends of that axis; None takes those of the values and a margin.
-        logarithmic: Whether that axis is, unless a value is 0 or below.
+        logarithmic: Whether that axis is logarithmic, unless a value is 0 or below.
     """
 
     lines: Sequence[Line]
@@ -301,10 +301,10 @@ _MIN_ACCURACY_RANGE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class MainFigure:
-    """The figure that a table shows of a target.
+    """The figure that tables show for a target.
 
     Attributes:
-        key: Its name in metrics, behind "train_", "validation_" or "test_".
+        key: Its name in metrics, after "train_", "validation_" or "test_".
         label: Its name in tables.
         share: Whether it is a share, shown in percent.
     """
@@ -321,11 +321,11 @@ class MainFigure:
 
 
 def beside_guessing(accuracy: float, guessing: float | None) -> str:
-    """Return what a table says behind an accuracy that guessing one class reaches as well; empty for a better one.
+    """Return the remark that follows an accuracy no better than guessing one class; empty for a better one.
 
     Args:
         accuracy: In percent.
-        guessing: That of guessing among the classes, in percent; None if there are no classes.
+        guessing: Accuracy of guessing among the classes, in percent; None if there are no classes.
     """
     if guessing is None or accuracy > guessing:
         return ""

@@ -174,13 +174,13 @@ def sealed(content: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
 
     Args:
         content: The object.
-        **facts: What the seal tells besides, such as the length of another file; its digest covers them.
+        **facts: Further facts of the seal, such as the length of another file; its digest covers them.
     """
     return {**content, _SEAL: {**facts, "digest": json_digest({**content, **facts})}}
 
 
 def unsealed(path: Path, content: Any, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `sealed` was given, once the digest is checked.
+    """Check the digest, and return what `sealed` was given.
 
     Args:
         path: The file, for the message.
@@ -248,7 +248,7 @@ def read_record(
         version: Its schema version.
         what: What the file should be, for the message, such as "an audit".
         remedy: What to do if it is not.
-        named: What a warning names: the file, or the folder of many.
+        named: Path that a warning names, such as the folder of many files; None for the file.
 
     Raises:
         RunFolderError: The file is something else, or was changed; the message is one line.
@@ -353,7 +353,7 @@ class Prefix:
 
 
 class GrowingFile:
-    """A file to which lines are added; its digest costs what was added since the last one.
+    """A file to which lines are added; a new digest reads only what was added since the last one.
 
     Args:
         path: The file; a missing one is empty.

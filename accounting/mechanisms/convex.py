@@ -185,8 +185,7 @@ def check_objective(objective: str, clip: float | None) -> None:
     Raises:
         ValueError: The objective is one of these.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective = {objective!r}: must be one of {', '.join(OBJECTIVES)}")
+    checks.choice(OBJECTIVES, objective=objective)
     if clip is not None:
         checks.positive(clip=clip)
     elif objective in ("squared", "margin"):

@@ -41,6 +41,8 @@ _CHECKED = (
     "each record's contribution is clipped to norm C before the sum, across all layers together",
     "the sum is divided by a public constant, never by the batch's own size",
 )
+NEW_DRAWS = "every record enters every batch independently with probability q, by a new draw at each step"
+STATED_DIVISOR = "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step"
 STANDARDISED = "features are standardised, if at all, with public constants, not with statistics of the data"
 _SAMPLED = "every record enters every batch independently with probability q"
 _SECRET_BATCHES = "batches stay secret"
@@ -112,8 +114,8 @@ CLIPPED_RECORDS = Theorem(
     code="opusim.accounting.mechanisms.records.RecordCentral",
     page="privacy-records.md, sections 1 and 2",
     checked_by_code=(
-        "every record enters every batch independently with probability q, by a new draw at each step",
-        "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+        NEW_DRAWS,
+        STATED_DIVISOR,
         "each record's update is clipped to norm C over all layers by the stated rule, and a value that is not finite "
         "counts as 0",
         STANDARDISED,
@@ -184,7 +186,7 @@ BANDED_RECORDS = Theorem(
     checked_by_code=(
         "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",
         "step t draws each record of subset t mod b independently with probability b q, and no other record",
-        "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+        STATED_DIVISOR,
         "each record's update is clipped to norm L over all layers by the stated rule, the same at every step, and a "
         "value that is not finite counts as 0",
         STANDARDISED,

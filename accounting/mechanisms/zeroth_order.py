@@ -37,14 +37,15 @@ from opusim.accounting.mechanism import (
     StatedRelation,
     counted,
 )
+from opusim.accounting.mechanisms.records import NEW_DRAWS, STANDARDISED, STATED_DIVISOR
 from opusim.accounting.theorems import SEED_IS_SECRET, Theorem
 
 _CHECKED = (
-    "every record enters every batch independently with probability q, by a new draw at each step",
+    NEW_DRAWS,
     "each record's loss difference, or the vector of all its differences, is clipped to the stated bound before the "
     "sum, and one that is not finite counts as the bound; it is rounded toward zero so that the sum is exact",
-    "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
-    "features are standardised, if at all, with public constants, not with statistics of the data",
+    STATED_DIVISOR,
+    STANDARDISED,
     "the noise is fresh for each scalar, from a stream separate from the directions'",
 )
 _TRUSTED = (

@@ -147,8 +147,8 @@ def _meaning(guarantee: Guarantee) -> str:
     )
     if not is_label and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         attack = (
-            f"an attack that takes 1 % of the {noun}s that were not used for used ones finds {hits} of those that "
-            "were"
+            f"an attack that wrongly flags 1 % of the {noun}s outside the training data flags {hits} of those "
+            "inside it"
         )
     return (
         f"an attacker sees {seen}, knows all other {noun}s, and asks {question}. With epsilon "
@@ -263,8 +263,8 @@ WARNINGS: dict[WarningCode, str] = {
     ),
     "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}.",
     "large-epsilon": (
-        "Epsilon is above 10, which rules out next to nothing: an attack that takes one in 20,000 of those who were "
-        "not in the data for members may find nearly all who were. Take a smaller epsilon if people rely on it."
+        "Epsilon is above 10, which rules out next to nothing: an attack that wrongly flags one in 20,000 people "
+        "outside the data may flag nearly all inside it. Take a smaller epsilon if people rely on it."
     ),
 }
 """What limits every guarantee of a document."""

@@ -94,7 +94,7 @@ class Unit(StrEnum):
     RECORD = "record"
     """A whole record, features and label."""
     USER = "user"
-    """All records of a user, of which a step uses at most a stated number."""
+    """All records of a user; a step uses at most a stated number of them."""
     LABEL = "label"
     """The label of a record; the features are public."""
 

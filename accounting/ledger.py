@@ -219,9 +219,9 @@ class LedgerContent:
 
     @property
     def doubts(self) -> tuple[Alarm, ...]:
-        """The alarms because of which something was released under noise that may have been too weak.
+        """The alarms that leave released results in doubt: their noise may have been too weak.
 
-        If everything was read before the first step, only an alarm about that reading counts.
+        If everything was read before the first step, only alarms about that reading count.
         """
         upfront = all(mechanism.taken_upfront for mechanism in self.mechanisms)
         return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))

@@ -395,7 +395,7 @@ class Mechanism(ABC):
 
     @classmethod
     def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
-        """Return hypotheses of this case besides the theorem's: those that code can check, and those on trust."""
+        """Return further hypotheses of this case: those that code can check, and those taken on trust."""
         return (), (cls.device_assumption,) if any(one.credits_device for one in mechanisms) else ()
 
     @classmethod

@@ -37,7 +37,7 @@ from opusim.accounting.audit import LARGEST_MU, area_under_curve, epsilon_of, ga
 from opusim.accounting.guarantee import NoGuarantee
 
 _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
-"""Shares of canaries to guess, of which the plan takes the one with the highest ceiling at the claimed epsilon."""
+"""Shares of canaries to guess; the plan takes the one with the highest ceiling at the claimed epsilon."""
 _LARGEST_EPSILON = 1e3
 _LARGEST_CLAIM = 100.0
 """Epsilon of the ceilings if a larger one, or none, is claimed; no number of canaries comes near it."""
@@ -220,7 +220,7 @@ class OneRunBound:
     Attributes:
         method: How the scores were read.
         epsilon: The bound or the estimate, at least 0.
-        ceiling: What ideal scores would give at the claimed epsilon, with as many canaries.
+        ceiling: What ideal scores would give at the claimed epsilon, with the same number of canaries.
         guesses: How many canaries were guessed; 0 if the method does not guess.
         correct: How many of the guesses were right.
         interval: Ends of the confidence interval of an estimate, each one-sided. A bound has none.

@@ -308,7 +308,7 @@ class LabelCounts(_LabelFrame):
         super().__post_init__()
         if len(self.dark) != len(self.light[0]):
             raise ValueError(
-                f"dark has {len(self.dark)} numbers, light {len(self.light[0])} for each label: give as many"
+                f"dark has {len(self.dark)} numbers, light {len(self.light[0])} for each label; give equal numbers"
             )
         if self.light_low:
             low, high = np.asarray(self.light_low), np.asarray(self.light)

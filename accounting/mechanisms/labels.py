@@ -274,7 +274,7 @@ class LabelBudget(_OfMu):
 
     @classmethod
     def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
-        """Return what each order needs, and the device's law if its noise is credited besides."""
+        """Return what each order needs, and the device's law if its noise is credited too."""
         orders = {one.order for one in mechanisms}
         hardware = (_HARDWARE_ORDER,) if "hardware" in orders else ()
         device = (_DEVICE_LAW,) if any(one.device_noise for one in mechanisms) else ()

@@ -42,7 +42,10 @@ _CHECKED = (
     "the sum is divided by a public constant, never by the batch's own size",
 )
 NEW_DRAWS = "every record enters every batch independently with probability q, by a new draw at each step"
-STATED_DIVISOR = "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step"
+STATED_DIVISOR = (
+    "the sum is divided by the stated constant, never by a realised size, "
+    "and an empty batch takes its noisy step"
+)
 STANDARDISED = "features are standardised, if at all, with public constants, not with statistics of the data"
 _SAMPLED = "every record enters every batch independently with probability q"
 _SECRET_BATCHES = "batches stay secret"

@@ -100,7 +100,7 @@ ZEROTH_ORDER_LAPLACE = Theorem(
 class ZoScalars(Mechanism):
     """Common to both laws: sum over a Poisson batch of clipped loss differences, plus noise, for each direction.
 
-    The directions of one step look at one batch, so they are released together: sampling amplifies their joint release
+    The directions of one step share one batch, so they are released together: sampling amplifies their joint release
     once, and they do not compose like steps with batches of their own.
     """
 
@@ -166,7 +166,7 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
         )
 
     def as_noise(self) -> numerics.NoisySum:
-        """See Mechanism.as_noise; all directions of a step look at one batch."""
+        """See Mechanism.as_noise; all directions of a step share one batch."""
         return numerics.NoisySum(
             law="gaussian",
             scale=self.noise_multiplier / self.spread,

@@ -276,7 +276,7 @@ _ROUNDING = 1e-15
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pair:
-    """Two products of Poisson laws, without the pixels that tell nothing.
+    """Two products of Poisson laws, without the pixels that reveal nothing.
 
     Attributes:
         a: Rates of the first law where both are above 0 and differ.
@@ -449,7 +449,7 @@ def _lower(pair: _Pair, delta: float) -> float:
     tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
     total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
     points = np.exp(grid * interval) * (total_b / total_a)
-    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
+    if not np.all(np.diff(points) > 0):  # neighbouring ratios are equal in doubles
         return 0.0
     found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
     if found is None:
@@ -530,7 +530,7 @@ def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.
     Returns:
         The first point that is used and the masses of P from there on, or None if the points are too far apart.
     """
-    # The polygon may leave 1 - x at x_i if 1 - x is at most the tangents behind it at their points, and end at x_i if
+    # The polygon may leave 1 - x at x_i if 1 - x is at most the tangents after it at their points, and end at x_i if
     # the tangents before it are not negative there. (Both fail only near a loss that the mechanism cannot fall below or
     # exceed.) Both allow for rounding between equal values.
     below = np.flatnonzero(x[:-1] * (1 - b) < (1 - a) - _ROUNDING)

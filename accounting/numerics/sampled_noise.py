@@ -378,7 +378,7 @@ def response_bounds(
         delta: In (0, 1).
     """
     pure = steps * step_epsilon
-    if not _ROUNDING * steps <= delta / 2:  # a transform of so many steps would round delta away
+    if not _ROUNDING * steps <= delta / 2:  # rounding of the transform exceeds delta
         return EpsilonBounds(lower=0.0, upper=pure, method="closed form")
     other = (1 - keep) / (n_classes - 1)
     masses = {1: keep, 0: (n_classes - 2) * other, -1: other}
@@ -435,7 +435,7 @@ _TIGHT = 1.01
 _SMALL_EPSILON_DELTA = 0.1
 """Second delta at which a whole curve is computed, so that it is sharp at small epsilon, too."""
 _SMALL = 1e-3
-"""Gap in epsilon that the bounds may have besides."""
+"""Gap in epsilon that the bounds may have in addition."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,7 +215,7 @@ def _devices() -> Iterator[Fact]:
             yield Fact(name, "in use by another process")
         except DeviceUnavailable as error:
             yield Fact(name, str(error))
-        except FOREIGN_ERRORS as error:  # the other devices are looked at as well
+        except FOREIGN_ERRORS as error:  # check the other devices as well
             yield Fact(name, f"{type(error).__name__}: {error}", broken=True)
         else:
             yield Fact(name, "can be opened")

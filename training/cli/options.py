@@ -104,7 +104,7 @@ class KeyOption:
         """The other keys that a value sets.
 
         Raises:
-            ValueError: A word that the option does not know.
+            ValueError: The value is not one of the option's words.
         """
         if self.words is None:
             return self.also

@@ -73,7 +73,7 @@ class KindSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A command-line option besides those of the trainer's own fields.
+    """A command-line option in addition to those of the trainer's own fields.
 
     Attributes:
         name: The option without its dashes.
@@ -114,7 +114,7 @@ class ProtectionSection(KindSection):
     tested_records: ClassVar[int] = 400
     """Number of records of such a test."""
     trainers: ClassVar[tuple[str, ...]] = ()
-    """Trainers that take this protection besides those whose sections list it."""
+    """Trainers that take this protection although their sections do not list it."""
 
     delta: float = Field(1e-5, ge=0.0, lt=1.0)
     """delta of every guarantee that this run prints; 0 asks for pure privacy, which only Laplace noise (zo) and
@@ -199,10 +199,10 @@ class TrainerSection(KindSection):
     plain_descent: ClassVar[bool] = False
     """Whether the update is plain gradient descent, without momentum or moments."""
     device_keys: ClassVar[Mapping[str, str] | None] = None
-    """Keys that the option --device sets besides device.name; None if the command has no such option. A key of the
+    """Keys that the option --device sets in addition to device.name; None without that option. A key of the
     section protection is set only if the command protects something."""
     flags: ClassVar[tuple[Flag, ...]] = ()
-    """Options of the command besides one for each own field."""
+    """Options of the command in addition to one for each own field."""
     examples: ClassVar[tuple[str, ...]] = (
         "--data digits --epochs 30",
         "--data fashion-mnist --set optimizer.lr=0.01 --set model.hidden=[512,512]",

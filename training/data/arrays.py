@@ -163,7 +163,7 @@ def split_records(
 
 
 _MANY_CLASSES = 10**6
-"""Labels from this number on are taken for codes: no network has as many outputs."""
+"""Labels from this number on count as codes: no network has that many outputs."""
 _WHOLE = re.compile("0|-?[1-9][0-9]*")
 
 

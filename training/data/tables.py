@@ -125,7 +125,7 @@ def own_dataset(
     ids = given[2] if len(given) == 3 else None
     split = "id" if ids is not None and options.split is None else split
     if (ids is not None) != (split == "id"):
-        reason = f"{split!r} does not look at IDs, and some were given; use 'id'"
+        reason = f"{split!r} ignores IDs, and some were given; use 'id'"
         if ids is None:
             reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
         raise ConfigError("configuration", "data.split", reason)

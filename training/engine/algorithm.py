@@ -396,7 +396,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """Set the parameters of a new run, before its first checkpoint."""
 
     def prepare(self, trainer: TrainerT, folder: RunFolder) -> None:  # optional hook
-        """Open what a trainer writes besides checkpoints; called before the first step of a new or resumed run."""
+        """Open a trainer's own files; called before the first step of a new or resumed run."""
 
     # What it releases
 

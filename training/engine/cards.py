@@ -91,7 +91,7 @@ def _size(parts: Iterable[Split | None]) -> int:
 
 
 def _free_memory(place: torch.device) -> int | None:
-    """Return the bytes that are free on a card, or None if torch does not tell."""
+    """Return the bytes that are free on a card, or None if torch does not report them."""
     return torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else None
 
 

@@ -64,7 +64,7 @@ class Engine:
         trainer: What is trained.
         folder: Where the run is written; the caller holds its lock.
         watcher: Receives the progress.
-        ranks: The processes, of which this one leads; None for one.
+        ranks: The processes, which this one leads; None for one.
         device: The open device of the run, or None without one. Under a certificate it is checked at each stop, too.
     """
 
@@ -198,7 +198,7 @@ class Engine:
         # if only the last model is released, a resumed run must not look at its checkpoint
         watched = protected and (self.mechanisms or not first)
         movement = Movement(self._trainer.model) if watched else None
-        # A run that is paid for at once releases its last model only, so that earlier ones may not be looked at.
+        # A run that is paid for at once releases only its last model, so its earlier models must not be compared.
         look = min(first + STEPS_TO_MOVE, self.total_steps) if self.mechanisms else self.total_steps
         while self.step < self.total_steps:
             if self.step == first + 1 and not self._told and not self._private:
@@ -365,7 +365,7 @@ class Engine:
                 "Algorithm.gradients returns"
             )
         if record.diagnostics:
-            self._late.read()  # first, as it tells which step diverged
+            self._late.read()  # first: its error names the step that diverged
             _require_finite(record.diagnostics)
         if not self._private:
             self._sums.add(record)
@@ -530,7 +530,7 @@ def _no_order() -> _Order | None:
 def _step(
     trainer: Trainer, split: Split, records: Tensor, users: Users | None, *, step: int, observe: bool
 ) -> StepRecord:
-    """Do a step on some records, or on those that it takes of some users."""
+    """Do a step on some records, or on the records that it takes of some users."""
     filled: dict[str, Tensor] = {}
     if users is not None:
         records, padding = users.rows(records.tolist(), step)

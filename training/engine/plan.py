@@ -213,7 +213,7 @@ class RunPlan(Plan):
         warn_if_changed(facts.get("code", []))
         config, data, model = default_inputs(config, data, model)
         dataset = with_maps(config, load_data(config, data), folder)
-        # Refuse other data than the run was trained on, as far as its folder can tell.
+        # Refuse data that differ from the facts in the run's folder.
         stored, kept = facts["data"], facts.get("certificate")
         if (split := stored.get("split", dataset.split)) != dataset.split:
             raise RunFolderError(
@@ -571,7 +571,7 @@ class Forecast:
         if device is None:
             return None
         algorithm, n_outputs, records = plan.algorithm, device.n_outputs, float(plan.config.divisor)
-        if plan.config.tells_records:  # else the public constant stands for the mean batch
+        if plan.config.tells_records:  # else the public constant replaces the mean batch
             records = plan.sampler.expected_batch_size
         step = algorithm.work_of_step(records, n_outputs, observed=False)
         observed = algorithm.work_of_step(records, n_outputs, observed=True)

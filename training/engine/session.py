@@ -308,7 +308,7 @@ def _hints(plan: RunPlan) -> Iterator[str]:
     public = config.protection.protects != "records"
     if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
         yield hint
-    if config.protection.protects != "nothing":  # a private number of records is never told
+    if config.protection.protects != "nothing":  # a private number of records is never printed
         records = len(plan.dataset.train) if config.counts_are_public else None
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
         if warning is not None:
@@ -357,7 +357,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
 
 
 def _facts(plan: RunPlan, forecast: Forecast | None, device: NoisyDevice | None) -> dict[str, Any]:
-    """Return what `config.json` says besides the configuration."""
+    """Return the facts that `config.json` holds next to the configuration."""
     config, dataset = plan.config, plan.dataset
     # The data; in release mode no number of records that the relation hides.
     data: dict[str, Any] = {

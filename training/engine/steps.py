@@ -139,7 +139,7 @@ class PaidSteps:
             self._content = replace(added, payments=self._content.payments + added.payments)
 
     def _pay(self, mechanisms: tuple[Mechanism, ...], until: int) -> LedgerContent | None:
-        """Pay, and return what other processes do not know yet, with the new payments only."""
+        """Pay, and return what other processes lack, with the new payments only."""
         if self._closed:
             self.require_open()  # the ledger refuses a forked process
         self.ledger.pay(self.step, *mechanisms, until=until)

@@ -218,7 +218,7 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def _number(tick: float, ticks: Sequence[float]) -> str:
-    """Return a tick as text, with the digits that tell it from its neighbours."""
+    """Return a tick as text, with the digits that distinguish it from its neighbours."""
     gaps = [abs(b - a) for a, b in pairwise(ticks)] or [abs(tick)]
     gap, largest = min(gaps), max(abs(each) for each in ticks)
     tick = tick if abs(tick) > 1e-3 * gap else 0.0
@@ -339,7 +339,7 @@ MAIN_FIGURES: Mapping[str, MainFigure] = {
     "labels": MainFigure(key="accuracy", label="accuracy", share=True),
 }
 BITS_PER_BYTE = MainFigure(key="bits_per_byte", label="bits per byte")
-"""The figure of tokens that stand for a text."""
+"""The figure of tokens that are pieces of a text."""
 LOSS_FIGURE = MainFigure(key="loss", label="loss")
 """A figure that every target has."""
 

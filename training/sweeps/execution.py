@@ -60,7 +60,7 @@ class Inputs:
         data: The records, or None.
         test: Test records, or None.
         label: The column of a table to predict, or several, or None.
-        model: The module of which each run trains a copy, or None.
+        model: The module; each run trains a copy of it. Or None.
     """
 
     data: OwnData | Dataset | None = None

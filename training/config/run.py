@@ -434,9 +434,7 @@ def stored_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: It is not a valid configuration.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError("configuration", "config", f"holds a {type(values).__name__}, not a table of keys")
-    return _validated(values, "configuration", given=())
+    return _validated(_table(values, "configuration", "config"), "configuration", given=())
 
 
 def named_trainer(source: str | Path) -> str | None:
@@ -495,6 +493,13 @@ def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) 
     return config
 
 
+def _table(values: Any, origin: str, key: str) -> dict[str, Any]:
+    """Return a table of keys, or refuse anything else."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(origin, key, f"holds a {type(values).__name__}, not a table of keys")
+    return dict(values)
+
+
 def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:
     """The keys, and whether they are those of a resolved configuration, which names all of them."""
     if source is None:
@@ -510,14 +515,9 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         text = read_text(path)
         if path.suffix != ".json":
             return parse_toml(text), False
-        values = parse_json(text)
-        if not isinstance(values, dict):
-            raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
+        values = _table(parse_json(text), str(path), "syntax")
         is_stored = "config" in values  # the config.json of a run holds more than the configuration
-        config = values["config"] if is_stored else values
-        if not isinstance(config, dict):
-            raise ConfigError(str(path), "config", f"holds a {type(config).__name__}, not a table of keys")
-        return dict(config), is_stored
+        return _table(values["config"] if is_stored else values, str(path), "config"), is_stored
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the path"
         raise ConfigError(str(path), "path", reason) from error

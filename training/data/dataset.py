@@ -384,16 +384,16 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     unknown = next((text for text in texts if text not in numbers), None)
     if unknown is not None:
         raise ValueError(
-            f"{name} holds {reprlib.repr(unknown)}, which is none of the {len(classes)} classes {_some(classes)}; "
+            f"{name} holds {reprlib.repr(unknown)}, which is none of the {len(classes)} classes {some_names(classes)}; "
             "remove such records, or name it in data.classes"
         )
     return np.array([numbers[text] for text in texts], dtype=np.int64)
 
 
-def _some(names: Sequence[str]) -> str:
-    """Return the first names, cut if they are long, for a message."""
-    shown = [name if name.isprintable() and len(name) < 40 else reprlib.repr(name) for name in names[:8]]
-    return ", ".join([*shown, *(["..."] if names[8:] else [])])
+def some_names(names: Sequence[str]) -> str:
+    """Return at most eight names, cut if they are long, for a message."""
+    shown = (name if name.isprintable() and len(name) <= 40 else reprlib.repr(name) for name in names[:8])
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
@@ -417,7 +417,7 @@ def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[A
     names = tuple(classes) or tuple(sorted({str(name) for name in y}))
     if len(set(names)) < max(2, len(names)):
         raise ValueError(
-            f"data.classes = {_some(names)}: must be at least 2 different names; name also those without a record"
+            f"data.classes = {some_names(names)}: must be at least 2 different names; name also those without a record"
         )
     return numbered(y, names, "y"), names
 

@@ -27,7 +27,7 @@ from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
-from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
+from opusim.training.data.dataset import Dataset, Standardisation, some_names, standardised_by_records
 from opusim.training.data.formats import (
     named_file,
     read_csv,
@@ -243,17 +243,17 @@ def table_of(
     found = list(renamed.columns)
     if not label:
         raise ValueError(
-            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}"
+            f"data.label is missing: name the column of {what} to predict, one of {some_names(found)}"
         )
     for column in label:
         if column not in found:
             close = difflib.get_close_matches(column, found, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"data.label = {column!r} is no column of {what}, which has {_listed(found)}{hint}"
+                f"data.label = {column!r} is no column of {what}, which has {some_names(found)}{hint}"
             )
     if user is not None and columns is None and user not in found:
-        raise ValueError(f"data.user = {user!r} is no column of {what}, which has {_listed(found)}")
+        raise ValueError(f"data.user = {user!r} is no column of {what}, which has {some_names(found)}")
     features = [column for column in found if column not in (*label, user)]
     if columns is None:
         _refuse_index(renamed, features, what)
@@ -556,9 +556,3 @@ def _whole(pair: Pair) -> Pair:
     if isinstance(y, np.ndarray) and y.dtype.kind == "f" and np.array_equal(y, np.rint(y)):
         return x, y.astype(np.int64)
     return pair
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names for a message, at most eight of them."""
-    shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -82,9 +82,9 @@ class AnytimeResult:
     """The bound after some games, and whether they refute the claim; never a guarantee.
 
     Attributes:
-        plan: What was fixed beforehand.
+        plan: The plan of the games.
         games: Number of games played.
-        e_value: Of the claim; None without one. At most 1e300.
+        e_value: E-value of the claim, at most 1e300; None without a claim.
         epsilon_lower: The bound, at least 0.
         refuted_at: The game after which the claim was refuted, or None.
         sequence: Pairs (number of games, bound after them).
@@ -103,7 +103,7 @@ class _Wealth:
 
     Args:
         law: What is known of the mechanism.
-        delta: Of a hypothesis that is an epsilon.
+        delta: Delta of a hypothesis that is an epsilon.
         hypotheses: Epsilons, or mus under a Gaussian law.
         aims: The strength that each one's first division is best against, on the same scale.
         repeats: Number of audits; above 1 only with a single hypothesis.
@@ -168,7 +168,7 @@ def _divided(returns: np.ndarray, weights: np.ndarray, start: np.ndarray, steps:
 
     Args:
         returns: Factor of each bet in each outcome, shape (n or 1, bets, outcomes).
-        weights: Of the outcomes, shape (n, outcomes).
+        weights: Weights of the outcomes, shape (n, outcomes).
         start: Division that the search starts from, shape (n or 1, bets).
         steps: Number of iterations.
     """
@@ -219,7 +219,7 @@ class AnytimeAudit:
     """Plays game by game against a claim and against a grid of epsilons; may be read after any game.
 
     Args:
-        plan: What is fixed beforehand.
+        plan: The plan of the games.
         bounds: Whether to bet against the grid too; without it only the claim is tested, in less time.
 
     Raises:
@@ -315,7 +315,7 @@ def audit_anytime(scores: np.ndarray, inside: np.ndarray, plan: AnytimePlan) -> 
     Args:
         scores: One a game, shape (n,).
         inside: The coins, bool, shape (n,).
-        plan: What was fixed beforehand.
+        plan: The plan of the games.
     """
     game = AnytimeAudit(plan)
     game.add(scores, inside)
@@ -329,8 +329,8 @@ def in_coin_order(first: np.ndarray, second: np.ndarray, *, seed: int) -> tuple[
 
     Args:
         first: Independent scores of the first world, shape (n,).
-        second: Those of the second world, shape (m,).
-        seed: Of the coins.
+        second: Independent scores of the second world, shape (m,).
+        seed: Seed of the coins.
     """
     coins = np.random.default_rng(seed).random(len(first) + len(second)) < 0.5
     heads, tails = np.cumsum(coins), np.cumsum(~coins)
@@ -387,7 +387,7 @@ def games_needed(plan: AnytimePlan, ratio: float, *, most: int) -> int:
     """Return the number of games that refute a weaker mechanism with power 0.9, if scores are ideal.
 
     Args:
-        plan: What is fixed beforehand, with a claim.
+        plan: The plan of the games, with a claim.
         ratio: How much weaker it is, above 1: the claim's noise over its noise under a Gaussian law, else its epsilon
             over the claim's.
         most: Games after which the search ends; it returns a larger number if they do not suffice.
@@ -409,7 +409,7 @@ def smallest_ratio(plan: AnytimePlan, games: int) -> float | None:
     Returns None if 16 is too small.
 
     Args:
-        plan: What is fixed beforehand, with a claim.
+        plan: The plan of the games, with a claim.
         games: Number of games, at least 1.
     """
     low, high = 10, 161  # tenths: `low` is too small, `high` suffices

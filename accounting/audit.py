@@ -87,13 +87,13 @@ class AuditResult:
 
     Attributes:
         epsilon_lower: At least 0, at most the ceiling.
-        ceiling: What a perfect attack would have given with that many scores.
+        ceiling: The bound of a perfect attack with that many scores.
         n_in: Scores with the target that the bound rests on (the threshold was chosen on others).
         n_out: Scores without the target.
         threshold: The score from which the attack says "in".
-        false_positives: How many of n_out reached it.
-        false_negatives: How many of n_in did not.
-        plan: What was fixed beforehand.
+        false_positives: Number of n_out scores that reached it.
+        false_negatives: Number of n_in scores that did not.
+        plan: The plan of the audit.
     """
 
     epsilon_lower: float
@@ -146,7 +146,7 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
     Args:
         scores_in: Scores with the target present, at least 4, shape (n_in,).
         scores_out: Scores with it absent, at least 4, shape (n_out,).
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
 
     Raises:
         ValueError: Too few scores, or one that is not finite.
@@ -209,7 +209,7 @@ def audit_drawn_noise(
         scores_in: Scores with the target present, shape (n_in,).
         scores_out: Scores with it absent, shape (n_out,).
         values: The scores of the two worlds without noise.
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
 
     Raises:
         ValueError: No scores, or one that is not finite.
@@ -263,7 +263,7 @@ def _strength(miss: np.ndarray, alarm: np.ndarray, plan: AuditPlan) -> np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What an attack's scores say of epsilon if they are taken at face value; never a bound.
+    """Estimate of epsilon from an attack's scores taken at face value; never a bound.
 
     Attributes:
         epsilon: The estimate, at least 0.

@@ -23,7 +23,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     """Return the guarantees of all mechanisms together, whatever their order.
 
     Args:
-        mechanisms: What ran on the same data; at least one. One that is not additive stands for a whole run.
+        mechanisms: Mechanisms that ran on the same data; at least one. One that is not additive stands for a whole run.
         delta: In [0, 1).
         enforced: Whether the code that ran them checked the assumptions.
 
@@ -118,8 +118,8 @@ class Budget:
         """Return how many steps, up to `wanted`, fit; one computation if all of them do.
 
         Args:
-            paid: What has been paid for.
-            step: What one step costs.
+            paid: Mechanisms that are paid for.
+            step: Mechanisms of one step.
             wanted: Steps asked for, at least 1.
             ahead: Steps that the whole run may ask for; if all fit, later calls compute nothing.
         """

@@ -168,8 +168,8 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
     published.
 
     Args:
-        delta: Of the statement, in [0, 1).
-        mechanisms: What is paid for. Their `public_records` give n if they have any.
+        delta: Delta of the statement, in [0, 1).
+        mechanisms: Mechanisms that are paid for. Their `public_records` give n if they have any.
         records: n if it is public, the number of users if users are protected; None takes the least `public_records`.
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
@@ -267,7 +267,7 @@ WARNINGS: dict[WarningCode, str] = {
         "outside the data may flag nearly all inside it. Take a smaller epsilon if people rely on it."
     ),
 }
-"""What limits every guarantee of a document."""
+"""Limits of every guarantee of a document."""
 _MODES: dict[Mode, str] = {
     "experiment": (
         "not for release: the seed is stored, and the numbers hold for the same run in release mode"
@@ -336,7 +336,7 @@ class RunFacts:
         finished: Whether the run ended.
         step: Steps in its newest checkpoint, or None if there is no checkpoint.
         versions: The packages that it was started with, and their versions.
-        records: Of the training set, if the number is public and records are protected; else None.
+        records: Number of training records, if it is public and records are protected; else None.
     """
 
     finished: bool
@@ -351,10 +351,10 @@ class Statement(Shown):
 
     Attributes:
         mode: Experiment or release.
-        guarantees: What is stated, at least one.
-        mechanisms: What was paid for, equal ones merged; their `steps` count how often each ran.
+        guarantees: The stated guarantees, at least one.
+        mechanisms: Mechanisms that are paid for, equal ones merged; their `steps` count how often each ran.
         certificates: The certificates that mechanisms rest on.
-        alarms: What the device's monitor stopped the run for.
+        alarms: Alarms with which the device's monitor stopped the run.
         ledger: The ledger.
         run: The run folder, or None if only a ledger was read.
         versions: Python and the opusim that states the guarantees.
@@ -389,7 +389,7 @@ class Statement(Shown):
 
     @property
     def warnings(self) -> tuple[WarningCode, ...]:
-        """What limits every guarantee here; `WARNINGS` has the sentences."""
+        """Codes of the limits of every guarantee here; `WARNINGS` has the sentences."""
         records = None if self.run is None else self.run.records
         last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in self.guarantees)
         found: dict[WarningCode, bool] = {

@@ -48,7 +48,7 @@ class Position:
 
     Attributes:
         lines: Number of its lines, at least 0.
-        digest: Of the last line, which depends on all lines before it.
+        digest: Digest of the last line, which depends on all lines before it.
     """
 
     lines: int = 0
@@ -90,7 +90,7 @@ class Witness:
 
         Args:
             path: The journal's file.
-            digests: Of its lines.
+            digests: Digests of its lines.
 
         Raises:
             LedgerCorrupt: The journal is shorter or different, or longer although it was final.
@@ -118,7 +118,7 @@ class Journal:
 
     Args:
         path: The file, in an existing folder; it is created with the first entry.
-        witnesses: What other files know of it.
+        witnesses: Witnesses that the journal must fit.
 
     Raises:
         LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
@@ -178,7 +178,7 @@ def read_positioned(
 
     Args:
         path: The file.
-        witnesses: What other files know of it.
+        witnesses: Witnesses that the journal must fit.
 
     Raises:
         FileNotFoundError: There is no journal.

@@ -71,13 +71,13 @@ class CertificateFacts:
     """A certificate of a device's noise, as a statement needs it.
 
     Attributes:
-        digest: Of the whole certificate; mechanisms name it.
+        digest: Digest of the whole certificate; mechanisms name it.
         device: Name of the device.
         date: Day of its frames, ISO 8601.
         age_days: Its age in days when the run first used it.
         beta: Probability that its numbers are wrong, in (0, 1).
         law: The certified law in one line.
-        remarks: What it takes on trust and does not cover.
+        remarks: Limits of the certificate: what it takes on trust or does not cover.
         every_steps: Steps from one check of the monitor to the next.
         finds: Loss of variance, as a share of the certified one and averaged over the outputs, that a single check
             finds with probability 0.99.
@@ -124,13 +124,13 @@ class CertificateFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """What a device's monitor stopped a run for.
+    """An alarm with which a device's monitor stopped a run.
 
     Attributes:
         step: The step before which it stopped; that step was not done.
         since: First step whose noise may have been weaker than certified, at most `step`; -1 also doubts what was read
             before the first step.
-        found: What the monitor found, as text.
+        found: The monitor's finding, as text.
         covered: Whether the noise that it found was still as strong as certified.
     """
 
@@ -167,7 +167,7 @@ class Payment:
     Attributes:
         first_step: The first step paid for, or None if the release happens once.
         steps: How many steps in a row.
-        mechanisms: What each of them releases.
+        mechanisms: Mechanisms that each step releases.
         name: The name of a release that happens once, else None.
     """
 
@@ -196,11 +196,11 @@ class LedgerContent:
 
     Attributes:
         mode: Experiment or release.
-        delta: At which the run states its guarantees.
+        delta: Delta at which the run states its guarantees.
         enforced: Whether the code that ran checked the mechanisms' assumptions.
         payments: Every line that pays, less the steps that were returned.
         certificates: The certificates that mechanisms rest on.
-        alarms: What the device's monitor stopped the run for.
+        alarms: Alarms with which the device's monitor stopped the run.
         position: How far the file reached when it was read.
     """
 
@@ -427,11 +427,11 @@ class Ledger:
     Args:
         path: The file; a new one is created, an existing one is continued.
         mode: "experiment" or "release", as the run's configuration says.
-        delta: At which the run states its guarantees, in [0, 1).
+        delta: Delta at which the run states its guarantees, in [0, 1).
         enforced: Whether the caller checks the mechanisms' assumptions.
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
-        witnesses: What other files know of the ledger; an older or different one is refused.
+        witnesses: Witnesses that the ledger must fit; an older or different ledger is refused.
         repeatable: Whether a re-executed step repeats its release in experiment mode. In release mode none does.
 
     Raises:
@@ -541,7 +541,7 @@ class Ledger:
 
         Args:
             step: The step's number, from 0.
-            *mechanisms: What the step releases, at least one.
+            *mechanisms: Mechanisms that the step releases, at least one.
             until: Steps of the whole run; no block reaches beyond.
 
         Raises:
@@ -568,7 +568,7 @@ class Ledger:
 
         Args:
             name: Its name in the ledger.
-            *mechanisms: What is released, at least one.
+            *mechanisms: Mechanisms that are released, at least one.
 
         Raises:
             BudgetExceeded: It would exceed the budget.
@@ -701,7 +701,7 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
 
     Args:
         path: The file or the folder.
-        witnesses: What other files know of the ledger.
+        witnesses: Witnesses that the ledger must fit.
 
     Raises:
         FileNotFoundError: There is no ledger.

@@ -175,7 +175,7 @@ SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
 
 Hypotheses = tuple[tuple[str, ...], tuple[str, ...]]
-"""What code can check, and what is taken on trust."""
+"""Hypotheses that code can check, and those taken on trust."""
 _KINDS: dict[str, type[Mechanism]] = {}
 _STATING = (
     *("guarantees", "bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail"),
@@ -366,7 +366,7 @@ class Mechanism(ABC):
         Args:
             mechanisms: At least one.
             adjacency: The relation.
-            delta: What certificates leave of the statement's delta, in [0, 1).
+            delta: The statement's delta minus the errors of certificates, in [0, 1).
         """
         return numerics.noise_bounds([one.as_noise() for one in mechanisms], adjacency, delta)
 
@@ -643,7 +643,7 @@ def proven_status(epsilon: float, *, device_model: bool) -> Status:
     """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise.
 
     Args:
-        epsilon: What the theorem gives, at least 0, possibly infinite.
+        epsilon: Epsilon by the theorem, at least 0, possibly infinite.
         device_model: Whether a stated law of a device's noise is among the assumptions.
     """
     if math.isinf(epsilon):

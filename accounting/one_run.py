@@ -221,8 +221,8 @@ class OneRunBound:
         method: How the scores were read.
         epsilon: The bound or the estimate, at least 0.
         ceiling: What ideal scores would give at the claimed epsilon, with the same number of canaries.
-        guesses: How many canaries were guessed; 0 if the method does not guess.
-        correct: How many of the guesses were right.
+        guesses: Number of canaries that were guessed; 0 if the method does not guess.
+        correct: Number of right guesses.
         interval: Ends of the confidence interval of an estimate, each one-sided. A bound has none.
         power: Probability of refuting the claim with ideal scores if the noise is halved; see `OneRunPlan.power`.
     """
@@ -241,7 +241,7 @@ class OneRunResult:
     """All readings of the scores of one run; never a guarantee.
 
     Attributes:
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
         n_in: Canaries that were in.
         bounds: One for each method of the plan.
         normality: p-value of the test that the scores are normal with equal variances; below `NOT_NORMAL` the two
@@ -331,7 +331,7 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
     Args:
         scores: One for each canary, higher where it seems to be in, shape (m,).
         inside: The coins, bool, shape (m,).
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
 
     Raises:
         ValueError: Other shapes than the plan's m, a score that is not finite, or fewer than two canaries in or out.
@@ -483,7 +483,7 @@ def ceiling(
     Args:
         method: How the scores are read.
         canaries: m.
-        epsilon: That of the mechanism, above 0; mu is that of the Gaussian mechanism.
+        epsilon: Epsilon of the mechanism, above 0; mu is that of the Gaussian mechanism.
         delta: In [0, 1). With delta = 0 no Gaussian mechanism exists, and the ideal attack makes each guess right with
             probability e^epsilon / (1 + e^epsilon).
         confidence: In (0, 1).

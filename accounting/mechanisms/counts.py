@@ -263,12 +263,12 @@ class _LabelFrame(CertifiedMechanism):
 
     @property
     def _under(self) -> str:
-        """What a description says of light that fluctuates."""
+        """The part of a description about fluctuating light."""
         return f", light brighter with probability {self.power_error:.3g}" if self.power_error else ""
 
 
 def _fluctuating(beta: float) -> tuple[str, ...]:
-    """What is assumed of light that is brighter than accounted for with probability beta; nothing at 0."""
+    """Return hypotheses about light that is brighter than accounted for with probability beta; none at 0."""
     why = "the probability that a label's frame is brighter than accounted for (theorem fluctuating-light)"
     return (FLUCTUATING_LIGHT.trusted[1], f"delta holds beta of use = {beta:.3g}: {why}") if beta else ()
 

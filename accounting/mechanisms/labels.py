@@ -458,7 +458,7 @@ def noise_of(mu: float, bound: float) -> float:
     """Return sigma = sqrt(2) bound / mu.
 
     Args:
-        mu: Of the guarantee, above 0.
+        mu: mu of the guarantee, above 0.
         bound: max_i |a_i|, at least 0.
     """
     checks.positive(mu=mu)
@@ -513,8 +513,8 @@ def response_log_likelihood(observed: np.ndarray, *, epsilon: float, n_labels: i
     """Return log P(observed_i | true label a), shape (n, k).
 
     Args:
-        observed: What `respond` returned, shape (n,).
-        epsilon: Its argument.
+        observed: Responses of `respond`, shape (n,).
+        epsilon: As given to it.
         n_labels: k >= 2.
     """
     stays = keep_probability(epsilon, n_labels)
@@ -530,7 +530,7 @@ def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
     mostly 1 once a prior is good, and such a response reveals nothing. Among equally likely labels the first are taken.
 
     Args:
-        priors: Of each label, at least 0, rows of sum 1, shape (n, k). They must not depend on the record's own label.
+        priors: Prior of each label, at least 0, rows of sum 1, shape (n, k); independent of the record's own label.
         epsilon: Above 0 and finite.
 
     Raises:
@@ -614,9 +614,9 @@ def among_log_likelihood(observed: np.ndarray, among: np.ndarray, *, epsilon: fl
     """Return log P(observed_i | true label a) of responses among some labels, shape (n, k).
 
     Args:
-        observed: What `respond_among` returned, shape (n,).
-        among: Its argument.
-        epsilon: Its argument.
+        observed: Responses of `respond_among`, shape (n,).
+        among: As given to it.
+        epsilon: As given to it.
     """
     sizes = among.sum(axis=1, keepdims=True)
     stays = -np.log1p((sizes - 1) * math.exp(-epsilon))
@@ -635,8 +635,8 @@ def among_targets(
     else its error is that of the prior's mass outside. A weight is 1 over 1 plus the variance of u, summed over c.
 
     Args:
-        observed: What `respond_among` returned, shape (n,).
-        among: Its argument.
+        observed: Responses of `respond_among`, shape (n,).
+        among: As given to it.
         priors: As for `telling_labels`.
         epsilon: Above 0 and finite.
     """

@@ -114,7 +114,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     """Return the guarantee of the readings, `proven under a device model`, replace_one.
 
     Args:
-        readings: What was read, and the noise's law.
+        readings: The readings, and the noise's law.
         delta: In (beta, 1); beta is taken off before anything is converted.
 
     Raises:
@@ -178,8 +178,8 @@ def readings_guarantee(
 
     Args:
         bounds: Epsilon at what beta leaves of delta.
-        theorem: What proves it; the first of its trusted hypotheses is the law of the noise.
-        delta: Of the statement.
+        theorem: The theorem that proves it; the first of its trusted hypotheses is the law of the noise.
+        delta: Delta of the statement.
         beta: Probability that the law's numbers are wrong.
         unit: Whether an input is a record or a label.
         mechanism: What was read, in a few words.
@@ -220,7 +220,7 @@ class BrightestLight:
     """The brightest light that an epsilon covers.
 
     Attributes:
-        epsilon: Of all readings.
+        epsilon: Epsilon of all readings.
         beta: Probability that any frame is brighter, taken off delta.
         brightest: w_max, relative to the mean power.
     """
@@ -237,7 +237,7 @@ def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> 
 
     Args:
         noise: The law; its own beta is not taken off here.
-        readings: How many, at least 1; each takes `noise.frames` frames.
+        readings: Number of readings, at least 1; each takes `noise.frames` frames.
         delta: In (0, 1), without the certificate's beta.
     """
     frames = readings * noise.frames

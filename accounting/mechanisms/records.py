@@ -432,7 +432,7 @@ class ClippedRecords(CertifiedMechanism):
 
     @property
     def theorem(self) -> Theorem:
-        """What proves its guarantee."""
+        """The theorem that proves its guarantee."""
         if self.clipping == "adaptive":
             return ADAPTIVE_RECORDS
         return CLIPPED_RECORDS if self.bands == 1 else BANDED_RECORDS

@@ -98,7 +98,7 @@ class NoisyTrial:
     """Settings that a trial may have: the noisy sum that dominates all that its training releases.
 
     Attributes:
-        law: Of the noise.
+        law: Law of the noise.
         scale: Its standard deviation, or scale b for Laplace noise, over the largest norm C that one record adds.
         probability: q in (0, 1], the sampling probability.
         steps: At least 1.
@@ -192,7 +192,7 @@ class PrivateSelection(CertifiedMechanism):
 
     @property
     def theorem(self) -> Theorem:
-        """What proves its guarantee."""
+        """The theorem that proves its guarantee."""
         return NOISY_SUMS if self.trials else PRIVATE_SELECTION
 
     @property
@@ -310,7 +310,7 @@ class PricedSearch:
 
     Attributes:
         selection: The search.
-        trials: What the whole training of a trial releases, for each of the settings asked about, in their order.
+        trials: The mechanism of a trial's whole training, for each of the settings asked about, in their order.
     """
 
     selection: PrivateSelection
@@ -323,11 +323,11 @@ def priced_search(
     """Return the search whose trials and scores have the least noise that stays within epsilon.
 
     Args:
-        trials: What the whole training of a trial releases, for each of the settings that it may have; the search for
+        trials: The mechanism of a trial's whole training, for each of the settings that it may have; the search for
             the noise starts at theirs.
         mean: m > 0, expected number of trials.
-        epsilon: Of the whole search, above 0.
-        delta: Of the whole search.
+        epsilon: Epsilon of the whole search, above 0.
+        delta: Delta of the whole search.
         device_noise: Whether the noise is a device's.
 
     Raises:

@@ -254,7 +254,7 @@ def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
 
     Args:
         mechanisms: At least one.
-        epsilon: Of exact Laplace noise, at least 0, possibly infinite.
+        epsilon: Epsilon of exact Laplace noise, at least 0, possibly infinite.
     """
     numbers = sum(mechanism.steps * mechanism.directions for mechanism in mechanisms)
     log_delta = math.log(numbers * _CUT_PROBABILITY) + (

@@ -187,7 +187,7 @@ class LaplaceLaw(LossLaw):
     Attributes:
         scale: b, above 1 / 600, in units of the record's contribution.
         probability: q in (0, 1].
-        direction: Which of the pairs; that of replacement is not known.
+        direction: Which of the pairs; the law of replacement is not known.
     """
 
     scale: float
@@ -253,7 +253,7 @@ def pooled(masses: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Return the mass and the loss of merged bins: masses of both measures add.
 
     Args:
-        masses: Of P, shape (parts, bins).
+        masses: Masses of P, shape (parts, bins).
         losses: Same shape.
     """
     total = masses.sum(axis=0)
@@ -332,7 +332,7 @@ class LossGrid:
         offset: a.
         interval: h, above 0.
         numbers: j of each point, ascending integers.
-        masses: Of P at each point, at least 0.
+        masses: Masses of P at each point, at least 0.
         beyond: Mass of P at an infinite loss.
     """
 
@@ -352,7 +352,7 @@ def grid_above(law: LossLaw, low: float, high: float, interval: float) -> LossGr
     """Return a law whose divergence curve is nowhere below that of a step.
 
     Args:
-        law: Of the step's loss.
+        law: Law of the step's loss.
         low: Loss below which the mass is negligible.
         high: Loss above which the mass may count as infinite.
         interval: h, above 0.
@@ -425,7 +425,7 @@ def _drop_concave(losses: np.ndarray, masses: np.ndarray, terms: np.ndarray) -> 
 
     Args:
         losses: The points.
-        masses: Of P at the points; those of the ends are kept.
+        masses: Masses of P at the points; those of the ends are kept.
         terms: The sizes to which rounding is proportional, split in the same way.
     """
     last = len(losses) - 1
@@ -452,8 +452,8 @@ class Plan:
     """How one direction is composed; bounds are valid whatever the choices.
 
     Attributes:
-        laws: Of each part.
-        steps: Of each part.
+        laws: Law of each part.
+        steps: Number of steps of each part.
         roundings: Rounding error of the masses and losses of each part (`LossLaw.rounding`).
         low: Loss below which the mass is negligible.
         high: Loss above which it counts as infinite.
@@ -501,7 +501,7 @@ class TiltedLaw:
         powers: e^(-t (l - guess)) at each loss.
         sums: Sum of law times powers from each loss on.
         discounted: The same, each term times e^(guess - l).
-        error: Of the tilted law's sums.
+        error: Error of the tilted law's sums.
         beyond: Mass of an infinite loss.
         shift: Largest error of losses, and largest relative error of masses.
     """

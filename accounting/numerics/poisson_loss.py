@@ -314,7 +314,7 @@ class _OnGrid:
     Attributes:
         interval: h.
         numbers: j of each jump j h, integers.
-        intensities: Of the first law, expected counts.
+        intensities: Expected counts of the first law.
     """
 
     interval: float

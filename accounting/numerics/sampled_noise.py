@@ -99,7 +99,7 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
     """Return bounds on epsilon(delta) of all parts, or None if doubles cannot follow.
 
     Args:
-        parts: What is composed, at least one, all with the same number of directions.
+        parts: The steps to compose, at least one, all with the same number of directions.
         delta: In (0, 1).
     """
     lower, upper = 0.0, 0.0
@@ -161,7 +161,7 @@ def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> Compo
     """Return the curve of all parts, or None if doubles cannot follow.
 
     Args:
-        parts: What is composed, at least one, all with the same number of directions.
+        parts: The steps to compose, at least one, all with the same number of directions.
         deltas: In (0, 1): where the curve is sharp, at least one.
     """
     laws, method = [], ""
@@ -217,9 +217,9 @@ class _Planner:
     """Chooses tilts, windows and intervals by coarse laws of one direction.
 
     Args:
-        laws: Of each part.
-        steps: Of each part.
-        roundings: Of each part's masses and losses.
+        laws: Law of each part.
+        steps: Number of steps of each part.
+        roundings: Rounding error of each part's masses and losses.
         low: Loss below which the mass is negligible.
         high: Loss above which it counts as infinite.
     """
@@ -443,7 +443,7 @@ class NoisySum:
     """A sum over a Poisson batch of contributions of norm at most 1, plus noise, released `steps` times.
 
     Attributes:
-        law: Of the noise.
+        law: Law of the noise.
         scale: Standard deviation of Gaussian noise, scale b of Laplace noise; above 0.
         probability: q in (0, 1], the sampling probability; 1 for all records.
         steps: At least 1.

@@ -206,7 +206,7 @@ class CommandLine:
     Attributes:
         path: The command as it is typed, such as ``opusim train pdfa``.
         command: That command, or None before it is known.
-        words: What follows it.
+        words: The words after it.
     """
 
     path: str = "opusim"

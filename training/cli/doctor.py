@@ -39,8 +39,8 @@ class Fact:
     """A line of the report.
 
     Attributes:
-        what: What it is about.
-        found: What was found, in words.
+        what: Its subject.
+        found: The finding, in words.
         broken: Whether that keeps opusim, or a package that extends it, from working.
     """
 

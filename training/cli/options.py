@@ -61,12 +61,12 @@ class KeyOption:
         name: The option without its dashes.
         key: The dotted key.
         annotation: Type of the value.
-        help: What it means.
+        help: Its help text.
         panel: Heading under which help lists it, or None for the first.
         words: The values that it takes, with the keys that each sets; or None if it takes any value.
         also: Other keys that it sets.
         many: Whether the value is a list, separated by commas.
-        constant: What a switch without a value sets, or None for an option with a value.
+        constant: Value that a switch sets, or None for an option with a value.
     """
 
     name: str
@@ -362,7 +362,7 @@ def keys_called(name: str, kind: str, *, roughly: bool = False) -> list[str]:
 
     Args:
         name: As an option of the command line, such as batch-size.
-        kind: Of the trainer.
+        kind: Kind of the trainer.
         roughly: Whether to accept other tools' words for a key.
     """
     others = [other for other in KINDS["trainer"].every() if other != kind]

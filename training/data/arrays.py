@@ -361,7 +361,7 @@ class RecordForm:
         Args:
             x: Records.
             y: What to predict, or None to predict the next tokens.
-            names: Of both, for messages.
+            names: Names of both, for messages.
 
         Raises:
             TypeError, ValueError: They are of another form, or of different lengths.

@@ -47,7 +47,7 @@ def required_library(name: str, missing: str) -> Any:
     """Import an optional library when it is needed.
 
     Args:
-        name: Of its module.
+        name: Name of its module.
         missing: The message if it is not installed: what needs it, and how to install it.
 
     Raises:
@@ -255,7 +255,7 @@ def _cut_short(path: Path, how: str) -> DataError:
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
 _DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, MemoryError)
 _BAD_HEADER = (tokenize.TokenError, SyntaxError, IndexError, TypeError, AttributeError)
-"""What zipfile, its decompressors and numpy's parser of headers raise."""
+"""Errors of zipfile, its decompressors and numpy's parser of headers."""
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,

@@ -687,7 +687,7 @@ def random_shapes(shape: tuple[int, ...], count: int) -> Tensor:
     each, with independent u uniform on [0, 1].
 
     Args:
-        shape: Of an image: (c, h, w).
+        shape: Shape of an image, (c, h, w).
         count: Number of images.
 
     Returns:

@@ -63,9 +63,9 @@ class Frame(Protocol):
 Arrays = tuple[Array, Array | None] | tuple[Array, Array | None, Ids]
 """Records, what to predict of them (None: the next tokens), and for data.split = 'id' an ID of each record."""
 OwnData = Arrays | TorchDataset[Any] | Frame
-"""What `opusim.train(data=...)` takes besides a Dataset."""
+"""Forms of `opusim.train(data=...)`, in addition to a Dataset."""
 OwnTest = Pair | TorchDataset[Any] | Frame
-"""What `opusim.train(test=...)` takes."""
+"""Forms of `opusim.train(test=...)`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class Trainer(ABC):
     """Parameters, what one step releases, and the step.
 
     Attributes:
-        network: What is trained.
+        network: The network to train.
         optimizer: Carries the learning rate.
         device: The open device that it reads, or None.
         intact: Whether the parameters are, to the bit, those after the last finished step, so that a checkpoint may be
@@ -296,7 +296,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """Return a network as `Network.facts` describes it; its parameters are still to be filled in.
 
         Args:
-            facts: What the run folder holds under "network".
+            facts: The content of the run folder's facts under "network".
             model: A module like the user-supplied one, if the folder cannot describe that one.
 
         Raises:

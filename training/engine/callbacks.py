@@ -36,7 +36,7 @@ class Callback:
         it comes after the first step, and in release mode not at all.
 
         Args:
-            expected: What they use.
+            expected: The expected usage.
             steps: Number of remaining steps.
             is_mean: Whether the usage is a mean, since batch sizes are random.
         """

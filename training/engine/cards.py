@@ -100,7 +100,7 @@ class StepMemory:
     """The figures of torch's allocator for a run that exhausted a card's memory, in bytes.
 
     Attributes:
-        total: Of the card.
+        total: Memory of the card.
         before: Allocated before the first step: model and records.
         peak: The most that was allocated since then.
     """
@@ -142,7 +142,7 @@ def exhausted(step: int, batch: int, place: torch.device, found: StepMemory | No
     """Return the error of a step for which a card's memory did not suffice.
 
     Args:
-        step: Its number.
+        step: Number of the step.
         batch: sampler.batch_size, a public number.
         place: The card.
         found: The allocator's figures; None if they are not known, or private.

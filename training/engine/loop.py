@@ -57,12 +57,12 @@ class Engine:
     Attributes:
         steps: The steps, and the ledger that they are paid for in.
         total_steps: Steps of the whole run.
-        mechanisms: What one step releases; empty if everything is paid for upfront.
+        mechanisms: Mechanisms of one step; empty if everything is paid for upfront.
 
     Args:
         plan: The run; its device is open, its torch device holds the network.
-        trainer: What is trained.
-        folder: Where the run is written; the caller holds its lock.
+        trainer: The trainer.
+        folder: The run folder; the caller holds its lock.
         watcher: Receives the progress.
         ranks: The processes, which this one leads; None for one.
         device: The open device of the run, or None without one. Under a certificate it is checked at each stop, too.
@@ -493,7 +493,7 @@ def lead(
     """Do one step with all processes, which wait for it in `follow`.
 
     Args:
-        trainer: Of the first process.
+        trainer: The trainer of the first process.
         split: The training records.
         records: Numbers of the batch's records, or of its users, on the host, shape (batch,).
         step: Number of the step; it is paid for.
@@ -512,7 +512,7 @@ def follow(trainer: Trainer, split: Split, ranks: Ranks, users: Users | None = N
     """Do this process's part of every step that the first one leads, until that one ends the run.
 
     Args:
-        trainer: Of this process, in the state of the first one's.
+        trainer: The trainer of this process, in the state of the first one's.
         split: The training records.
         ranks: The processes.
         users: See `lead`.

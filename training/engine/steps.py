@@ -55,7 +55,7 @@ class PaidSteps:
 
     Args:
         ranks: See above.
-        name: Whose steps they are, for messages, such as "the private loop".
+        name: Owner of the steps, for messages, such as "the private loop".
     """
 
     def __init__(self, ranks: Ranks, name: object) -> None:
@@ -123,7 +123,7 @@ class PaidSteps:
         """Ensure that the next step is paid for; when this returns, every process may take it.
 
         Args:
-            *mechanisms: What the step releases.
+            *mechanisms: Mechanisms that the step releases.
             until: Number of a step that no line of the ledger reserves.
 
         Raises:
@@ -169,8 +169,8 @@ class PaidSteps:
         """Check that all processes do the same, and return a number from each, in the order of ranks.
 
         Args:
-            act: What this process is about to do.
-            number: What the others receive of this process.
+            act: Act that this process is about to do.
+            number: Number that the others receive from this process.
             step: With which step; None for the next one.
 
         Raises:
@@ -215,7 +215,7 @@ class Movement:
     It compares only parameters that anyone may see under the guarantee, so that the warning costs no privacy.
 
     Args:
-        module: What is trained, before the first step.
+        module: The trained module, before the first step.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -29,13 +29,13 @@ from opusim.training.runs.storage import REMEDY, Header, Seal, checkpoint_path, 
 
 
 class Trained(Protocol):
-    """What a checkpoint keeps of a trainer (`opusim.training.engine.algorithm.Trainer`)."""
+    """The parts of a trainer that a checkpoint keeps (`opusim.training.engine.algorithm.Trainer`)."""
 
     optimizer: torch.optim.Optimizer
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The trained module."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
     """Yield a client of a Dask scheduler.
 
     Args:
-        address: Of the scheduler, such as tcp://host:8786, or tls://host:8786 with Dask's own settings of certificate
-            and key; its workers see the same folders.
+        address: Address of the scheduler, such as tcp://host:8786, or tls://host:8786 with Dask's own settings of
+            certificate and key; its workers see the same folders.
         patience_s: Seconds to wait for its answer.
 
     Raises:

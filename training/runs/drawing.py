@@ -77,10 +77,10 @@ class LineChart(Shown):
 
     Attributes:
         lines: At least one, each with at least one value.
-        x_label: Of the axis of whole numbers.
-        y_label: Of the other axis.
-        y_limits: Ends of that axis; None takes those of the values and a margin.
-        logarithmic: Whether that axis is logarithmic, unless a value is 0 or below.
+        x_label: Label of the axis of whole numbers.
+        y_label: Label of the axis of values.
+        y_limits: Ends of the axis of values; None takes those of the values and a margin.
+        logarithmic: Whether the axis of values is logarithmic, unless a value is 0 or below.
     """
 
     lines: Sequence[Line]

@@ -342,7 +342,7 @@ class RunFolder:
         """Return the seal for a checkpoint that is about to be written.
 
         Args:
-            files: What `digests` returned when this process started.
+            files: Digests by `digests`, from when this process started.
             ledger: Current position of the ledger.
             bound: Whether the run may only be resumed in this very folder.
         """

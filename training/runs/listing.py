@@ -59,7 +59,7 @@ class Entry:
         kind: run, search, sweep or audit.
         size: Bytes of its files; links are not followed.
         started: Day on which its configuration was written, such as 2026-01-31; None if unknown, as all below.
-        state: Of a run; None for other kinds.
+        state: State of a run; None for other kinds.
         trainer: Kind of its trainer.
         data: Name of its data set.
         model: model.name of its configuration.

@@ -82,7 +82,7 @@ def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[N
 
     Args:
         folder: The folder; the file `lock` in it names the process that holds it.
-        what: What error messages call the folder, such as "run folder".
+        what: Name of the folder in error messages, such as "run folder".
         private: Whether only the owner may read what is written there.
 
     Raises:
@@ -184,7 +184,7 @@ def unsealed(path: Path, content: Any, *, remedy: str) -> tuple[dict[str, Any], 
 
     Args:
         path: The file, for the message.
-        content: What was read from it.
+        content: Its content.
         remedy: What to do if it was changed.
 
     Raises:
@@ -246,7 +246,7 @@ def read_record(
         path: The file.
         kind: The dataclass.
         version: Its schema version.
-        what: What the file should be, for the message, such as "an audit".
+        what: Expected content, for the message, such as "an audit".
         remedy: What to do if it is not.
         named: Path that a warning names, such as the folder of many files; None for the file.
 

@@ -146,8 +146,8 @@ def noisy_score(right: int, n_records: float, mu: float, *, mode: str, seed: int
         right: Number of held-out records that the model classifies rightly; one record changes it by at most 1.
         n_records: n, a public number of at least 1.
         mu: Above 0.
-        mode: Of the run; release mode draws from the system.
-        seed: Of the trial.
+        mode: Mode of the run; release mode draws from the system.
+        seed: Seed of the trial.
     """
     noise = noise_stream(mode, seed, "score-noise").rounded(1, 1 / mu)
     return float(noise.added_to(torch.tensor([float(right)]))) / n_records
@@ -394,7 +394,7 @@ class Trial:
 
     Attributes:
         config: Its configuration, with the noise or the epsilon that the search leaves it.
-        whole: What its training releases at most.
+        whole: The mechanism that bounds its whole training.
         held_out: The public number that its score is divided by: the number of held-out records, or an estimate if the
             relation hides the number of records.
     """

@@ -530,7 +530,8 @@ def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
     mostly 1 once a prior is good, and such a response reveals nothing. Among equally likely labels the first are taken.
 
     Args:
-        priors: Prior of each label, at least 0, rows of sum 1, shape (n, k); independent of the record's own label.
+        priors: Prior of each label, at least 0, rows of sum 1, shape (n, k).
+            They must not depend on the record's own label.
         epsilon: Above 0 and finite.
 
     Raises:

@@ -391,7 +391,7 @@ class LabelCounts(_LabelFrame):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelArgmax(_LabelFrame):
-    """Every label shown once to a camera with a group of pixels for each label; only the brightest group is kept."""
+    """Every label shown once to a camera with a group of pixels per label; only the brightest group's index is kept."""
 
     step_epsilon: Annotated[
         Positive,

@@ -1,20 +1,20 @@
-"""Bounds on epsilon that hold however often an audit is read, and wherever it stops: bets against a claim.
+"""Lower bounds on epsilon that hold after every game of an audit, whenever it stops: bets against a claim.
 
 In each game a fair coin chooses one of two worlds, and an attacker who knows the earlier games guesses which, or
 abstains. If the mechanism is (epsilon, delta)-DP, then given the past P(right) <= e^epsilon P(wrong) + delta, so that
 
     X = 1 + (1[right] - e^epsilon 1[wrong] - delta) / (e^epsilon + delta)
 
-is at least 0 and has mean at most 1. Whoever divides the wealth E, 1 at first, before each game among such X and cash
-has a supermartingale: under a true claim E ever reaches 1 / alpha with probability at most alpha (Ville). E is the
-e-value of the claim; those of independent audits may be multiplied. The lower bound after any number of games is the
-largest epsilon whose wealth, and that of all smaller ones, has reached 1 / alpha: a confidence sequence.
+is at least 0 and has mean at most 1. A wealth E starts at 1 and is divided before each game among such X and cash. It
+is a supermartingale: under a true claim, E ever reaches 1 / alpha with probability at most alpha (Ville). E is the
+e-value of the claim; e-values of independent audits may be multiplied. The lower bound after any number of games is the
+largest epsilon that is refuted together with all smaller ones: a confidence sequence.
 
-Here the X differ in the share of the games that is guessed (the highest and the lowest scores among the earlier ones)
-and, under a Gaussian law, in the statement (epsilon, delta) of its curve. The division has the largest growth for 100
-invented games of a mechanism with half of the noise, and the games so far. It decides on power, never on validity.
-Games of one run are no such games at delta > 0: there P(right) is bounded given the past of independent runs only. At
-delta = 0 the canaries of one run may be revealed one by one.
+Here the X differ in the share of games that the attacker guesses (those with the most extreme scores so far) and, under
+a Gaussian law, in the point (epsilon, delta) of its curve. The division maximises growth over the games so far and 100
+invented games of a mechanism with half the noise. It affects power, never validity.
+At delta > 0 the games must come from independent runs, since only then is P(right) bounded given the past. At delta = 0
+the canaries of one run may be revealed one by one.
 Sources: González, Dulce-Rubio, Ramdas and Ribero 2025 (arXiv 2509.07055); the best division: Cover 1984.
 """
 
@@ -40,16 +40,16 @@ _SLOPES = (0.0, 0.5, 1.0, 2.0)
 """epsilon over mu of the statements of a Gaussian law."""
 _INVENTED = 100.0
 _FIRST, _LATER = 1000, 8
-"""Steps towards the best division: of the first one, and of each one after games."""
+"""Iterations that compute the first division, and each later one."""
 _SURPRISE = 1e-3
-"""Share of the invented games that end anyhow, so that no game costs all wealth."""
+"""Share of the invented games whose outcome is uniform, so that no game costs all wealth."""
 _KEPT = 0.98
-"""Share of the last division that the next search starts from; the rest is the first one, so that nothing is lost."""
+"""Weight of the last division where the next search starts; the first one has the rest, so that no bet stays at 0."""
 _LARGEST_E = 1e300
 _POWER, _REPEATS = 0.9, 400
-"""Power that audits are planned for, and invented audits that tell it."""
+"""Power that audits are planned for, and invented audits that estimate it."""
 _LEAST_ALTERNATIVE = 1.0
-"""mu or epsilon at which the bets against small ones aim."""
+"""Least mu or epsilon that a first division is optimised for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +79,15 @@ class AnytimePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class AnytimeResult:
-    """What so many games say; never a guarantee.
+    """The bound after some games, and whether they refute the claim; never a guarantee.
 
     Attributes:
-        plan: What was fixed beforehand.
-        games: How many were played.
-        e_value: Of the claim; None without one. At most 1e300.
+        plan: The plan of the games.
+        games: Number of games played.
+        e_value: E-value of the claim, at most 1e300; None without a claim.
         epsilon_lower: The bound, at least 0.
         refuted_at: The game after which the claim was refuted, or None.
-        sequence: The bound after some numbers of games, each with that number.
+        sequence: Pairs (number of games, bound after them).
     """
 
     plan: AnytimePlan
@@ -99,14 +99,14 @@ class AnytimeResult:
 
 
 class _Wealth:
-    """The wealth of gamblers who bet against one hypothesis each, or in many repeats of an audit against one.
+    """The wealth of bets against several hypotheses in one audit, or against one hypothesis in many audits.
 
     Args:
         law: What is known of the mechanism.
-        delta: Of an epsilon under any law.
-        hypotheses: An epsilon, or a mu under a Gaussian law, each.
-        aims: What the first division of each is best against, in the same terms.
-        repeats: How many audits play; 1, or any number against one hypothesis.
+        delta: Delta of a hypothesis that is an epsilon.
+        hypotheses: Epsilons, or mus under a Gaussian law.
+        aims: The strength that each one's first division is best against, on the same scale.
+        repeats: Number of audits; above 1 only with a single hypothesis.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class _Wealth:
         self.logarithm = np.zeros(count)
 
     def play(self, outcomes: np.ndarray) -> np.ndarray:
-        """Return the logarithm of the wealth after each of some games that are played with one division.
+        """Play games with one division, and return the logarithm of the wealth after each.
 
         Args:
-            outcomes: The band of each game's score, plus their number if the guess is wrong, shape (repeats, games).
+            outcomes: Band of each game's score, plus the number of bands if the guess is wrong, shape (repeats, games).
         """
         held = np.log((self._division[:, None] @ self._returns)[:, 0])
         shape = (len(self._seen), outcomes.shape[1])
@@ -139,7 +139,7 @@ class _Wealth:
         return path
 
     def divide(self) -> None:
-        """Divide the wealth anew, by what was seen."""
+        """Divide the wealth anew, by the outcomes so far."""
         start = _KEPT * self._division + (1 - _KEPT) * self._first
         self._division = _divided(self._returns, self._seen + _INVENTED * self._planned, start, _LATER)
 
@@ -148,7 +148,7 @@ class _Wealth:
 def _bets(
     law: Law, delta: float, hypotheses: tuple[float, ...], aims: tuple[float, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what each part of a wealth returns in each outcome, the invented outcomes, and the first division."""
+    """Return the factor of each bet in each outcome, the shares of the invented outcomes, and the first division."""
     statements = np.array([_statements(law, one, delta) for one in hypotheses])
     slope, deltas = np.exp(statements[..., 0])[..., None, None], statements[..., 1][..., None, None]
     bands = len(_SHARES)
@@ -167,10 +167,10 @@ def _divided(returns: np.ndarray, weights: np.ndarray, start: np.ndarray, steps:
     """Return a division of the wealth with a larger growth, by Cover's algorithm.
 
     Args:
-        returns: Of each part in each outcome, shape (n or 1, parts, outcomes).
-        weights: Of the outcomes, shape (n, outcomes).
-        start: Where the search starts, shape (n or 1, parts).
-        steps: Its steps.
+        returns: Factor of each bet in each outcome, shape (n or 1, bets, outcomes).
+        weights: Weights of the outcomes, shape (n, outcomes).
+        start: Division that the search starts from, shape (n or 1, bets).
+        steps: Number of iterations.
     """
     shares = weights / weights.sum(axis=-1, keepdims=True)
     division = start / start.sum(axis=-1, keepdims=True)
@@ -181,7 +181,7 @@ def _divided(returns: np.ndarray, weights: np.ndarray, start: np.ndarray, steps:
 
 
 def _statements(law: Law, hypothesis: float, delta: float) -> list[tuple[float, float]]:
-    """Return what a hypothesis states, as (epsilon, delta): an epsilon at delta, or the curve of a mu."""
+    """Return the pairs (epsilon, delta) of a hypothesis: one for an epsilon, points of the curve for a mu."""
     if law is Law.ANY:
         return [(hypothesis, delta)]
     if hypothesis == 0:
@@ -197,7 +197,7 @@ def _delta_of(mu: float | np.ndarray, slope: np.ndarray) -> np.ndarray:
 
 
 def _outcomes_of(law: Law, strength: float) -> np.ndarray:
-    """Return the probability of each outcome if the scores are ideal: of a Gaussian mu, or of a pure epsilon."""
+    """Return the probability of each outcome for ideal scores of a Gaussian mu or a pure epsilon."""
     if law is Law.ANY:
         widths = -np.diff(np.append(_SHARES, 0.0))
         right = float(numerics.logistic(strength))
@@ -211,7 +211,7 @@ def _outcomes_of(law: Law, strength: float) -> np.ndarray:
 
 
 def _rebalanced(games: int) -> int:
-    """Return the number of games after which the wealth is divided anew, if it was after this number."""
+    """Return the number of games at the division that follows one after `games`."""
     return games + max(1, games // 16)
 
 
@@ -219,7 +219,7 @@ class AnytimeAudit:
     """Plays game by game against a claim and against a grid of epsilons; may be read after any game.
 
     Args:
-        plan: What is fixed beforehand.
+        plan: The plan of the games.
         bounds: Whether to bet against the grid too; without it only the claim is tested, in less time.
 
     Raises:
@@ -247,7 +247,7 @@ class AnytimeAudit:
         """Play games, one after another.
 
         Args:
-            scores: One a game, higher where the first world is taken for the one that was played, shape (n,).
+            scores: One a game, higher if the attacker thinks that the first world was played, shape (n,).
             inside: The coins, bool, shape (n,).
         """
         checks.shape((len(inside),), scores=scores)
@@ -294,7 +294,7 @@ class AnytimeAudit:
 
     @property
     def result(self) -> AnytimeResult:
-        """What the games so far say."""
+        """The result of the games so far."""
         games, claimed = len(self._past), self.plan.claimed
         kept = [one for one in self._sequence if one[0] < games]
         return AnytimeResult(
@@ -310,12 +310,12 @@ class AnytimeAudit:
 
 
 def audit_anytime(scores: np.ndarray, inside: np.ndarray, plan: AnytimePlan) -> AnytimeResult:
-    """Return what games in this order say.
+    """Return the result of games in this order.
 
     Args:
         scores: One a game, shape (n,).
         inside: The coins, bool, shape (n,).
-        plan: What was fixed beforehand.
+        plan: The plan of the games.
     """
     game = AnytimeAudit(plan)
     game.add(scores, inside)
@@ -323,14 +323,14 @@ def audit_anytime(scores: np.ndarray, inside: np.ndarray, plan: AnytimePlan) -> 
 
 
 def in_coin_order(first: np.ndarray, second: np.ndarray, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores of two worlds as games of fair coins, until a world's scores are used up: scores and coins.
+    """Return the scores and coins of fair games between two worlds, until one world's scores are used up.
 
     More scores of the same worlds continue the same games.
 
     Args:
         first: Independent scores of the first world, shape (n,).
-        second: Those of the second world, shape (m,).
-        seed: Of the coins.
+        second: Independent scores of the second world, shape (m,).
+        seed: Seed of the coins.
     """
     coins = np.random.default_rng(seed).random(len(first) + len(second)) < 0.5
     heads, tails = np.cumsum(coins), np.cumsum(~coins)
@@ -342,7 +342,7 @@ def in_coin_order(first: np.ndarray, second: np.ndarray, *, seed: int) -> tuple[
 
 
 def strength_of(law: Law, epsilon: float, delta: float) -> float:
-    """Return mu of an epsilon at delta under a Gaussian law, and epsilon itself under any."""
+    """Return the mu of an epsilon at delta under a Gaussian law, else the epsilon itself."""
     return gaussian_mu(epsilon, delta) if law is Law.GAUSSIAN else epsilon
 
 
@@ -354,7 +354,7 @@ def _grid(law: Law, delta: float) -> tuple[tuple[float, ...], tuple[float, ...]]
         return grid, grid
     mus = np.geomspace(0.05, 12.0, 99)
     low, high = np.zeros(len(mus)), np.full(len(mus), 700.0)
-    for _ in range(60):  # to the epsilon whose statement of each mu has this delta, from below
+    for _ in range(60):  # bisect for each mu's epsilon at this delta; `low` stays at or below it
         middle = (low + high) / 2
         small = _delta_of(mus, middle / mus) > delta
         low, high = np.where(small, middle, low), np.where(small, high, middle)
@@ -363,9 +363,9 @@ def _grid(law: Law, delta: float) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 @functools.lru_cache(maxsize=256)
 def _refutations(plan: AnytimePlan, ratio: float, most: int) -> tuple[int, ...]:
-    """Return the ascending numbers of games after which invented audits with ideal scores refute; else `most` + 1.
+    """Return, in ascending order, the games that each invented audit with ideal scores needs to refute, or `most` + 1.
 
-    They stop once 90 % have.
+    All audits stop once 90 % have refuted.
     """
     if plan.claimed is None:
         raise ValueError("plan.claimed is missing: only a claim can be refuted")
@@ -387,10 +387,10 @@ def games_needed(plan: AnytimePlan, ratio: float, *, most: int) -> int:
     """Return the number of games that refute a weaker mechanism with power 0.9, if scores are ideal.
 
     Args:
-        plan: What is fixed beforehand, with a claim.
-        ratio: By how much it is weaker, above 1: its noise is the claim's over the ratio under a Gaussian law, and its
-            epsilon the claim's times the ratio under any.
-        most: Games after which the search ends; a larger number is returned if they do not do.
+        plan: The plan of the games, with a claim.
+        ratio: How much weaker it is, above 1: the claim's noise over its noise under a Gaussian law, else its epsilon
+            over the claim's.
+        most: Games after which the search ends; it returns a larger number if they do not suffice.
     """
     return _refutations(plan, ratio, most)[math.ceil(_POWER * _REPEATS) - 1]
 
@@ -398,21 +398,21 @@ def games_needed(plan: AnytimePlan, ratio: float, *, most: int) -> int:
 def power_within(plan: AnytimePlan, ratio: float, games: int) -> float:
     """Return the probability of refuting a weaker mechanism within some games, to 0.02; see `games_needed`.
 
-    At most a little over 0.9, where the count ends.
+    The search stops a little above 0.9 and returns no larger probability.
     """
     return float(np.mean(np.array(_refutations(plan, ratio, games)) <= games))
 
 
 def smallest_ratio(plan: AnytimePlan, games: int) -> float | None:
-    """Return the smallest ratio, to a tenth, that so many games refute with power 0.9; see `games_needed`.
+    """Return the smallest ratio, to a tenth, that this many games refute with power 0.9; see `games_needed`.
 
-    None if 16 is too small.
+    Returns None if 16 is too small.
 
     Args:
-        plan: What is fixed beforehand, with a claim.
-        games: How many, at least 1.
+        plan: The plan of the games, with a claim.
+        games: Number of games, at least 1.
     """
-    low, high = 10, 161  # tenths: the first is too small, the last does
+    low, high = 10, 161  # tenths: `low` is too small, `high` suffices
     while high - low > 1:
         middle = (low + high) // 2
         enough = games_needed(plan, middle / 10, most=games) <= games

@@ -87,13 +87,13 @@ class AuditResult:
 
     Attributes:
         epsilon_lower: At least 0, at most the ceiling.
-        ceiling: What a perfect attack would have given with that many scores.
+        ceiling: The bound of a perfect attack with that many scores.
         n_in: Scores with the target that the bound rests on (the threshold was chosen on others).
         n_out: Scores without the target.
         threshold: The score from which the attack says "in".
-        false_positives: How many of n_out reached it.
-        false_negatives: How many of n_in did not.
-        plan: What was fixed beforehand.
+        false_positives: Number of n_out scores that reached it.
+        false_negatives: Number of n_in scores that did not.
+        plan: The plan of the audit.
     """
 
     epsilon_lower: float
@@ -146,7 +146,7 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
     Args:
         scores_in: Scores with the target present, at least 4, shape (n_in,).
         scores_out: Scores with it absent, at least 4, shape (n_out,).
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
 
     Raises:
         ValueError: Too few scores, or one that is not finite.
@@ -161,16 +161,15 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
         np.split(scores[generator.permutation(len(scores))], [len(scores) // 2])
         for scores in (scores_in, scores_out)
     )
-    # The threshold has the largest bound on the half that is spent on choosing. One at a score itself would lose fresh
-    # scores next to it although the worlds are far apart, so it lies midway between two scores; of thresholds with
-    # equal bounds, the one in the widest gap is taken.
+    # Take the threshold with the largest bound on the first half. At a score itself it would misjudge fresh scores next
+    # to that score, so candidates lie midway between two scores; among equal bounds the widest gap wins.
     points = np.unique(np.concatenate([choose_in, choose_out]))
     candidates = np.concatenate([points[:1], (points[:-1] + points[1:]) / 2])
     widths = np.concatenate([[0.0], np.diff(points)])
     misses = np.searchsorted(np.sort(choose_in), candidates)
     alarms = len(choose_out) - np.searchsorted(np.sort(choose_out), candidates)
-    # All thresholds of the Gaussian estimator tell the same mu, so that the largest bound of many is often luck at few
-    # errors; a hundredth of the level makes few errors weigh less there, unless it leaves no bound at all.
+    # All thresholds of the Gaussian estimator estimate the same mu, so the largest bound is often luck at few errors.
+    # A hundredth of the level gives few errors less weight; the full level is used only if that leaves no bound.
     for share in (0.01, 1.0) if plan.estimator is Estimator.GAUSSIAN else (1.0,):
         level = share * (1 - plan.confidence) / 2
         miss, alarm = (
@@ -182,7 +181,7 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
             break
     best = np.flatnonzero(strengths == strengths.max())
     threshold = float(candidates[best[np.argmax(widths[best])]])
-    # the errors there on the other half
+    # errors at that threshold on the other half
     positives, negatives = int(np.sum(use_out >= threshold)), int(np.sum(use_in < threshold))
     sizes = len(use_in), len(use_out)
     return AuditResult(
@@ -202,15 +201,15 @@ def audit_drawn_noise(
 ) -> AuditResult:
     """Return the lower bound on epsilon from scores that are a known number of their world plus Gaussian noise.
 
-    The noise that was drawn is what the scores differ from these numbers by. Its n values of one deviation s have
-    sum of squares s^2 chi^2_n, so with confidence 1 - alpha s is at most the root of that sum over the alpha quantile
-    of chi^2_n, and mu at least the distance of the two numbers over it. Errors are counted midway between the numbers.
+    The drawn noise is score minus number. Its n values with standard deviation s have sum of squares Q = s^2 chi^2_n,
+    so with confidence 1 - alpha, s <= sqrt(Q / q) with q the alpha quantile of chi^2_n, and mu is at least the distance
+    of the two numbers over sqrt(Q / q). Errors are counted at the threshold midway between the numbers.
 
     Args:
         scores_in: Scores with the target present, shape (n_in,).
         scores_out: Scores with it absent, shape (n_out,).
         values: The scores of the two worlds without noise.
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
 
     Raises:
         ValueError: No scores, or one that is not finite.
@@ -254,7 +253,7 @@ def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: in
 
 
 def _strength(miss: np.ndarray, alarm: np.ndarray, plan: AuditPlan) -> np.ndarray:
-    """What limits on both error rates prove, elementwise: epsilon, or mu for the Gaussian estimator; at least 0."""
+    """Return what upper limits of both error rates prove: epsilon, or mu for the Gaussian estimator; at least 0."""
     with np.errstate(divide="ignore"):
         if plan.estimator is Estimator.GAUSSIAN:
             return np.maximum(-numerics.normal_quantile(miss) - numerics.normal_quantile(alarm), 0.0)
@@ -264,12 +263,12 @@ def _strength(miss: np.ndarray, alarm: np.ndarray, plan: AuditPlan) -> np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What an attack's scores say of epsilon if they are taken at face value; never a bound.
+    """Estimate of epsilon from an attack's scores taken at face value; never a bound.
 
     Attributes:
         epsilon: The estimate, at least 0.
         low: Lower end of its interval, 95 % confidence.
-        high: Upper end, or None if the attack made no error of a kind, so that there is none.
+        high: Upper end; None without one, as when the attack made no error of one kind.
     """
 
     epsilon: float
@@ -281,8 +280,8 @@ def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult
     """Return the epsilon that the scores show, without the margin of a bound.
 
     Under the Gaussian law mu is the difference of the means over the pooled standard deviation, for scores that are
-    normal, such as log-likelihood ratios of that law. Otherwise both error rates at the bound's threshold are taken as
-    they are, half an error for none; the interval takes Clopper-Pearson limits of each.
+    normal, such as log-likelihood ratios of that law. Otherwise it follows from the error rates at the bound's
+    threshold, with half an error in place of none; the interval takes Clopper-Pearson limits of each.
 
     Args:
         scores_in: All scores with the target present.
@@ -310,10 +309,9 @@ def detection_probability(
 ) -> float:
     """Return the probability with which the best attack on another mechanism refutes a claim.
 
-    Statements bound the attack's true positives by min over (delta, epsilon) of e^epsilon FPR + delta, and of
-    1 - e^-epsilon (1 - FPR - delta); the best attack is taken to reach that, or less where the Gaussian mechanism of
-    the largest mu among the statements does. Its counts of errors are drawn at 25 rates of false positives, of which
-    the most telling one is taken.
+    The statements bound the true positive rate by the least e^epsilon FPR + delta and 1 - e^-epsilon (1 - FPR - delta).
+    The best attack is assumed to reach that bound, or the rate of the Gaussian mechanism with the statements' largest
+    mu if that is lower. Error counts are drawn at 25 false positive rates; the largest probability is returned.
 
     Args:
         statements: (delta, epsilon) pairs that are tight for the other mechanism, at least one.
@@ -410,5 +408,5 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """Return epsilon of the Gaussian mechanism of a mu at delta, rounded down."""
+    """Return the epsilon at delta of the Gaussian mechanism with this mu, rounded down."""
     return numerics.gaussian_bounds(mu, delta).lower if mu > 0 else 0.0

@@ -33,7 +33,6 @@ from opusim.tables import print_table, wrapped
 
 app = typer.Typer(
     name="account",
-    help="Say how private a run was, or what a mechanism's parameters would give, without running anything.",
     epilog="Example:  opusim account record-central --noise-multiplier 1.1 --sampling-probability 0.01 "
     "--steps 1000 --clip-norm 1 --divisor 600",
     no_args_is_help=True,
@@ -195,7 +194,7 @@ def _flag(parameter: Parameter) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Brackets that rich must not read as markup."""
+    """Escape brackets, which rich would read as markup."""
     return text.replace("[", r"\[")
 
 

@@ -23,7 +23,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     """Return the guarantees of all mechanisms together, whatever their order.
 
     Args:
-        mechanisms: What ran on the same data; at least one. One that is not additive stands for a whole run.
+        mechanisms: Mechanisms that ran on the same data; at least one. One that is not additive stands for a whole run.
         delta: In [0, 1).
         enforced: Whether the code that ran them checked the assumptions.
 
@@ -48,7 +48,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
 
 
 def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:
-    """Return equal mechanisms of one run as one with the sum of their steps, in an order that is not the input's."""
+    """Merge equal mechanisms of one run, adding their steps; the order does not depend on the input's."""
     steps: dict[Mechanism, int] = {}
     for mechanism in mechanisms:
         one = mechanism.repeated(1)
@@ -118,20 +118,20 @@ class Budget:
         """Return how many steps, up to `wanted`, fit; one computation if all of them do.
 
         Args:
-            paid: What has been paid for.
-            step: What one step costs.
+            paid: Mechanisms that are paid for.
+            step: Mechanisms of one step.
             wanted: Steps asked for, at least 1.
             ahead: Steps that the whole run may ask for; if all fit, later calls compute nothing.
         """
         checks.integer(minimum=1, wanted=wanted)
-        if ahead > wanted:
-            self.would_exceed(paid, [mechanism.repeated(ahead * mechanism.steps) for mechanism in step])
 
         def too_many(steps: int) -> bool:
             return self.would_exceed(
                 paid, [mechanism.repeated(steps * mechanism.steps) for mechanism in step]
             )
 
+        if ahead > wanted:
+            too_many(ahead)
         return bisect.bisect_left(range(1, wanted), True, key=too_many) if too_many(wanted) else wanted
 
     def require(self, paid: Sequence[Mechanism], step: Sequence[Mechanism]) -> None:
@@ -197,7 +197,7 @@ def calibrate_noise(mechanism: M, *, target_epsilon: float, delta: float) -> tup
 def _bracket(
     gap: Callable[[float], float], start: float, target: float, delta: float, mechanism: Mechanism
 ) -> tuple[float, float]:
-    """Logarithms of noise between which the target lies, or equal ones if even the least noise reaches it."""
+    """Return logarithms of noise that enclose the target's, or two equal ones if even the least noise reaches it."""
     low = high = min(max(start, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
     if gap(high) > 0:
         while gap(high) > 0:

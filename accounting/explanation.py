@@ -1,8 +1,8 @@
 """Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on.
 
-`Statement` is what a ledger's run may state, as one versioned JSON document for a reviewer (docs/privacy.md lists its
-keys): the guarantees that `opusim account run RUN` prints, unrounded, and each of its warnings. `large_delta`
-is the one rule of every command and statement for a delta that is too large for the number of records.
+`Statement` is one versioned JSON document for a reviewer (docs/privacy.md lists its keys): the guarantees that `opusim
+account run RUN` prints, unrounded, and its warnings. Every command and statement uses `large_delta` to warn of a delta
+that is too large for the number of records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED_REBUILDS = "batches and noise drawn in software can be rebuilt from the see
 
 
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
-    """Return a paragraph for a reader who knows no differential privacy, and a list of what the guarantee rests on.
+    """Return a paragraph for a reader new to differential privacy, and a list of the guarantee's assumptions.
 
     Args:
         guarantee: The guarantee.
@@ -142,13 +142,13 @@ def _meaning(guarantee: Guarantee) -> str:
         "label" if is_label else "value",
     )
     attack = (
-        f"an attack that reports a {what} wrongly for 1 % of the records that have the other one reports it rightly "
-        f"for {hits} of those that have it"
+        f"an attack that reports one {what} for 1 % of the records with the other {what} also reports it for {hits} of "
+        f"the records that have it"
     )
     if not is_label and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         attack = (
-            f"an attack that takes 1 % of the {noun}s that were not used for used ones finds {hits} of those that "
-            "were"
+            f"an attack that wrongly flags 1 % of the {noun}s outside the training data flags {hits} of those "
+            "inside it"
         )
     return (
         f"an attacker sees {seen}, knows all other {noun}s, and asks {question}. With epsilon "
@@ -168,10 +168,9 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
     published.
 
     Args:
-        delta: Of the statement, in [0, 1).
-        mechanisms: What is paid for. Their public constants tell n, if they have any (`Mechanism.public_records`).
-        records: n, of users if users are protected, only if it is public; None takes the least that the mechanisms
-            tell.
+        delta: Delta of the statement, in [0, 1).
+        mechanisms: Mechanisms that are paid for. Their `public_records` give n if they have any.
+        records: n if it is public, the number of users if users are protected; None takes the least `public_records`.
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
     n = min((float(number) for number in told if number is not None), default=None)
@@ -263,11 +262,11 @@ WARNINGS: dict[WarningCode, str] = {
     ),
     "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}.",
     "large-epsilon": (
-        "Epsilon is above 10, which rules out next to nothing: an attack that takes one in 20,000 of those who were "
-        "not in the data for members may find nearly all who were. Take a smaller epsilon if people rely on it."
+        "Epsilon is above 10, which rules out next to nothing: an attack that wrongly flags one in 20,000 people "
+        "outside the data may flag nearly all inside it. Take a smaller epsilon if people rely on it."
     ),
 }
-"""What limits every guarantee of a document."""
+"""Limits of every guarantee of a document."""
 _MODES: dict[Mode, str] = {
     "experiment": (
         "not for release: the seed is stored, and the numbers hold for the same run in release mode"
@@ -288,7 +287,7 @@ class LedgerFacts:
         payments: Lines that pay.
         steps_paid: Steps paid for; in release mode a repeated step counts again.
         releases_paid: Names of the releases that happen once.
-        checked_against: Files of the run that name a length and a digest, which the ledger fits.
+        checked_against: Files of the run whose record of a length and a digest fits the ledger.
         enforced_by: The code that says in the ledger which hypotheses it checked, if it says so by name.
 
     Raises:
@@ -349,7 +348,7 @@ class RunFacts:
         finished: Whether the run ended.
         step: Steps in its newest checkpoint, or None if there is no checkpoint.
         versions: The packages that it was started with, and their versions.
-        records: Of the training set, if the number is public and records are protected; else None.
+        records: Number of training records, if it is public and records are protected; else None.
     """
 
     finished: bool
@@ -364,10 +363,10 @@ class Statement(Shown):
 
     Attributes:
         mode: Experiment or release.
-        guarantees: What is stated, at least one.
-        mechanisms: What was paid for, equal ones merged; their `steps` count how often each ran.
+        guarantees: The stated guarantees, at least one.
+        mechanisms: Mechanisms that are paid for, equal ones merged; their `steps` count how often each ran.
         certificates: The certificates that mechanisms rest on.
-        alarms: What the device's monitor stopped the run for.
+        alarms: Alarms with which the device's monitor stopped the run.
         ledger: The ledger.
         run: The run folder, or None if only a ledger was read.
         versions: Python and the opusim that states the guarantees.
@@ -402,7 +401,7 @@ class Statement(Shown):
 
     @property
     def warnings(self) -> tuple[WarningCode, ...]:
-        """What limits every guarantee here; `WARNINGS` has the sentences."""
+        """Codes of the limits of every guarantee here; `WARNINGS` has the sentences."""
         records = None if self.run is None else self.run.records
         last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in self.guarantees)
         found: dict[WarningCode, bool] = {
@@ -426,7 +425,7 @@ class Statement(Shown):
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
 
         Args:
-            without: Warnings to leave out. The paragraphs have what experiment mode limits.
+            without: Warnings to leave out. The paragraphs already say what experiment mode limits.
         """
         stated = guarantees_text(
             self.guarantees, seed_stored="experiment" in self.warnings, count=self.public_number
@@ -482,7 +481,7 @@ class Statement(Shown):
                 f"schema, version = {reprlib.repr(found)}: must be {(SCHEMA, VERSION)!r}; read it with the opusim that "
                 "wrote it"
             )
-        if content.get("mode") not in tuple(_MODES):  # whatever it holds
+        if content.get("mode") not in tuple(_MODES):  # a tuple: it may be unhashable
             raise ValueError(f"mode = {reprlib.repr(content.get('mode'))}: must be 'experiment' or 'release'")
         try:
             mechanisms = [dict(mechanism) for mechanism in content["mechanisms"]]

@@ -19,7 +19,7 @@ from opusim import checks
 from opusim.errors import OpusimError
 from opusim.tables import Shown
 
-pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
+pydantic = lazy_loader.load("pydantic")  # takes a tenth of a second, which `--help` must not cost
 
 R = TypeVar("R")
 
@@ -94,7 +94,7 @@ class Unit(StrEnum):
     RECORD = "record"
     """A whole record, features and label."""
     USER = "user"
-    """All records of a user, of which a step uses at most a stated number."""
+    """All records of a user; a step uses at most a stated number of them."""
     LABEL = "label"
     """The label of a record; the features are public."""
 
@@ -103,7 +103,7 @@ class Adjacency(StrEnum):
     """Which data sets count as neighbours."""
 
     ADD_OR_REMOVE_ONE = "add_or_remove_one"
-    """One has a record more than the other: nothing that is used or released may come from their number."""
+    """One has a record more than the other: nothing used or released may depend on the number of records."""
     ZERO_OUT = "zero_out"
     """In one of them a record is replaced by a null record, which contributes nothing. Both have the same number of
     records, which is public."""

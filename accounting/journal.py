@@ -3,7 +3,7 @@
 A line holds the digest of the line before and its own, so that a flipped byte or a reordered line is found at its
 place. A file truncated between two lines would still be a valid chain: the head (`ledger.head` next to `ledger.jsonl`,
 replaced atomically) names the number of lines and the last digest, and is written after a line is synced and before
-`append` returns. What a crash can leave is thus distinguished from what it cannot:
+`append` returns. The head thus tells the traces of a crash from other damage:
 
 | found | a crash? | done |
 | --- | --- | --- |
@@ -11,8 +11,8 @@ replaced atomically) names the number of lines and the last digest, and is writt
 | one complete line more than the head says | the head was not written yet: nothing relied on it | counted |
 | fewer lines than the head says, a changed line among them, two lines more | no | refused |
 
-After an error of the system, such as a full disk, a `Journal` takes nothing more: what the failed write left is one of
-the first two rows, and only a new opening reads which. Nor does it in a process that was forked from its own.
+After a system error, such as a full disk, a `Journal` appends nothing more: the failed write left one of the first two
+rows, and only reopening tells which. A forked process cannot append either.
 
 An old pair of file and head is still a valid journal. `Witness` closes that gap: another file, such as a checkpoint,
 keeps the `Position` that the journal had, and every later reader requires that prefix.
@@ -48,7 +48,7 @@ class Position:
 
     Attributes:
         lines: Number of its lines, at least 0.
-        digest: Of the last line, which depends on all lines before it.
+        digest: Digest of the last line, which depends on all lines before it.
     """
 
     lines: int = 0
@@ -73,7 +73,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What another file knows of a journal.
+    """What another file says of a journal.
 
     Attributes:
         name: That file's name in messages.
@@ -90,7 +90,7 @@ class Witness:
 
         Args:
             path: The journal's file.
-            digests: Of its lines.
+            digests: Digests of its lines.
 
         Raises:
             LedgerCorrupt: The journal is shorter or different, or longer although it was final.
@@ -118,7 +118,7 @@ class Journal:
 
     Args:
         path: The file, in an existing folder; it is created with the first entry.
-        witnesses: What other files know of it.
+        witnesses: Witnesses that the journal must fit.
 
     Raises:
         LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
@@ -163,7 +163,7 @@ class Journal:
         self._file.append(line, end=end)
         with self._file.refusing_after_errors():
             _write_head(self.path, position)
-        # in one act, which Ctrl-C cannot divide
+        # one call, which Ctrl-C cannot interrupt halfway
         self._lines.append(_Line(entry, position, end + len(line)))
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ def read_positioned(
 
     Args:
         path: The file.
-        witnesses: What other files know of it.
+        witnesses: Witnesses that the journal must fit.
 
     Raises:
         FileNotFoundError: There is no journal.
@@ -191,17 +191,8 @@ def read_positioned(
     return [line.entry for line in lines[1:]], lines[-1].position
 
 
-def read_position(path: str | Path) -> Position:
-    """Return how far a journal reaches, without repairing anything.
-
-    Raises:
-        LedgerCorrupt: It was changed, truncated or reordered.
-    """
-    return _read(Path(path), ())[-1].position
-
-
 class _Line(NamedTuple):
-    """A line as it was read or written: its entry, how far the journal reaches with it, and the offset behind it."""
+    """A line as it was read or written: its entry, the journal's position after it, and the offset of its end."""
 
     entry: dict[str, Any]
     position: Position
@@ -214,7 +205,7 @@ def head_file(path: Path) -> Path:
 
 
 def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
-    """Return the lines that count, behind an empty one that stands for the beginning of the file."""
+    """Return the valid lines, after an empty one that stands for the start of the file."""
     head = _read_head(path)
     promised = head.lines
     content = read_bytes(path, at_most=_LIMIT) if path.exists() else b""
@@ -246,7 +237,7 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
 
 
 def _verified(path: Path, before: Position, line: bytes, *, must_count: bool) -> dict[str, Any] | None:
-    """The entry of a line, or None if the line is damaged and need not count.
+    """Return the entry of a line, or None if the line is damaged and may be dropped.
 
     Raises:
         LedgerCorrupt: The line must count and is not what was written.
@@ -270,7 +261,7 @@ def _verified(path: Path, before: Position, line: bytes, *, must_count: bool) ->
 
 
 def _line(before: Position, entry: dict[str, Any]) -> tuple[bytes, Position]:
-    """Return the line of an entry, and how far the journal reaches with it."""
+    """Return the line of an entry, and the journal's position after it."""
     number = before.lines + 1
     content = {"schema_version": SCHEMA_VERSION, "line": number, "previous": before.digest, "entry": entry}
     digest = hashlib.sha256(_dump(content)).hexdigest()

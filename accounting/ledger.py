@@ -23,7 +23,7 @@ Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta`
 | `certificate` | mechanisms that name its digest rest on it |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
 | `enforcement`: `by`, `processes`, `hypotheses` | what the code that pays from here on checks at each step |
-| `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; read, and not used |
+| `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; ignored |
 
 Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
 1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
@@ -76,18 +76,18 @@ class CertificateFacts:
     """A certificate of a device's noise, as a statement needs it.
 
     Attributes:
-        digest: Of the whole certificate; mechanisms name it.
+        digest: Digest of the whole certificate; mechanisms name it.
         device: Name of the device.
         date: Day of its frames, ISO 8601.
         age_days: Its age in days when the run first used it.
         beta: Probability that its numbers are wrong, in (0, 1).
         law: The certified law in one line.
-        remarks: What it takes on trust and does not cover.
+        remarks: Limits of the certificate: what it takes on trust or does not cover.
         every_steps: Steps from one check of the monitor to the next.
-        finds: Loss of the noise's variance against the certified one, as a share, that a single check finds with
-            probability 0.99, in the mean over the outputs.
-        finds_output: The same for a single output whose others lose nothing; None if a check finds none, or if
-            a ledger of an earlier version does not say.
+        finds: Loss of variance, as a share of the certified one and averaged over the outputs, that a single check
+            finds with probability 0.99.
+        finds_output: The same for a loss at one output only; None if no check finds it, or an earlier version wrote
+            the ledger.
     """
 
     digest: str
@@ -129,13 +129,13 @@ class CertificateFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """What a device's monitor stopped a run for.
+    """An alarm with which a device's monitor stopped a run.
 
     Attributes:
         step: The step before which it stopped; that step was not done.
         since: First step whose noise may have been weaker than certified, at most `step`; -1 also doubts what was read
             before the first step.
-        found: What the monitor found, as text.
+        found: The monitor's finding, as text.
         covered: Whether the noise that it found was still as strong as certified.
     """
 
@@ -190,7 +190,7 @@ class Payment:
     Attributes:
         first_step: The first step paid for, or None if the release happens once.
         steps: How many steps in a row.
-        mechanisms: What each of them releases.
+        mechanisms: Mechanisms that each step releases.
         name: The name of a release that happens once, else None.
     """
 
@@ -219,11 +219,11 @@ class LedgerContent:
 
     Attributes:
         mode: Experiment or release.
-        delta: At which the run states its guarantees.
+        delta: Delta at which the run states its guarantees.
         enforced: Whether the code that ran checked the mechanisms' assumptions.
         payments: Every line that pays, less the steps that were returned.
         certificates: The certificates that mechanisms rest on.
-        alarms: What the device's monitor stopped the run for.
+        alarms: Alarms with which the device's monitor stopped the run.
         enforcements: What the code that paid says that it checked, in the order of lines; None in front of them if
             steps were paid for before the first one.
         position: How far the file reached when it was read.
@@ -251,9 +251,9 @@ class LedgerContent:
 
     @property
     def doubts(self) -> tuple[Alarm, ...]:
-        """The alarms after which something that counts was released under noise that may have been too weak.
+        """The alarms that leave released results in doubt: their noise may have been too weak.
 
-        Steps do not count if all that is released was read before the first one.
+        If everything was read before the first step, only alarms about that reading count.
         """
         upfront = all(mechanism.taken_upfront for mechanism in self.mechanisms)
         return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))
@@ -261,8 +261,8 @@ class LedgerContent:
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
         """Return what the run guarantees, at its own delta or another.
 
-        If the monitor found the device other than certified, the first one says that nothing covers the whole run, and
-        the next one is about what was released before the device may have changed.
+        If the monitor found weaker noise than certified, the first ones say that nothing covers the whole run, and the
+        next ones cover what was released before the device may have changed.
 
         Raises:
             NoGuarantee: Nothing was paid for, or no theorem covers all of it together.
@@ -303,7 +303,7 @@ class LedgerContent:
         return replace(guarantee, assumptions=(*guarantee.assumptions, *texts))
 
     def _guarantees(self, delta: float, before: int | None) -> list[Guarantee]:
-        """Return the guarantees of everything paid for, or of the steps before one; none if there are none."""
+        """Return the guarantees of everything paid for, or of what was released before a step; [] if nothing was."""
         kept = [payment if before is None else payment.before(before) for payment in self.payments]
         mechanisms = [one for payment in kept if payment is not None for one in payment.total]
         if before is not None and not mechanisms:
@@ -424,10 +424,10 @@ def _unenforced(payments: Sequence[Payment], enforcements: Sequence[Enforcement 
 
 
 def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[CertificateFacts]) -> None:
-    """Refuse a mechanism that rests on a certificate of which no line before says what it assumes.
+    """Refuse a mechanism whose certificate no earlier line describes.
 
     Raises:
-        ValueError: There is one, or it counts less than the certificate's beta.
+        ValueError: There is one, or its beta is below the certificate's.
     """
     known = {certificate.digest: certificate for certificate in certificates}
     for mechanism in mechanisms:
@@ -469,11 +469,11 @@ class Ledger:
     Args:
         path: The file; a new one is created, an existing one is continued.
         mode: "experiment" or "release", as the run's configuration says.
-        delta: At which the run states its guarantees, in [0, 1).
+        delta: Delta at which the run states its guarantees, in [0, 1).
         enforced: Whether the caller checks the mechanisms' assumptions.
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
-        witnesses: What other files know of the ledger; an older or different one is refused.
+        witnesses: Witnesses that the ledger must fit; an older or different ledger is refused.
         repeatable: Whether a re-executed step repeats its release in experiment mode. In release mode none does.
 
     Raises:
@@ -544,7 +544,7 @@ class Ledger:
         return content
 
     def _noted(self) -> None:
-        """Declare that the state is that of all lines."""
+        """Remember that the state includes all lines."""
         self._lines = self._journal.position.lines
 
     def _require_current(self) -> None:
@@ -585,7 +585,7 @@ class Ledger:
 
         Args:
             step: The step's number, from 0.
-            *mechanisms: What the step releases, at least one.
+            *mechanisms: Mechanisms that the step releases, at least one.
             until: Steps of the whole run; no block reaches beyond.
 
         Raises:
@@ -612,7 +612,7 @@ class Ledger:
 
         Args:
             name: Its name in the ledger.
-            *mechanisms: What is released, at least one.
+            *mechanisms: Mechanisms that are released, at least one.
 
         Raises:
             BudgetExceeded: It would exceed the budget.
@@ -630,9 +630,9 @@ class Ledger:
         if self._budget:
             if earlier and self._budget.would_exceed(self._spent, mechanisms):
                 raise BudgetExceeded(
-                    f"budget: {name!r} was paid for, and the process that paid was killed or left no checkpoint of "
-                    f"all that it did. To resume would cost it again: more than epsilon {self._budget.epsilon:g} at "
-                    f"delta {self._budget.delta:g}; it was not taken. Start a new run folder"
+                    f"budget: {name!r} was paid for, but the process that paid was killed or left no checkpoint of "
+                    f"its last step. Resuming would pay again and exceed epsilon {self._budget.epsilon:g} at delta "
+                    f"{self._budget.delta:g}; nothing was paid. Start a new run folder"
                 )
             self._budget.require(self._spent, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
@@ -753,7 +753,7 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
 
     Args:
         path: The file or the folder.
-        witnesses: What other files know of the ledger.
+        witnesses: Witnesses that the ledger must fit.
 
     Raises:
         FileNotFoundError: There is no ledger.
@@ -766,9 +766,9 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
 
 
 def _covers(paid: tuple[Mechanism, ...], wanted: tuple[Mechanism, ...]) -> bool:
-    """Whether mechanisms are those that were paid for, or those of an earlier version, which rounded or counted less.
+    """Return whether the paid mechanisms are the wanted ones, or an earlier version's, which rounded or counted less.
 
-    The statement keeps the rounding of those on trust.
+    A statement then takes the rounding on trust.
     """
     earlier = [wanted]
     for name in ("counts_sums", "exactly_rounded"):

@@ -1,7 +1,7 @@
 """What ran, as frozen records: a mechanism's parameters, its description, and the guarantee of several together.
 
-A mechanism is a frozen dataclass with a `kind`, found through the entry-point group `opusim.mechanisms`, ours as much
-as those of other packages:
+A mechanism is a frozen dataclass with a `kind`. Those of opusim and of other packages alike are found through the
+entry-point group `opusim.mechanisms`:
 
     [project.entry-points."opusim.mechanisms"]
     my_noise = "my_package:MyNoise"
@@ -24,8 +24,7 @@ as those of other packages:
 `opusim account my-noise` then has an option for each field, and ledgers write and read it.
 
 Noise multipliers are always the noise's standard deviation over C, the largest norm that one record can add to the sum
-(the clip norm), whatever the relation. Replacing a record moves the sum by up to 2 C: accountants count that
-themselves, so that one record describes one mechanism.
+(the clip norm), whatever the relation. Replacing a record moves the sum by up to 2 C: accountants add that factor.
 """
 
 from __future__ import annotations
@@ -83,16 +82,16 @@ SamplingProbability = Annotated[
 ExactlyRounded = Annotated[
     bool,
     Doc(
-        "Whether every number is released with its noise as one exactly rounded number (docs/privacy.md); a ledger of "
-        "an opusim before 0.3 says false."
+        "Whether each number plus its noise is released as one exactly rounded number (docs/privacy.md); false in "
+        "ledgers of opusim before 0.3."
     ),
     Absent(False),
 ]
 CountsSums = Annotated[
     bool,
     Doc(
-        "Whether the noise makes up for what one record changes of the rounding of a step's sum, besides the record's "
-        "contribution (docs/privacy-records.md); a ledger of an opusim before 0.3 says false."
+        "Whether the noise also covers how one record changes the rounding of a step's sum (docs/privacy-records.md); "
+        "false in ledgers of opusim before 0.3."
     ),
     Absent(False),
 ]
@@ -132,7 +131,7 @@ class Parameter:
         rules: Checkers, each called with the value under the field's name.
         default: None if it has none or is None.
         required: Whether it has no default.
-        absent: What its absence from a ledger of an earlier version means; nothing if it was always there.
+        absent: The value, as the only entry, that a ledger of an earlier version without it means; else empty.
     """
 
     name: str
@@ -176,13 +175,13 @@ SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
 
 Hypotheses = tuple[tuple[str, ...], tuple[str, ...]]
-"""What code can check, and what is taken on trust."""
+"""Hypotheses that code can check, and those taken on trust."""
 _KINDS: dict[str, type[Mechanism]] = {}
 _STATING = (
     *("guarantees", "bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail"),
     *("why_infinite", "unit", "release", "refuted", "rounded", "device_assumption", "repeats_beta"),
 )
-"""What a statement takes from the class: mechanisms of classes that differ in it do not compose."""
+"""Members of a class that shape a statement: mechanisms of classes that differ in one of them do not compose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +202,9 @@ class Mechanism(ABC):
             the class names no noisy sum.
         device_assumption: What a guarantee assumes of a device's noise, if that is credited.
         rounded: What is exactly rounded, in a statement's words; None if its statements say nothing of rounding.
-        refuted: Why no epsilon is finite, with the remedy, if that is all that its theorem says; else None.
-        accountant: The class that states what holds of several mechanisms; those that share it compose. A class that
-            is `joint`, or has another part of a statement, wherever it comes from, is its own, and so is a kind that
-            inherits none.
+        refuted: Why no epsilon is finite, with the remedy, if its theorem proves just that; else None.
+        accountant: The class whose `guarantees` states several mechanisms together; mechanisms that share it compose. A
+            class is its own accountant if it is `joint`, changes a member that shapes a statement, or inherits none.
         priced: Whether `opusim account` has a command for it.
         taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
         audited: Whether an audit of opusim attacks the code that releases it (benchmarks/attacks/README.md).
@@ -268,7 +266,7 @@ class Mechanism(ABC):
 
     @property
     def theorem(self) -> Theorem | None:
-        """What proves its guarantee, or refutes that there is one."""
+        """The theorem that proves its guarantee, or that there is none."""
         return None
 
     @property
@@ -288,12 +286,12 @@ class Mechanism(ABC):
 
     @property
     def is_counted(self) -> bool:
-        """Whether its noise makes up for the rounding of the sum that it is added to."""
+        """Whether its noise covers the rounding of the sum that it is added to."""
         return getattr(self, "counts_sums", False) and self.is_rounded
 
     @property
     def public_records(self) -> float | None:
-        """The number of records that its constants tell, which are public; None if they tell none."""
+        """The number of records if its public constants give it, else None."""
         return None
 
     @classmethod
@@ -314,7 +312,7 @@ class Mechanism(ABC):
                 raise NoGuarantee(
                     f"mechanisms {mechanisms[0].kind}: {name} differs between them; state each separately"
                 )
-        # of several theorems the one whose hypotheses contain the others': one about sampling before one without
+        # cite the theorem with the most hypotheses: one about sampling before one without
         theorems = [one.theorem for one in mechanisms if one.theorem is not None]
         theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)
         facts: dict[str, Any] = {
@@ -333,7 +331,7 @@ class Mechanism(ABC):
             raise NoGuarantee(
                 f"mechanism {mechanisms[0].kind!r}: names no theorem; set one in {cls.__name__}"
             )
-        # what may go wrong with a certificate is taken off delta before epsilon is computed
+        # the probability that a certificate is wrong is taken off delta before epsilon is computed
         beta, reason = math.fsum(cls.delta_errors(mechanisms)), None
         if beta == 0 or delta > beta:
             bounds = cls.bounds(mechanisms, adjacency, delta - beta)
@@ -368,7 +366,7 @@ class Mechanism(ABC):
         Args:
             mechanisms: At least one.
             adjacency: The relation.
-            delta: What certificates leave of the statement's delta, in [0, 1).
+            delta: The statement's delta minus the errors of certificates, in [0, 1).
         """
         return numerics.noise_bounds([one.as_noise() for one in mechanisms], adjacency, delta)
 
@@ -376,8 +374,8 @@ class Mechanism(ABC):
     def common_adjacency(cls, mechanisms: Sequence[Self]) -> Adjacency:
         """Return the relation of several mechanisms together.
 
-        Of stated relations (`StatedRelation`) zero_out holds for all: if no constant comes from the data, a run with a
-        null record equals the run without that record, so a guarantee for add_or_remove_one is one for zero_out.
+        If stated relations (`StatedRelation`) differ, zero_out holds for all: if no constant comes from the data, a run
+        with a null record equals the run without it, so a guarantee for add_or_remove_one is one for zero_out.
 
         Raises:
             NoGuarantee: Their relations differ otherwise.
@@ -397,7 +395,7 @@ class Mechanism(ABC):
 
     @classmethod
     def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
-        """Return hypotheses of this case besides the theorem's: those that code can check, and those on trust."""
+        """Return further hypotheses of this case: those that code can check, and those taken on trust."""
         return (), (cls.device_assumption,) if any(one.credits_device for one in mechanisms) else ()
 
     @classmethod
@@ -472,9 +470,9 @@ class Mechanism(ABC):
         return replace(self, **changes)
 
     def known_batch(self) -> Mechanism:
-        """Return what an attacker faces who knows which other records are in the batch: no sampling amplifies it.
+        """Return the mechanism for an attacker who knows the other records of a batch: sampling does not amplify it.
 
-        The membership game of an audit is played against that attacker.
+        The membership game of an audit assumes that attacker.
 
         Raises:
             NoGuarantee: The class does not say what is proven against such an attacker.
@@ -516,7 +514,7 @@ class Mechanism(ABC):
 
 
 def _part(owner: type[Mechanism], name: str) -> Any:
-    """Return the attribute of a class that stands for a name, as the first class that has it defines it."""
+    """Return a class member, unbound, from the class or the first base that defines it; None if there is none."""
     return next((vars(one)[name] for one in owner.__mro__ if name in vars(one)), None)
 
 
@@ -524,13 +522,13 @@ def _part(owner: type[Mechanism], name: str) -> Any:
 class CertifiedMechanism(Mechanism):
     """A mechanism whose noise may be a device's, certified from its frames.
 
-    The certificate's numbers are wrong with probability beta over the frames of its calibration, which no data change.
-    On the other event every mechanism that rests on them has its theorem, so H <= delta' + beta for all of them
-    together: one certificate costs its beta once, however many mechanisms and steps rest on it.
+    The certificate's numbers are wrong with probability beta over its calibration frames, which no data change.
+    Otherwise the theorem of every mechanism that rests on them holds, so H <= delta' + beta for all of them together:
+    one certificate costs its beta once, however many mechanisms and steps rest on it.
 
     Attributes:
-        repeats_beta: Whether a mechanism that names no certificate counts its beta at each step, as one whose steps are
-            whole runs does: nothing says that these rest on one calibration.
+        repeats_beta: Whether a mechanism that names no certificate counts its beta at each step: true if its steps are
+            whole runs, which may rest on different calibrations.
     """
 
     beta: Annotated[
@@ -592,7 +590,7 @@ def mechanism_classes() -> dict[str, type[Mechanism]]:
 
 
 def mechanism_kinds() -> list[str]:
-    """Return the kinds that `mechanism_class` knows, registered or installed, in alphabetical order."""
+    """Return the kinds that `mechanism_class` accepts, registered or installed, in alphabetical order."""
     return sorted({*_KINDS, *plugins.names(ENTRY_POINT_GROUP)})
 
 
@@ -645,7 +643,7 @@ def proven_status(epsilon: float, *, device_model: bool) -> Status:
     """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise.
 
     Args:
-        epsilon: What the theorem gives, at least 0, possibly infinite.
+        epsilon: Epsilon by the theorem, at least 0, possibly infinite.
         device_model: Whether a stated law of a device's noise is among the assumptions.
     """
     if math.isinf(epsilon):

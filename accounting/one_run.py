@@ -14,8 +14,8 @@ The auditor scores every canary, higher where it seems to be in. Four ways to re
 - normal scores, bound: mu at least the lower end of its confidence interval, the root of
       (estimate - mu)^2 = z^2 (1 / n_in + 1 / n_out + mu^2 / (2 (m - 2))).
 
-The last three hold only for a Gaussian mechanism; the last two need scores that are normal with equal variances, for
-which a test stands next to them. epsilon of mu at delta is that of the Gaussian mechanism.
+The last three hold only for a Gaussian mechanism; the last two need scores that are normal with equal variances, which
+`OneRunResult.normality` tests. epsilon of mu at delta is that of the Gaussian mechanism.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from opusim.accounting.audit import LARGEST_MU, area_under_curve, epsilon_of, ga
 from opusim.accounting.guarantee import NoGuarantee
 
 _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
-"""Shares of canaries to guess, of which the plan takes the one with the highest ceiling at the claimed epsilon."""
+"""Shares of canaries to guess; the plan takes the one with the highest ceiling at the claimed epsilon."""
 _LARGEST_EPSILON = 1e3
 _LARGEST_CLAIM = 100.0
-"""Ceilings are those of this epsilon if more is claimed, or nothing; no number of canaries comes near it."""
+"""Epsilon of the ceilings if a larger one, or none, is claimed; no number of canaries comes near it."""
 _TOLERANCE = 1e-7
 FEWEST_CANARIES = 20
 NOT_NORMAL = 1e-4
@@ -115,7 +115,7 @@ class OneRunPlan:
     elsewhere: Annotated[
         tuple[tuple[float, float], ...],
         Doc(
-            "The same claim at other deltas, as (delta, epsilon). Normal scores are held against the statement that "
+            "The same claim at other deltas, as (delta, epsilon). Normal scores are compared with the statement that "
             "allows the least mu: sampled steps cost less at large deltas than a Gaussian mechanism does."
         ),
     ] = ()
@@ -171,7 +171,7 @@ class OneRunPlan:
         if not method.guesses:
             return 0
         counts = sorted({max(2, 2 * round(share * self.canaries / 2)) for share in _SHARES})
-        # of equal ones the largest
+        # the largest of those with equal ceilings
         return max(reversed(counts), key=lambda count: self.ceiling(method, count))
 
     def ceiling(self, method: Method, guesses: int | None = None) -> float:
@@ -220,9 +220,9 @@ class OneRunBound:
     Attributes:
         method: How the scores were read.
         epsilon: The bound or the estimate, at least 0.
-        ceiling: What ideal scores would give at the claimed epsilon, with as many canaries.
-        guesses: How many canaries were guessed; 0 if the method does not guess.
-        correct: How many of the guesses were right.
+        ceiling: What ideal scores would give at the claimed epsilon, with the same number of canaries.
+        guesses: Number of canaries that were guessed; 0 if the method does not guess.
+        correct: Number of right guesses.
         interval: Ends of the confidence interval of an estimate, each one-sided. A bound has none.
         power: Probability of refuting the claim with ideal scores if the noise is halved; see `OneRunPlan.power`.
     """
@@ -241,7 +241,7 @@ class OneRunResult:
     """All readings of the scores of one run; never a guarantee.
 
     Attributes:
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
         n_in: Canaries that were in.
         bounds: One for each method of the plan.
         normality: p-value of the test that the scores are normal with equal variances; below `NOT_NORMAL` the two
@@ -265,9 +265,9 @@ class OneRunResult:
 
     @property
     def e_value(self) -> float | None:
-        """That of the claim, p^(-1/2) / 2 with the p-value of the guesses under any mechanism; None without a claim.
+        """The e-value of the claim: p^(-1/2) / 2, p being the guesses' p-value for any mechanism; None without a claim.
 
-        Those of independent runs may be multiplied, whatever delta is (Vovk and Wang 2021).
+        E-values of independent runs may be multiplied, whatever delta is (Vovk and Wang 2021).
         """
         claimed, found = self.plan.claimed, {bound.method: bound for bound in self.bounds}
         guessed = found.get(Method.ANY_MECHANISM)
@@ -283,7 +283,7 @@ class OneRunResult:
 
     @property
     def strongest(self) -> OneRunBound:
-        """The largest of the bounds, no estimate."""
+        """The largest bound; estimates do not count."""
         return max((one for one in self.bounds if one.method.is_bound), key=lambda one: one.epsilon)
 
     @property
@@ -293,7 +293,7 @@ class OneRunResult:
 
     @property
     def ceiling(self) -> float:
-        """What ideal scores would have given in its place."""
+        """The ceiling of the strongest bound."""
         return self.strongest.ceiling
 
     @property
@@ -307,7 +307,7 @@ class OneRunResult:
         )
 
     def exceeds(self, bound: OneRunBound) -> bool:
-        """Return whether a bound is above the claim; that of normal scores above its strictest statement."""
+        """Return whether a bound exceeds the claim; one of normal scores must exceed its strictest statement."""
         if not bound.method.is_bound or self.plan.claimed is None:
             return False
         if bound.method is Method.NORMAL_BOUND:
@@ -317,7 +317,7 @@ class OneRunResult:
     def at_strictest(self, bound: OneRunBound) -> tuple[float, float, float] | None:
         """Return delta and epsilon of the plan's strictest statement, and epsilon of a bound of normal scores there.
 
-        None if that is the claim itself, or the bound is another one.
+        Returns None if that statement is the claim itself, or if the bound does not assume normal scores.
         """
         strictest = self.plan.strictest
         if strictest is None or strictest[0] == self.plan.delta or bound.method is not Method.NORMAL_BOUND:
@@ -331,7 +331,7 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
     Args:
         scores: One for each canary, higher where it seems to be in, shape (m,).
         inside: The coins, bool, shape (m,).
-        plan: What was fixed beforehand.
+        plan: The plan of the audit.
 
     Raises:
         ValueError: Other shapes than the plan's m, a score that is not finite, or fewer than two canaries in or out.
@@ -429,7 +429,7 @@ def guesses_bound(
 
 
 def _p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Probability of so many correct guesses, at most, under (epsilon, delta); see the module."""
+    """Return a bound on the probability of `correct` right guesses or more under (epsilon, delta); see the module."""
     rate = float(numerics.logistic(epsilon))
     tail = float(numerics.binomial.sf(correct - 1, guesses, rate))
     if delta == 0 or not correct:
@@ -483,7 +483,7 @@ def ceiling(
     Args:
         method: How the scores are read.
         canaries: m.
-        epsilon: That of the mechanism, above 0; mu is that of the Gaussian mechanism.
+        epsilon: Epsilon of the mechanism, above 0; mu is that of the Gaussian mechanism.
         delta: In [0, 1). With delta = 0 no Gaussian mechanism exists, and the ideal attack makes each guess right with
             probability e^epsilon / (1 + e^epsilon).
         confidence: In (0, 1).
@@ -505,7 +505,7 @@ def ceiling(
 def _ideal_accuracy(mu: float, share: float) -> float:
     """Share of right guesses if the highest and lowest scores, `share` of all, are guessed."""
 
-    def guessed(threshold: float) -> float:  # of the scores, half of them N(mu, 1)
+    def guessed(threshold: float) -> float:  # share of scores above it, half of them N(mu, 1)
         return float(numerics.normal_cdf(mu - threshold) + numerics.normal_cdf(-threshold)) / 2
 
     threshold = float(numerics.find_root(lambda t: guessed(t) - share / 2, -40.0, mu + 40.0))

@@ -33,7 +33,7 @@ _EXACTLY_ROUNDED = (
     "value that the machine holds, then post-processing"
 )
 NOISY_SUM = "entry of a step's noisy sum"
-"""What is exactly rounded in gradients, in a statement's words."""
+"""Name, in statements, of what is exactly rounded in gradients."""
 _SUMS_COUNT = (
     "what one record changes of the rounding of a step's sum is bounded by public numbers, for every batch of at most "
     "65,536 records or of twice those that are counted on, and the noise is larger than its multiplier says by that "
@@ -140,8 +140,8 @@ def assumptions(
     """Return hypotheses as assumptions: those that code can check hold if it did, the others are taken on trust.
 
     Args:
-        checked_by_code: What code that runs the mechanism can check or enforce.
-        trusted: What no code can check.
+        checked_by_code: Hypotheses that code which runs the mechanism can check or enforce.
+        trusted: Hypotheses that no code can check.
         enforced: Whether such code ran it.
     """
     holds = True if enforced else None
@@ -188,9 +188,8 @@ def about_rounding(
     Args:
         exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
         enforced: Whether the code that ran did so.
-        what: Which released numbers that is about; others rest on a theorem of their own. The contributions to
-            `NOISY_SUM` are rounded besides.
-        counted: Whether the noise makes up for the rounding of a `NOISY_SUM`.
+        what: Which released numbers are rounded. `NOISY_SUM` adds what is assumed of the rounding of contributions.
+        counted: Whether the noise covers the rounding of a `NOISY_SUM`.
         unit: What is protected.
     """
     if not exactly_rounded:

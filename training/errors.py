@@ -10,7 +10,7 @@ class TrainingDiverged(OpusimError, ArithmeticError):
 
 
 class CardMemoryError(OpusimError, RuntimeError):
-    """A step does not fit into the memory of the card; the message says which batch would, and how that was found."""
+    """A step does not fit into the memory of the card; the message names a batch size that should, by an estimate."""
 
 
 class RunFolderError(OpusimError, ValueError):

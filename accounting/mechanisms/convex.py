@@ -46,7 +46,15 @@ from opusim.accounting.guarantee import (
     Release,
     Status,
 )
-from opusim.accounting.mechanism import CertifiedMechanism, Count, NonNegative, Positive, counted, described
+from opusim.accounting.mechanism import (
+    CertifiedMechanism,
+    Count,
+    DeviceNoise,
+    NonNegative,
+    Positive,
+    counted,
+    described,
+)
 from opusim.accounting.theorems import NOISE_IS_SECRET, Theorem
 
 OBJECTIVES = ("squared", "margin", "one-against-rest", "softmax")
@@ -104,7 +112,7 @@ class ConvexLastIterate(CertifiedMechanism):
     final_noise: Annotated[NonNegative, Doc("f >= 0, in units of one step's noise at the first rate.")] = 0.0
     n_classes: Annotated[int, Doc("Logits of a record."), partial(checks.integer, minimum=2)] = 10
     hyperplanes: Annotated[Count, Doc("P, gates of a record; only the paper's claim depends on it.")] = 128
-    device_noise: Annotated[bool, Doc("Whether the noise is a device's, of Gaussian law.")] = False
+    device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "convex"
     audited: ClassVar[bool] = True
@@ -168,17 +176,16 @@ def _mu_of_runs(mechanisms: Sequence[ConvexLastIterate]) -> tuple[float, str]:
 
 
 def check_objective(objective: str, clip: float | None) -> None:
-    """Refuse an objective that is unknown, or whose residual nothing bounds.
+    """Refuse an unknown objective, or one without a bound on its residual.
 
     Args:
         objective: One of `OBJECTIVES`.
         clip: C > 0, or None if there is no clip (softmax and one-against-rest are bounded by themselves).
 
     Raises:
-        ValueError: One of both.
+        ValueError: The objective is one of these.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective = {objective!r}: must be one of {', '.join(OBJECTIVES)}")
+    checks.choice(OBJECTIVES, objective=objective)
     if clip is not None:
         checks.positive(clip=clip)
     elif objective in ("squared", "margin"):
@@ -255,7 +262,7 @@ def softmax_gap(n_classes: int) -> float:
     """Return kappa_k = max over distributions pi on the k - 1 wrong classes of (S3 - S2^2) / (4 (1 + S2)^(3/2)).
 
     S_m = sum of pi^m. At a maximum the positive entries take at most two values (Lagrange: they solve one quadratic),
-    so a search over how often each occurs and over one number finds it; the answer is rounded up by 1e-4 of itself.
+    so the search covers their counts and one number. The result is rounded up by 1e-4 of itself.
     """
     checks.integer(minimum=2, n_classes=n_classes)
     wrong, best = n_classes - 1, 0.0
@@ -337,9 +344,9 @@ def proven_mu(mechanism: ConvexLastIterate) -> float:
     """Return mu of the last iterate, for replacing a record at any position.
 
     Lengths are counted in units of C / b, where a replaced record shifts a step by 2 eta_t and the noise is eta_t z.
-    A record's shift is moved to the end of its epoch, where less noise is left to absorb it, and taken as large as the
-    largest one that an epoch's positions leave there: an upper bound for every position, exact for the last one if
-    the rate is constant and c at most 1.
+    A record's shift is moved to the end of its epoch, where less noise is left to absorb it, and replaced by the
+    largest over the epoch's positions: an upper bound for every position, exact for the last one if the rate is
+    constant and c at most 1.
 
     Raises:
         NoGuarantee: The learning rate is too high for the objective.
@@ -506,7 +513,7 @@ def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: f
             "costs more; use more noise"
         )
     largest = max(2**20 // mechanism.batches, 1)
-    fits = 1  # the largest number that is known to
+    fits = 1  # the largest number known to fit
     while fits < largest and not exceeds(min(2 * fits, largest)):
         fits = min(2 * fits, largest)
     above = range(fits + 1, min(2 * fits, largest + 1))

@@ -27,7 +27,7 @@ from opusim.accounting.theorems import Theorem
 
 _ONLY_THIS_WAY = "training labels are used only through what is kept"
 _ROUNDING = 1e-9
-"""By how much doubles may be off in a probability of the confusion matrix, relatively."""
+"""Relative rounding error of a probability in the confusion matrix, at most."""
 
 POISSON_LOSS = Theorem(
     name="poisson-loss",
@@ -152,7 +152,7 @@ def at_brightest(
 
 
 def _known_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
-    """Bounds of the exact loss; beyond what doubles can follow, those of Renyi divergences."""
+    """Return bounds from the exact loss, or from Renyi divergences if doubles cannot represent the loss."""
     bounds = numerics.pattern_bounds(rates, delta)
     if math.isfinite(bounds.upper):
         return bounds
@@ -182,7 +182,7 @@ def _left_of(delta: float, beta: float, power_error: float) -> float:
 
 
 def paired_limits(low: np.ndarray, high: np.ndarray, a: int, b: int) -> np.ndarray:
-    """Return two rows of rates that tell at least as much as two labels with rates anywhere within limits.
+    """Return two rows of rates that reveal at least as much as two labels with rates anywhere within limits.
 
     Args:
         low: Lower limits of each label at every pixel, shape (labels, pixels).
@@ -220,19 +220,18 @@ def _patterns(**rates: tuple[tuple[float, ...], ...]) -> None:
 
 
 def _patterns_if_any(**rates: tuple[tuple[float, ...], ...]) -> None:
-    """Require what `_patterns` does, unless there is none."""
+    """Require what `_patterns` does, or no rows at all."""
     _patterns(**{name: rows for name, rows in rates.items() if rows})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LabelFrame(CertifiedMechanism):
-    """What shows every label once to a camera, in one frame; its light may fluctuate, see theorem fluctuating-light."""
+    """A mechanism that shows every label once to a camera, in one frame; light may fluctuate (fluctuating-light)."""
 
     power_error: Annotated[
         float,
         Doc(
-            "Probability in [0, 1) that a frame of light that fluctuates is brighter than accounted for; each step "
-            "adds it."
+            "Probability in [0, 1) that fluctuating light makes a frame brighter than accounted for; each step adds it."
         ),
         partial(checks.in_unit_interval, closed="left"),
         Absent(0.0),
@@ -264,12 +263,12 @@ class _LabelFrame(CertifiedMechanism):
 
     @property
     def _under(self) -> str:
-        """What a description says of light that fluctuates."""
+        """The part of a description about fluctuating light."""
         return f", light brighter with probability {self.power_error:.3g}" if self.power_error else ""
 
 
 def _fluctuating(beta: float) -> tuple[str, ...]:
-    """What is assumed of light that is brighter than accounted for with probability beta; nothing at 0."""
+    """Return hypotheses about light that is brighter than accounted for with probability beta; none at 0."""
     why = "the probability that a label's frame is brighter than accounted for (theorem fluctuating-light)"
     return (FLUCTUATING_LIGHT.trusted[1], f"delta holds beta of use = {beta:.3g}: {why}") if beta else ()
 
@@ -309,7 +308,7 @@ class LabelCounts(_LabelFrame):
         super().__post_init__()
         if len(self.dark) != len(self.light[0]):
             raise ValueError(
-                f"dark has {len(self.dark)} numbers, light {len(self.light[0])} for each label: give as many"
+                f"dark has {len(self.dark)} numbers, light {len(self.light[0])} for each label; give equal numbers"
             )
         if self.light_low:
             low, high = np.asarray(self.light_low), np.asarray(self.light)
@@ -392,7 +391,7 @@ class LabelCounts(_LabelFrame):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelArgmax(_LabelFrame):
-    """Every label shown once to a camera, and only the brightest of as many groups of pixels as labels kept."""
+    """Every label shown once to a camera with a group of pixels per label; only the brightest group's index is kept."""
 
     step_epsilon: Annotated[
         Positive,
@@ -402,7 +401,8 @@ class LabelArgmax(_LabelFrame):
     ]
     n_classes: Annotated[int, Doc("k, at least 2."), partial(checks.integer, minimum=2)]
     symmetrised: Annotated[
-        bool, Doc("Whether each record's labels were permuted at random, secretly, and the answer back.")
+        bool,
+        Doc("Whether a secret random permutation moved each record's label, and its inverse the answer."),
     ] = True
 
     kind: ClassVar[str] = "label_argmax"

@@ -1,7 +1,7 @@
 """What may be released about labels whose features are public: noisy signals, readings and randomized response.
 
 The theorems and their hypotheses stand above the mechanisms that rest on them; below are the responses themselves, and
-how likely each label makes what was observed, which is post-processing.
+the likelihood of an observation under each label, which is post-processing.
 
 Randomized response over k labels: P(observed = b | true = a) = e^epsilon / (e^epsilon + k - 1) for b = a, else
 1 / (e^epsilon + k - 1) (Warner 1965). With a prior it answers one of the m likeliest labels only (Ghazi et al. 2021,
@@ -221,7 +221,7 @@ class LabelAmplified(CertifiedMechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class _OfMu(CertifiedMechanism):
-    """A mechanism that states the mu of all that it releases of a label; it is mu-GDP, and the mu^2 add up."""
+    """A mu-GDP mechanism whose parameter is the mu of its whole release of a label; the mu^2 of several add up."""
 
     audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
@@ -234,7 +234,7 @@ class _OfMu(CertifiedMechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelBudget(_OfMu):
-    """Noise on every layer's signal and a preset budget for each record's label; of stored ledgers only.
+    """Noise on every layer's signal and a preset budget for each record's label; only in stored ledgers.
 
     A step of this mechanism is a whole run: `steps` counts how often the whole budget is spent. A run that is resumed
     in release mode after a kill spends it again, so mu_total = sqrt(steps) budget_mu.
@@ -275,7 +275,7 @@ class LabelBudget(_OfMu):
 
     @classmethod
     def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
-        """Return what each order needs, and the device's law if its noise is credited besides."""
+        """Return what each order needs, and the device's law if its noise is credited too."""
         orders = {one.order for one in mechanisms}
         hardware = (_HARDWARE_ORDER,) if "hardware" in orders else ()
         device = (_DEVICE_LAW,) if any(one.device_noise for one in mechanisms) else ()
@@ -459,7 +459,7 @@ def noise_of(mu: float, bound: float) -> float:
     """Return sigma = sqrt(2) bound / mu.
 
     Args:
-        mu: Of the guarantee, above 0.
+        mu: mu of the guarantee, above 0.
         bound: max_i |a_i|, at least 0.
     """
     checks.positive(mu=mu)
@@ -514,8 +514,8 @@ def response_log_likelihood(observed: np.ndarray, *, epsilon: float, n_labels: i
     """Return log P(observed_i | true label a), shape (n, k).
 
     Args:
-        observed: What `respond` returned, shape (n,).
-        epsilon: Its argument.
+        observed: Responses of `respond`, shape (n,).
+        epsilon: As given to it.
         n_labels: k >= 2.
     """
     stays = keep_probability(epsilon, n_labels)
@@ -526,13 +526,13 @@ def response_log_likelihood(observed: np.ndarray, *, epsilon: float, n_labels: i
 def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
     """Return the labels that a response with a prior may take, bool, shape (n, k).
 
-    These are the m likeliest ones, with the m >= 2 at which the response tells most of the label under the prior: the
-    largest mutual information H(response) - H(response | label) of `respond_among`. The m at which the response is
-    most often true (Ghazi et al. 2021) is mostly 1 once a prior is good, and such a response tells nothing. Of equally
-    likely labels the first ones are taken.
+    These are the m >= 2 likeliest labels, with the m that maximises the mutual information H(response) - H(response |
+    label) of `respond_among` under the prior. The m at which the response is most often true (Ghazi et al. 2021) is
+    mostly 1 once a prior is good, and such a response reveals nothing. Among equally likely labels the first are taken.
 
     Args:
-        priors: Of each label, at least 0, rows of sum 1, shape (n, k). They must not depend on the record's own label.
+        priors: Prior of each label, at least 0, rows of sum 1, shape (n, k).
+            They must not depend on the record's own label.
         epsilon: Above 0 and finite.
 
     Raises:
@@ -562,7 +562,7 @@ def _information(likely: np.ndarray, epsilon: float) -> np.ndarray:
         epsilon: Above 0.
     """
     size = likely.shape[1]
-    stays = 1 / (1 + (size - 1) * math.exp(-epsilon))
+    stays = keep_probability(epsilon, size)
     other = stays * math.exp(-epsilon)
     outside = np.maximum(1 - likely.sum(axis=1), 0.0)
     answers = other * (1 - outside[:, None]) + (stays - other) * likely + outside[:, None] / size
@@ -580,8 +580,8 @@ def respond_among(
 ) -> np.ndarray:
     """Return one randomized label for each label, among those that the record may take, shape (n,), dtype int64.
 
-    Of m labels, the own one stays with probability e^epsilon / (e^epsilon + m - 1), else it becomes one of the m - 1
-    others with equal probability. An own label that is not among them becomes any of the m with probability 1 / m.
+    If the label is among the m, it stays with probability e^epsilon / (e^epsilon + m - 1), else it becomes one of the
+    m - 1 others with equal probability. A label that is not among them becomes any of the m with probability 1 / m.
     The ratio of two labels' probabilities is at most e^epsilon for every m and every set that depends on no label.
 
     Args:
@@ -602,7 +602,7 @@ def respond_among(
     if n and sizes.min() < 1:
         raise ValueError("among: a record may take no label at all; allow at least one")
     rows = np.arange(n)
-    rank = np.cumsum(among, axis=1)[rows, given] - 1  # of an own label that is among them
+    rank = np.cumsum(among, axis=1)[rows, given] - 1  # of a label that is among them
     members = np.argsort(~among, axis=1, kind="stable")
     other = generator.random((n,))
     kept = generator.random((n,)) < 1 / (1 + (sizes - 1) * math.exp(-epsilon))
@@ -616,9 +616,9 @@ def among_log_likelihood(observed: np.ndarray, among: np.ndarray, *, epsilon: fl
     """Return log P(observed_i | true label a) of responses among some labels, shape (n, k).
 
     Args:
-        observed: What `respond_among` returned, shape (n,).
-        among: Its argument.
-        epsilon: Its argument.
+        observed: Responses of `respond_among`, shape (n,).
+        among: As given to it.
+        epsilon: As given to it.
     """
     sizes = among.sum(axis=1, keepdims=True)
     stays = -np.log1p((sizes - 1) * math.exp(-epsilon))
@@ -632,13 +632,13 @@ def among_targets(
     """Return targets of a regression on responses, shape (n, k), and their weights, shape (n,).
 
     With a = e^epsilon / (e^epsilon + m - 1) and b = 1 / (e^epsilon + m - 1), u_c = ([observed = c] - b) / (a - b) has
-    the mean [true = c], and 1 / m if the true label is not among the m. A target is u_c less 1 / m of the prior's mass
-    outside, and outside it is the prior. So its mean is the one-hot label if all labels are among the m, and otherwise
-    it errs only by what the prior errs in the mass outside. A weight is 1 over 1 plus the variance of u, summed over c.
+    the mean [true = c], and 1 / m if the true label is not among the m. The target is u_c - (prior's mass outside the
+    m) / m for the m labels, and the prior for the others. Its mean is the one-hot label if all labels are among the m;
+    else its error is that of the prior's mass outside. A weight is 1 over 1 plus the variance of u, summed over c.
 
     Args:
-        observed: What `respond_among` returned, shape (n,).
-        among: Its argument.
+        observed: Responses of `respond_among`, shape (n,).
+        among: As given to it.
         priors: As for `telling_labels`.
         epsilon: Above 0 and finite.
     """

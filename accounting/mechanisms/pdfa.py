@@ -123,7 +123,7 @@ class PdfaRun(Mechanism):
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return status none for whole records, and the paper's claim if all mechanisms have its constants.
 
-        `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
+        `enforced` changes nothing: all checkable hypotheses are checked against the run's own constants.
         """
         whole = super().guarantees(mechanisms, delta=delta, enforced=enforced)
         published = [mechanism for mechanism in mechanisms if isinstance(mechanism, PublishedPdfa)]
@@ -228,8 +228,8 @@ def column_bound_published(
 def published_rdp(run: PublishedPdfa, order: float, *, noised_only: bool = False) -> float:
     """Return T sum over layers of fan_in eps_l(alpha), hypotheses taken as given; infinite if undefined.
 
-    A layer with lo = 0 contradicts the hypotheses. Taken as given they leave some lo in (0, hi], and eq. 17
-    falls in lo, so lo = hi stands in: the least that the formula can say.
+    A layer with lo = 0 contradicts the hypotheses, which need some lo in (0, hi]. Eq. 17 falls in lo, so lo = hi is
+    used: the least value of the formula.
 
     Args:
         run: The run.

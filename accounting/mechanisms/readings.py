@@ -89,7 +89,7 @@ class DeviceReadings:
     Attributes:
         noise: The law; for photon counts its boxes hold every pixel and frame of one reading. The probability beta
             that its certificate is wrong is taken off delta.
-        readings: How many readings of one record (or label) leave in all, at least 1.
+        readings: Number of released readings of one record (or label), at least 1.
         distance: Delta >= 0, the largest distance of two inputs' noise-free readings, in units of the reading;
             needed for the Gaussian law; None for photon counts, whose boxes contain it.
         unit: Whether an input is a record or a label.
@@ -114,7 +114,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     """Return the guarantee of the readings, `proven under a device model`, replace_one.
 
     Args:
-        readings: What was read, and the noise's law.
+        readings: The readings, and the noise's law.
         delta: In (beta, 1); beta is taken off before anything is converted.
 
     Raises:
@@ -178,8 +178,8 @@ def readings_guarantee(
 
     Args:
         bounds: Epsilon at what beta leaves of delta.
-        theorem: What proves it; the first of its trusted hypotheses is the law of the noise.
-        delta: Of the statement.
+        theorem: The theorem that proves it; the first of its trusted hypotheses is the law of the noise.
+        delta: Delta of the statement.
         beta: Probability that the law's numbers are wrong.
         unit: Whether an input is a record or a label.
         mechanism: What was read, in a few words.
@@ -217,11 +217,11 @@ def _box_epsilon(boxes: PhotonCountNoise, times: int, delta: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BrightestLight:
-    """How bright light is allowed for, and what that gives.
+    """The brightest light that an epsilon covers.
 
     Attributes:
-        epsilon: Of all readings.
-        beta: Of use, taken off delta: probability that any frame is brighter.
+        epsilon: Epsilon of all readings.
+        beta: Probability that any frame is brighter, taken off delta.
         brightest: w_max, relative to the mean power.
     """
 
@@ -233,11 +233,11 @@ class BrightestLight:
 def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> BrightestLight:
     """Return the least epsilon over how delta is shared between beta of use and the counts; theorem fluctuating-light.
 
-    Every share gives a valid epsilon, so the search needs not find the best one: shares delta / 2^(k/2).
+    Every share gives a valid epsilon, so a coarse search is enough: shares delta / 2^(k/2).
 
     Args:
         noise: The law; its own beta is not taken off here.
-        readings: How many, at least 1; each takes `noise.frames` frames.
+        readings: Number of readings, at least 1; each takes `noise.frames` frames.
         delta: In (0, 1), without the certificate's beta.
     """
     frames = readings * noise.frames

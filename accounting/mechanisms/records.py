@@ -41,6 +41,11 @@ _CHECKED = (
     "each record's contribution is clipped to norm C before the sum, across all layers together",
     "the sum is divided by a public constant, never by the batch's own size",
 )
+NEW_DRAWS = "every record enters every batch independently with probability q, by a new draw at each step"
+STATED_DIVISOR = (
+    "the sum is divided by the stated constant, never by a realised size, "
+    "and an empty batch takes its noisy step"
+)
 STANDARDISED = "features are standardised, if at all, with public constants, not with statistics of the data"
 _SAMPLED = "every record enters every batch independently with probability q"
 _SECRET_BATCHES = "batches stay secret"
@@ -112,8 +117,8 @@ CLIPPED_RECORDS = Theorem(
     code="opusim.accounting.mechanisms.records.RecordCentral",
     page="privacy-records.md, sections 1 and 2",
     checked_by_code=(
-        "every record enters every batch independently with probability q, by a new draw at each step",
-        "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+        NEW_DRAWS,
+        STATED_DIVISOR,
         "each record's update is clipped to norm C over all layers by the stated rule, and a value that is not finite "
         "counts as 0",
         STANDARDISED,
@@ -184,7 +189,7 @@ BANDED_RECORDS = Theorem(
     checked_by_code=(
         "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",
         "step t draws each record of subset t mod b independently with probability b q, and no other record",
-        "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+        STATED_DIVISOR,
         "each record's update is clipped to norm L over all layers by the stated rule, the same at every step, and a "
         "value that is not finite counts as 0",
         STANDARDISED,
@@ -226,11 +231,11 @@ ADAPTIVE_RECORDS, ADAPTIVE_USERS = _adaptive(CLIPPED_RECORDS, "record"), _adapti
 CLIPPINGS = ("flat", "per_layer", "automatic", "adaptive")
 """Rules that bring a record's update within norm C."""
 _LEAST_COUNT_NOISE = 0.6
-"""Least noise of a count over the multiplier: at 1/2 nothing is left for the sum."""
+"""Least ratio of a count's noise to the multiplier: at 1/2 nothing is left for the sum."""
 
 
 def share_of_sum(count_noise: float) -> float:
-    """Return z / z_s = sqrt(1 - 1 / (2 r)^2), what a release of a sum and a count leaves of the sum's precision.
+    """Return z / z_s = sqrt(1 - 1 / (2 r)^2), the share of the sum's precision left if a count is released with it.
 
     Args:
         count_noise: r, the count's noise over z.
@@ -321,23 +326,23 @@ class PoissonLaplace(AdditiveNoise):
 
 
 _ROUNDING = 1e-12
-"""By how much a product of a number of bands and a probability may miss 1, which it stands for."""
+"""Rounding error of bands times a probability that should be 1, at most."""
 
 
 def require_bands(bands: int, probability: float) -> None:
-    """Refuse more subsets of records than steps in which a record is drawn once on average.
+    """Refuse more bands than 1 / q, the average number of steps between two draws of a record.
 
     Args:
-        bands: b, the number of steps over which noise is correlated, and of subsets.
-        probability: q, with which a record is drawn in a step, averaged over its subset's coin.
+        bands: b, the number of steps over which noise is correlated, and of subsets of the records.
+        probability: q, with which a record is drawn in a step, averaged over its random subset.
 
     Raises:
         ValueError: b q exceeds 1.
     """
     if bands * probability > 1 + _ROUNDING:
         raise ValueError(
-            f"bands = {bands}: times the sampling probability {probability:g} is {bands * probability:.4g}, the "
-            "probability with which a record of one of as many subsets would be drawn; must be at most 1: take at most "
+            f"bands = {bands}: times the sampling probability {probability:g} is {bands * probability:.4g}, but a step "
+            "draws each record of its subset with that probability, so it must be at most 1; take at most "
             f"{int(1 / probability)} bands, or smaller batches"
         )
 
@@ -346,7 +351,7 @@ def _require_correlation(**coefficients: tuple[float, ...]) -> None:
     for name, values in coefficients.items():
         if not values or not all(math.isfinite(value) for value in values) or values[0] <= 0:
             raise ValueError(
-                f"{name} = {values}: must be finite numbers of which the first is above 0; give 1 for independent noise"
+                f"{name} = {values}: must be finite numbers, the first above 0; give 1 for independent noise"
             )
 
 
@@ -370,8 +375,8 @@ class ClippedRecords(CertifiedMechanism):
     correlation: Annotated[
         tuple[float, ...],
         Doc(
-            "Coefficient c_0, c_1, ... of noise that is correlated over as many steps (bands); by default 1, for "
-            "independent noise. Step t then draws from one of as many subsets of the records, with probability bands q."
+            "Coefficient c_0, c_1, ...: one for each step (band) over which the noise is correlated; by default 1, for "
+            "independent noise. Each step draws from one of `bands` subsets of the records, with probability bands q."
         ),
         _require_correlation,
         Absent((1.0,)),
@@ -389,7 +394,7 @@ class ClippedRecords(CertifiedMechanism):
     count_noise: Annotated[
         float | None,
         Doc(
-            "r, the noise of a step's count of records below the bound over noise_multiplier, if clipping is adaptive."
+            "r, for adaptive clipping: noise of the count of records below the bound, divided by noise_multiplier."
         ),
         share_of_sum,
         Absent(None),
@@ -403,8 +408,7 @@ class ClippedRecords(CertifiedMechanism):
         super().__post_init__()
         object.__setattr__(self, "correlation", tuple(map(float, self.correlation)))
         require_bands(self.bands, self.sampling_probability)
-        if self.clipping not in CLIPPINGS:
-            checks.choice(CLIPPINGS, clipping=self.clipping)
+        checks.choice(CLIPPINGS, clipping=self.clipping)
         if (self.clipping == "adaptive") != (self.count_noise is not None):
             raise ValueError(
                 f"count_noise = {self.count_noise} under clipping = {self.clipping!r}: is for 'adaptive', which needs "
@@ -428,7 +432,7 @@ class ClippedRecords(CertifiedMechanism):
 
     @property
     def theorem(self) -> Theorem:
-        """What proves its guarantee."""
+        """The theorem that proves its guarantee."""
         if self.clipping == "adaptive":
             return ADAPTIVE_RECORDS
         return CLIPPED_RECORDS if self.bands == 1 else BANDED_RECORDS
@@ -474,7 +478,7 @@ class ClippedRecords(CertifiedMechanism):
 
     @property
     def public_records(self) -> float | None:
-        """The divisor over q: the records of which a batch has as many as the divisor, on average."""
+        """The divisor over q: the number of records whose batches have the divisor's size on average."""
         return self.divisor / self.sampling_probability
 
     def known_batch(self) -> Self:
@@ -503,7 +507,7 @@ class RecordCentral(ClippedRecords):
     records_per_user: Annotated[
         int | None,
         Doc(
-            "k, the records of a user that a step uses at most, if users are drawn and clipped; None for records."
+            "k, the most records of a user that a step uses, if users are drawn and clipped; None for records."
         ),
         partial(checks.integer, minimum=1),
         Absent(None),
@@ -519,7 +523,9 @@ class RecordCentral(ClippedRecords):
                     f"records_per_user = {self.records_per_user}: no theorem covers users under noise that is "
                     f"correlated over {self.bands} steps; leave the correlation out"
                 )
-            object.__setattr__(self, "unit", Unit.USER)  # of this mechanism; the class composes as before
+            object.__setattr__(
+                self, "unit", Unit.USER
+            )  # of the instance only: the class decides what composes
 
     @property
     def theorem(self) -> Theorem:

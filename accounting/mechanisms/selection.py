@@ -34,7 +34,7 @@ _ORDERS = (
     *(1 + k / 10 for k in range(1, 10)), *(2 + k / 2 for k in range(20)), *map(float, range(12, 33)),
     *(40.0, 48.0, 64.0, 96.0, 128.0, 256.0),
 )  # fmt: skip
-"""Renyi orders, few of them: fractional ones take dp_accounting most of the time."""
+"""Renyi orders; few, since dp_accounting takes long for fractional ones."""
 _SEARCHED = (
     "the number of trials is Poisson, drawn once, before any trial and independent of the data",
     "every trial draws its settings independently from the same law, which does not depend on the data",
@@ -98,7 +98,7 @@ class NoisyTrial:
     """Settings that a trial may have: the noisy sum that dominates all that its training releases.
 
     Attributes:
-        law: Of the noise.
+        law: Law of the noise.
         scale: Its standard deviation, or scale b for Laplace noise, over the largest norm C that one record adds.
         probability: q in (0, 1], the sampling probability.
         steps: At least 1.
@@ -161,7 +161,7 @@ class PrivateSelection(CertifiedMechanism):
     """The best of K ~ Poisson(m) trials, each private with its score; a step counts whole searches.
 
     A trial is mu-GDP, or one of several noisy sums; then mu is that of its score only. `noise` is the scale of the
-    first noisy sum if there is one; more of it scales all of them, and leaves the score's noise as it is.
+    first noisy sum if there is one; `with_noise` scales all of them and keeps the score's noise.
     """
 
     mean: Annotated[Positive, Doc("m > 0, expected number of trials.")]
@@ -192,7 +192,7 @@ class PrivateSelection(CertifiedMechanism):
 
     @property
     def theorem(self) -> Theorem:
-        """What proves its guarantee."""
+        """The theorem that proves its guarantee."""
         return NOISY_SUMS if self.trials else PRIVATE_SELECTION
 
     @property
@@ -310,7 +310,7 @@ class PricedSearch:
 
     Attributes:
         selection: The search.
-        trials: What the whole training of a trial releases, for each of the settings asked about, in their order.
+        trials: The mechanism of a trial's whole training, for each of the settings asked about, in their order.
     """
 
     selection: PrivateSelection
@@ -323,11 +323,11 @@ def priced_search(
     """Return the search whose trials and scores have the least noise that stays within epsilon.
 
     Args:
-        trials: What the whole training of a trial releases, for each of the settings that it may have; their noise is
-            where the search for it starts.
+        trials: The mechanism of a trial's whole training, for each of the settings that it may have; the search for
+            the noise starts at theirs.
         mean: m > 0, expected number of trials.
-        epsilon: Of the whole search, above 0.
-        delta: Of the whole search.
+        epsilon: Epsilon of the whole search, above 0.
+        delta: Delta of the whole search.
         device_noise: Whether the noise is a device's.
 
     Raises:
@@ -350,7 +350,7 @@ def priced_search(
     if all(_is_gaussian(one) for one in sums):
         scales = [_shift(search.adjacency) * math.sqrt(one.steps) / search.mu for one in sums]
     else:
-        shapes = [replace(one, scale=1.0) for one in sums]  # trainers guess their noise differently
+        shapes = [replace(one, scale=1.0) for one in sums]  # without the noise that trainers start from
         found = {one: _affordable(search, [one], epsilon, delta)[0] for one in dict.fromkeys(shapes)}
         if len(found) > 1:
             found = dict(zip(found, _affordable(search, list(found.values()), epsilon, delta), strict=True))
@@ -366,7 +366,7 @@ def priced_search(
 
 @lru_cache(maxsize=64)
 def _calibrated(search: PrivateSelection, epsilon: float, delta: float) -> PrivateSelection:
-    """Return the search with the least noise; one that is asked for again is not calibrated again."""
+    """Return the search with the least noise, from a cache if it was calibrated before."""
     return calibrate_noise(search, target_epsilon=epsilon, delta=delta)[0]
 
 
@@ -396,7 +396,7 @@ def selection_bounds(mu: float, mean: float, delta: float) -> EpsilonBounds:
         mean: m > 0.
         delta: In [0, 1).
     """
-    if delta == 0 or mu > 25:  # e^(loss) leaves the doubles
+    if delta == 0 or mu > 25:  # e^loss overflows doubles
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="no numbers")
     candidates = {
         "Theorem 5.1": theorem_epsilon(mu, mean, delta),

@@ -125,7 +125,7 @@ class PublishedUlr(Mechanism):
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return status none for whole records, then the paper's claim.
 
-        `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
+        `enforced` changes nothing: all checkable hypotheses are checked against the run's own constants.
         """
         whole = super().guarantees(mechanisms, delta=delta, enforced=enforced)
         return [*whole, published_guarantee(mechanisms, delta)]
@@ -188,7 +188,7 @@ def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int)
         return 1.0, 0.0
     law = numerics.binomial(n, q)
     below, from_least = law.logsf(least - 2), law.logsf(least - 1)
-    if not math.isfinite(from_least):  # so rare a batch underflows doubles: take the worst possible pair
+    if not math.isfinite(from_least):  # the probability underflows: take the worst possible pair
         return 1.0, 1.0
     probability = 1 / (1 + (1 - q) / q * math.exp(min(from_least - below, 0.0)))
     # E[X | X >= L] - E[X | X >= L - 1] = p (E[X | X >= L] - (L - 1)), p = P(X = L - 1 | X >= L - 1)

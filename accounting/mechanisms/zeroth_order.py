@@ -2,14 +2,14 @@
 
 A step draws a secret Poisson(q) batch and n public directions, and releases for each direction
 s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. A record that is added, removed or made null moves every s_j by at most C.
-Counting n directions as n steps with batches of their own would state too little: they share one batch. If a record's n
-differences are clipped jointly, to Euclidean norm C, the record moves all s_j together by at most C.
+Counting n directions as n steps with batches of their own would state too small an epsilon: they share one batch. If a
+record's n differences are clipped jointly, to Euclidean norm C, the record moves all s_j together by at most C.
 
 The directions may have any law, such as a low rank, as long as, given all earlier releases, they are independent of the
 data: then the bounds hold for every fixed choice of them, and so for the release together with the directions. Here
-they are functions of a public seed, the step's number and the direction's, the same for all records of a batch. What
-would break this: a seed that is drawn again because a loss is not finite, directions of a record's own, or a subspace
-from gradients without noise.
+they are functions of a public seed, the step's number and the direction's, the same for all records of a batch. Each of
+these would break it: a new seed because a loss is not finite, directions that depend on the record, a subspace from
+gradients without noise.
 Source: Tang et al., "Private Fine-tuning of Large Language Models with Zeroth-order Optimization" (DP-ZO).
 """
 
@@ -37,14 +37,15 @@ from opusim.accounting.mechanism import (
     StatedRelation,
     counted,
 )
+from opusim.accounting.mechanisms.records import NEW_DRAWS, STANDARDISED, STATED_DIVISOR
 from opusim.accounting.theorems import SEED_IS_SECRET, Theorem
 
 _CHECKED = (
-    "every record enters every batch independently with probability q, by a new draw at each step",
+    NEW_DRAWS,
     "each record's loss difference, or the vector of all its differences, is clipped to the stated bound before the "
     "sum, and one that is not finite counts as the bound; it is rounded toward zero so that the sum is exact",
-    "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
-    "features are standardised, if at all, with public constants, not with statistics of the data",
+    STATED_DIVISOR,
+    STANDARDISED,
     "the noise is fresh for each scalar, from a stream separate from the directions'",
 )
 _TRUSTED = (
@@ -59,7 +60,7 @@ from 64 random bits each and end at sqrt(2 log 2^65) = 9.49, which the exact law
 _LARGEST_STEP_EPSILON = 100.0
 """Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
 _ROUNDING = 1e-9
-"""Relative error of binomial tails, some ten times what was seen at 10^9 steps."""
+"""Relative error of binomial tails, about ten times the largest seen at 10^9 steps."""
 
 ZEROTH_ORDER_GAUSSIAN = Theorem(
     name="zeroth-order-gaussian",
@@ -99,7 +100,7 @@ ZEROTH_ORDER_LAPLACE = Theorem(
 class ZoScalars(Mechanism):
     """Common to both laws: sum over a Poisson batch of clipped loss differences, plus noise, for each direction.
 
-    The directions of one step look at one batch, so they are released together: sampling amplifies their joint release
+    The directions of one step share one batch, so they are released together: sampling amplifies their joint release
     once, and they do not compose like steps with batches of their own.
     """
 
@@ -120,7 +121,7 @@ class ZoScalars(Mechanism):
 
     @property
     def public_records(self) -> float | None:
-        """The divisor over q: the records of which a batch has as many as the divisor, on average."""
+        """The divisor over q: the number of records whose batches have the divisor's size on average."""
         return self.divisor / self.sampling_probability
 
     def known_batch(self) -> Self:
@@ -153,7 +154,7 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
 
     @property
     def spread(self) -> float:
-        """How far one record moves a step's scalars at most, in units of C: 1 if clipped jointly, else sqrt(n)."""
+        """The most that one record moves a step's scalars, in units of C: 1 if clipped jointly, else sqrt(n)."""
         return 1.0 if self.joint_clip else math.sqrt(self.directions)
 
     def describe(self) -> str:
@@ -165,7 +166,7 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
         )
 
     def as_noise(self) -> numerics.NoisySum:
-        """See Mechanism.as_noise; all directions of a step look at one batch."""
+        """See Mechanism.as_noise; all directions of a step share one batch."""
         return numerics.NoisySum(
             law="gaussian",
             scale=self.noise_multiplier / self.spread,
@@ -207,7 +208,7 @@ class ZoLaplace(ZoScalars):
 
     @classmethod
     def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
-        """Return what tails that opusim 0.2 cut add to delta."""
+        """Return how much the tails that opusim 0.2 cut off add to delta."""
         cut = [one for one in mechanisms if not one.exactly_rounded]
         if not cut:
             return (), ()
@@ -229,7 +230,7 @@ class ZoLaplace(ZoScalars):
                 steps=mechanism.steps,
             )
             for mechanism in mechanisms
-        ]  # for n > 1 only its closed form is right
+        ]  # for n > 1 only its pure epsilon is right
         pure = numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, 0.0)
         if delta == 0 or not 0 < pure.upper < math.inf:
             return pure
@@ -246,14 +247,14 @@ class ZoLaplace(ZoScalars):
 
 
 def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
-    """Return (1 + e^epsilon) 2^-63 for each number: what tails that opusim 0.2 cut add to delta, at most 1.
+    """Return the delta of the tails that opusim 0.2 cut off: (1 + e^epsilon) 2^-63 for each number, at most 1.
 
     Exact noise and the generator's differ with probability 2^-63 a number, so the runs differ in total variation by at
     most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S) + tau) + tau.
 
     Args:
         mechanisms: At least one.
-        epsilon: Of exact Laplace noise, at least 0, possibly infinite.
+        epsilon: Epsilon of exact Laplace noise, at least 0, possibly infinite.
     """
     numbers = sum(mechanism.steps * mechanism.directions for mechanism in mechanisms)
     log_delta = math.log(numbers * _CUT_PROBABILITY) + (

@@ -18,7 +18,7 @@ of steps T. With its T-fold law p_T
     delta(epsilon) = M(t)^T e^(-t epsilon) sum over l > epsilon of p_T(l) e^(-t (l - epsilon)) (1 - e^(epsilon - l)).
 
 With a good t the law's weight lies near epsilon, so that errors of the transform are a small part of delta, whatever
-delta is. What is counted, always to the safe side:
+delta is. These errors are counted, always on the safe side:
 
 - losses beyond the window of the transform, which are folded into it: Chernoff bounds of the grid itself (`Plan.tail`);
 - rounding of the transform (`_transformed`). The law's largest mass is taken out before, so this is in proportion to
@@ -26,27 +26,27 @@ delta is. What is counted, always to the safe side:
 - rounding of masses (relative) and of losses (absolute), at most `LossLaw.rounding` a step; and of products and sums;
 - losses above the grid: their mass, at most 1e-6 of delta, counts as delta.
 
-**Grids.** Two laws of loss on a grid for every step: one whose divergence curve is above the step's, and one below it.
+**Grids.** Every step has two laws of loss on a grid: the divergence curve of one is above the step's, the other below.
 
-Both have their masses at a few points a + j h: all of them near 0, further out ever fewer, since a loss l that lies
-between points l' < l < l'' adds (l - l') (l'' - l) to the variance, which counts only in proportion to l^2.
+Both have their masses at some points a + j h: at all of them near 0, at ever fewer further out, since a loss l between
+points l' < l < l'' adds (l - l') (l'' - l) to the variance, which matters only in proportion to l^2.
 
-**Above** ("connect the dots", Doroshenko et al. 2022). The outcomes between two points are one outcome of masses A and
+**Above** ("connect the dots", Doroshenko et al. 2022). Outcomes between two points are merged into one of masses A and
 B under P and Q; it is split between the points such that both masses are kept, with the shares (1 - e^(l' - r)) /
 (1 - e^(l' - l'')) and (e^(l'' - r) - 1) / (e^(l'' - l') - 1) of A, where r = log(A / B). Losses above the last point
 are infinite, losses below the first are raised to it.
 
 **Below**, its dual: the polygon with corners at the points between tangents of the curve, one for each pair of
 neighbours (see `poisson_loss.polygon_below`). It needs the masses P_i, Q_i between two points of tangency and w_i =
-e^(l_i) Q_i - P_i, the sum of P (e^(l_i - r) - 1) over their parts. A tangent touches at the middle; where it would be
-negative at the upper corner it touches there, and where 1 - x would exceed it at the lower corner, at that one.
+e^(l_i) Q_i - P_i, the sum of P (e^(l_i - r) - 1) over their parts. A tangent touches at the middle, but at the upper
+corner if it would be negative there, and at the lower corner if 1 - x would exceed it there.
 
 If h is much longer than most losses, one point must be the loss of all short ones taken together, or the polygon would
 reach 0 there: that is the offset a of the law below.
 
-Everything is a sum of terms of relative precision. Where those of the law below have both signs, their rounding is
-taken off the mass; a corner whose mass is negative is taken out, by splitting that mass between its neighbours,
-which lowers the polygon to its convex hull without touching any other mass.
+Everything is a sum of terms of relative precision. Where terms of the law below have both signs, their rounding is
+taken off the mass; a corner of negative mass is removed by splitting that mass between its neighbours, which lowers the
+polygon to its convex hull without touching any other mass.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ _NARROW = 1.0
 _LARGEST_SIZE = 2**23
 """Most points of a transform; a plan asks for a quarter of it at most."""
 _FINE = 128
-"""Points next to 0 that are neighbours; further out their distance is this part of the loss."""
+"""Consecutive points on either side of 0; further out, neighbours are 1/128 of the loss apart."""
 _ROUNDING = 2.0**-48
-"""What rounding may add to a mass of the law below, in parts of the sum of its terms' sizes; it is taken off."""
+"""Rounding error of a mass of the law below, relative to the sum of its terms' sizes; it is taken off the mass."""
 
 
 class LossLaw(ABC):
@@ -87,10 +87,10 @@ class LossLaw(ABC):
 
     @abstractmethod
     def rounding(self, tail: float) -> float:
-        """Return what rounding may change the masses of bins by, relatively, and their losses, absolutely.
+        """Return the largest rounding error of the bins: relative for masses, absolute for losses.
 
         Args:
-            tail: Mass on either side that it need not hold for, above 0.
+            tail: Mass in either tail for which it need not hold, above 0.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class GaussianLaw(LossLaw):
     direction: Direction
 
     def rounding(self, tail: float) -> float:
-        """Return what rounding does to masses and losses; see `LossLaw.rounding`.
+        """Return the rounding error of masses and losses; see `LossLaw.rounding`.
 
         All points and nodes are within R = r + 2 / z standard deviations of each mean, r being the tail's quantile. An
         exponent y^2 / 2 has an error of 4.5 R^2 roundings: two of x, one each of x - m, the quotient and the square. A
@@ -187,7 +187,7 @@ class LaplaceLaw(LossLaw):
     Attributes:
         scale: b, above 1 / 600, in units of the record's contribution.
         probability: q in (0, 1].
-        direction: Which of the pairs; that of replacement is not known.
+        direction: Which of the pairs; the law of replacement is not known.
     """
 
     scale: float
@@ -195,7 +195,7 @@ class LaplaceLaw(LossLaw):
     direction: Literal["remove", "add"]
 
     def rounding(self, tail: float) -> float:
-        """Return what rounding does to masses and losses: two exponents up to 1 / b, and the ends of bins."""
+        """Return the rounding error of masses and losses: two exponents up to 1 / b, and the ends of bins."""
         return UNIT * (64 + 16 / self.scale)
 
     @override
@@ -250,10 +250,10 @@ class MixedLaw(LossLaw):
 
 
 def pooled(masses: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mass and the loss of bins that are made one: masses of both measures add.
+    """Return the mass and the loss of merged bins: masses of both measures add.
 
     Args:
-        masses: Of P, shape (parts, bins).
+        masses: Masses of P, shape (parts, bins).
         losses: Same shape.
     """
     total = masses.sum(axis=0)
@@ -315,7 +315,7 @@ def _exponents(losses: np.ndarray, q: float) -> np.ndarray:
 
 
 def _log_mixed(t: float, q: float) -> float:
-    """log(1 + q (e^t - 1)), infinite if doubles cannot follow."""
+    """log(1 + q (e^t - 1)), infinite if doubles overflow."""
     if q == 1:
         return t
     if t > 700:
@@ -332,7 +332,7 @@ class LossGrid:
         offset: a.
         interval: h, above 0.
         numbers: j of each point, ascending integers.
-        masses: Of P at each point, at least 0.
+        masses: Masses of P at each point, at least 0.
         beyond: Mass of P at an infinite loss.
     """
 
@@ -352,7 +352,7 @@ def grid_above(law: LossLaw, low: float, high: float, interval: float) -> LossGr
     """Return a law whose divergence curve is nowhere below that of a step.
 
     Args:
-        law: Of the step's loss.
+        law: Law of the step's loss.
         low: Loss below which the mass is negligible.
         high: Loss above which the mass may count as infinite.
         interval: h, above 0.
@@ -371,7 +371,7 @@ def grid_above(law: LossLaw, low: float, high: float, interval: float) -> LossGr
 
 def grid_below(law: LossLaw, low: float, high: float, interval: float) -> LossGrid:
     """Return a law whose divergence curve is nowhere above that of a step; arguments as in `grid_above`."""
-    # one point is the loss of all outcomes up to h, or of all from -h on: the offset is that less a multiple of h
+    # one point is the loss of all outcomes up to h, or of all from -h on: the offset is that loss minus a multiple of h
     most_is_low = high > -low
     masses, own = law.bins(np.array([interval if most_is_low else -interval]))
     loss = float(own[0 if most_is_low else 1])
@@ -425,8 +425,8 @@ def _drop_concave(losses: np.ndarray, masses: np.ndarray, terms: np.ndarray) -> 
 
     Args:
         losses: The points.
-        masses: Of P at the points; those of the ends are kept.
-        terms: The sizes that rounding is in proportion to, which are split alike.
+        masses: Masses of P at the points; those of the ends are kept.
+        terms: The sizes to which rounding is proportional, split in the same way.
     """
     last = len(losses) - 1
     before, after = list(range(-1, last)), list(range(1, last + 2))
@@ -449,21 +449,21 @@ def _drop_concave(losses: np.ndarray, masses: np.ndarray, terms: np.ndarray) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """How one direction is composed; no bound depends on whether its choices are good.
+    """How one direction is composed; bounds are valid whatever the choices.
 
     Attributes:
-        laws: Of each part.
-        steps: Of each part.
-        roundings: What rounding does to the masses and losses of each part (`LossLaw.rounding`).
+        laws: Law of each part.
+        steps: Number of steps of each part.
+        roundings: Rounding error of the masses and losses of each part (`LossLaw.rounding`).
         low: Loss below which the mass is negligible.
         high: Loss above which it counts as infinite.
         interval: h.
         finest: The least h whose window fits.
         tilt: t.
-        upper_tilt: Of the Chernoff bound on losses above the window.
-        lower_tilt: Of that on losses below it.
+        upper_tilt: Tilt of the Chernoff bound on losses above the window.
+        lower_tilt: Tilt of the Chernoff bound on losses below the window.
         tail: Mass of the tilted law outside of the window, on either side.
-        guess: About what epsilon will be.
+        guess: Estimate of epsilon.
     """
 
     laws: tuple[LossLaw, ...]
@@ -496,14 +496,14 @@ class TiltedLaw:
         losses: Ascending, the first at least 0; shape (n,).
         interval: h.
         tilt: t.
-        guess: A loss of reference.
+        guess: A reference loss.
         scale: log of M(t)^T e^(-t guess).
         powers: e^(-t (l - guess)) at each loss.
         sums: Sum of law times powers from each loss on.
         discounted: The same, each term times e^(guess - l).
-        error: Of the tilted law's sums.
+        error: Error of the tilted law's sums.
         beyond: Mass of an infinite loss.
-        shift: By how much losses may be off, and in what proportion masses may be.
+        shift: Largest error of losses, and largest relative error of masses.
     """
 
     losses: np.ndarray
@@ -529,7 +529,7 @@ class TiltedLaw:
         return float(np.clip(found, self._loss_before(at), self.losses[at])) + self.shift
 
     def estimate(self, delta: float) -> float:
-        """Return epsilon(delta) as if nothing were off."""
+        """Return epsilon(delta) without any margin for errors."""
         good = self._excess() <= delta * float(np.exp(-self.scale))
         return float(self.losses[int(np.argmax(good)) if good.any() else -1])
 
@@ -628,7 +628,7 @@ def _logs(grids: Sequence[LossGrid], steps: Sequence[int], tilt: float) -> float
 def _transformed(
     grids: Sequence[LossGrid], steps: Sequence[int], tilt: float, first: int, size: int
 ) -> tuple[np.ndarray, float]:
-    """Return the composed tilted law at the numbers first, first + 1, ..., and what rounding does to its sums.
+    """Return the composed tilted law at the numbers first, first + 1, ..., and the rounding error of its sums.
 
     A sum weighs masses by at most e^(-t u) (1 - e^(-u)), u being the distance from epsilon; its error is at most the
     largest error of a mass times the sum of these weights, and at most the product of both norms (Parseval).
@@ -639,7 +639,7 @@ def _transformed(
     pocketfft takes a factor from the product of two entries of a table, each off by at most 2.2 roundings, so that
     m <= 5 roundings (a product adds 5^(1/2) times a second order: Brent, Percival and Zimmermann 2007; up to 2.2
     were measured) and d <= 10.7. The stages of factors 3, 4 and 5 that it has instead cost 7.1, 4.6 and 5.7 for each
-    doubling. Taken are 8, of which the norm below counts 2^(1/2) times as much, and the largest error twice.
+    doubling. The code takes 8, and multiplies the norm by 2^(1/2) and the largest error by 2.
     """
     roundings = UNIT * (8 * math.log2(size) + 16)
     sizes, phases, slopes = (np.zeros(size // 2 + 1) for _ in range(3))
@@ -683,7 +683,7 @@ def weight_sum(tilt: float, interval: float) -> float:
 
 
 def weight_norm(tilt: float, interval: float) -> float:
-    """The root of the sum of their squares."""
+    """The root of the sum over k >= 0 of the squares of e^(-t k h) (1 - e^(-k h))."""
     once, twice, none = (1 / -math.expm1(-(2 * tilt + k) * interval) for k in (1, 2, 0))
     return math.sqrt(max(none - 2 * once + twice, 0.0) + 1e-12 * none)
 

@@ -24,10 +24,10 @@ any tilt s > 0,
     delta(epsilon) <= e^(-s epsilon) / Lambda  sum_n e^(K(z_n) - i u_n epsilon) / (z_n (z_n + 1)),
 
 u_n = 2 pi n / Lambda, z_n = s + i u_n, n over all integers. By Poisson summation the right side is the sum over k of
-e^(s k Lambda) delta(epsilon + k Lambda), whose terms are at least 0 and whose term k = 0 is delta(epsilon). A Gaussian
-mechanism of sensitivity tau and deviation 1 is released besides, which only adds to delta: its
-tau^2 z (z + 1) / 2 is added to K(z). Since |E e^(z L)| <= E e^(s L), what is left out beyond u_N = U is then at most
-e^(K(s) - s epsilon - tau^2 U^2 / 2) / (pi U), which is added, as is the rounding.
+e^(s k Lambda) delta(epsilon + k Lambda), whose terms are at least 0 and whose term k = 0 is delta(epsilon). Releasing a
+Gaussian mechanism of sensitivity tau and deviation 1 as well can only raise delta; it adds tau^2 z (z + 1) / 2 to K(z).
+Since |E e^(z L)| <= E e^(s L), the terms beyond u_N = U are then at most e^(K(s) - s epsilon - tau^2 U^2 / 2) / (pi U).
+That bound is added, as is the rounding.
 """
 
 from __future__ import annotations
@@ -142,11 +142,11 @@ def renyi_upper(rates: np.ndarray, delta: float) -> float:
 
 
 def _best_of(rates: np.ndarray, delta: float, orders_above: np.ndarray) -> tuple[np.ndarray, float]:
-    """The least bounds over orders, and the order, less 1, at which the largest of them is least."""
+    """Return the least bounds over orders, and the order minus 1 at which the largest bound is least."""
     bounds, best, above_best = np.full((len(rates), len(rates)), np.inf), math.inf, math.nan
     for above in orders_above.tolist():
         order = 1 + above
-        if order == 1:  # rates so far apart that the best order is 1 in doubles
+        if order == 1:  # the rates are so far apart that the order rounds to 1
             continue
         conversion = math.log(above / order) - (math.log(delta) + math.log(order)) / above
         found = _without_diagonal(pattern_divergences(rates, order) + conversion)
@@ -191,7 +191,7 @@ class _Transform:
         step: 2 pi / Lambda.
         log_moment: K(s), with the Gaussian mechanism, shape (patterns, patterns).
         ratios: e^(K(z_n) - K(s)) / (z_n (z_n + 1)) for n >= 1, shape (frequencies, patterns, patterns).
-        rounding: By how much K(z_n) - K(s) may be off.
+        rounding: Rounding error of K(z_n) - K(s).
     """
 
     tilt: float
@@ -255,34 +255,34 @@ _ADDED_VARIANCE = 1e-3
 _TAIL = 1e-7
 """Share of delta that lies beyond the window on each side."""
 _WINDOWS = (2**13, 2**15, 2**17, 2**20)
-"""Most points of a transform: on which grids a pair is bounded, one after the other, while it may be the worst."""
+"""Most points of a transform on each grid; a pair is bounded on ever finer grids while it may be the worst."""
 _FINE_WINDOW = _WINDOWS[-1]
 _CLOSE, _MANY = 0.9, 12
 """With more than 12 pairs within 0.9 of the largest Renyi bound, `tilted_bounds` come before any grid."""
 _FAIR = 2
-"""Number of the grid that is finer than those bounds."""
+"""Index of the first grid that is sharper than `tilted_bounds`."""
 _ROUNDING_PER_COUNT, _ROUNDING_PER_POINT = 4e-14, 1e-16
 """Total variation that the transform's rounding may add."""
 _CHERNOFF_ORDERS = np.logspace(-2, 2, 33)
-"""Orders that are tried, in units of the larger of the loss's deviation and its longest jump."""
+"""Orders that are tried, times the larger of the loss's deviation and its longest jump."""
 _BINS = 64
 """Bins of jumps for a first guess of the loss's reach."""
 _DISCOUNT = 300.0
 """Largest exponent within a block of a discounted sum."""
 _NEAR = 0.1
 _ROUNDING = 1e-15
-"""What rounding may make of two equal values, relative to 1 or to the larger one."""
+"""Difference that rounding may make between equal values, relative to 1 or to the larger one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pair:
-    """Two products of Poisson laws, without the pixels that tell nothing.
+    """Two products of Poisson laws, without the pixels that reveal nothing.
 
     Attributes:
         a: Rates of the first law where both are above 0 and differ.
         b: Rates of the second law there.
         surely: Probability that the first law gives a count where the second gives none: an infinite loss.
-        shift: Loss of an empty picture at the pixels that only one law lights, if they are empty.
+        shift: Loss of no counts at the pixels that only one law lights.
     """
 
     a: np.ndarray
@@ -314,7 +314,7 @@ class _OnGrid:
     Attributes:
         interval: h.
         numbers: j of each jump j h, integers.
-        intensities: Of the first law, expected counts.
+        intensities: Expected counts of the first law.
     """
 
     interval: float
@@ -377,8 +377,8 @@ def worst_patterns(rates: np.ndarray, delta: float) -> tuple[int, int]:
 def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
     """The ordered pair with the largest epsilon, and its upper bound.
 
-    Every pair has a bound by Renyi divergences, which cost one matrix product an order; of many pairs with close ones
-    `tilted_bounds` tells more. The pair with the largest bound is bounded on the next finer grid, until a bound of the
+    Every pair has a bound by Renyi divergences, at one matrix product an order; if many of these are close,
+    `tilted_bounds` are sharper. The pair with the largest bound is bounded on the next finer grid, until a bound of the
     finest grid is the largest of all.
     """
     checks.in_unit_interval(closed="neither", delta=delta)
@@ -414,7 +414,7 @@ def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, i
 
 
 def _upper(pair: _Pair, delta: float, window: int) -> tuple[float, bool]:
-    """Epsilon of the pair that the split pixels give, and whether no larger window has a finer grid.
+    """Return the pair's epsilon from split pixels, and whether no larger window has a finer grid.
 
     Epsilon is infinite if there is none or doubles cannot follow.
     """
@@ -433,7 +433,7 @@ def _upper(pair: _Pair, delta: float, window: int) -> tuple[float, bool]:
 
 
 def _lower(pair: _Pair, delta: float) -> float:
-    """Epsilon of the pair that routed counts give; 0 if the grid is too coarse for one."""
+    """Return the pair's epsilon from counts sent to grid points; 0 if the grid is too coarse."""
     left = _finite_share(pair, delta)
     if left <= 0:
         return math.inf
@@ -449,7 +449,7 @@ def _lower(pair: _Pair, delta: float) -> float:
     tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
     total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
     points = np.exp(grid * interval) * (total_b / total_a)
-    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
+    if not np.all(np.diff(points) > 0):  # neighbouring ratios are equal in doubles
         return 0.0
     found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
     if found is None:
@@ -465,15 +465,15 @@ def _finite_share(pair: _Pair, delta: float) -> float:
 
 
 def _can_follow(pair: _Pair, delta: float) -> bool:
-    """Whether doubles can follow so many counts, and jumps so long."""
+    """Whether doubles can follow the loss of this many counts, and of jumps this long."""
     longest = float(np.max(np.abs(np.log(pair.a) - np.log(pair.b))))
     return longest < LARGEST_LOSS and _ROUNDING_PER_COUNT * (10 + float(np.sum(pair.a))) < delta / 2
 
 
 def _interval(pair: _Pair, jumps: np.ndarray, delta: float, window: int) -> tuple[float, bool]:
-    """The interval that adds `_ADDED_VARIANCE`, or the finest whose window fits; the longest jump lies on the grid.
+    """Return the interval that adds `_ADDED_VARIANCE`, or the finest that fits, and whether no larger window is finer.
 
-    Also whether no larger window has a finer one.
+    The longest jump lies on the grid.
     """
     variance, counts = float(np.sum(pair.a * np.square(jumps))), float(np.sum(pair.a))
     log_tail = math.log(_TAIL * delta)
@@ -504,7 +504,7 @@ def _split(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid:
 
     a' + a'' = a and a' e^(-l') + a'' e^(-l'') = b give, for l' <= c <= l'' = l' + h,
         a' / a = (e^(l'' - c) - 1) / (e^h - 1),  a'' / a = (1 - e^(l' - c)) / (1 - e^(-h)).
-    Neither is taken as 1 less the other: on a coarse grid a' may be below the last digit of a, while a' e^(-l') is
+    Neither is computed as 1 minus the other: on a coarse grid a' may be below the last digit of a, while a' e^(-l') is
     most of b.
     """
     below = np.floor(jumps / interval)
@@ -530,9 +530,9 @@ def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.
     Returns:
         The first point that is used and the masses of P from there on, or None if the points are too far apart.
     """
-    # The polygon may leave 1 - x at x_i if 1 - x is at most the tangents behind it at their points, and end at x_i if
+    # The polygon may leave 1 - x at x_i if 1 - x is at most the tangents after it at their points, and end at x_i if
     # the tangents before it are not negative there. (Both fail only near a loss that the mechanism cannot fall below or
-    # exceed.) Neither counts what rounding may make of values that are equal.
+    # exceed.) Both allow for rounding between equal values.
     below = np.flatnonzero(x[:-1] * (1 - b) < (1 - a) - _ROUNDING)
     negative = np.flatnonzero(a < (1 - _ROUNDING) * x[1:] * b)
     first = int(below[-1]) + 1 if below.size else 0

@@ -13,14 +13,14 @@ inequality (Mironov 2017, Proposition 11, p = q = 2):
 D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
 
 **Composition.** Each step's law of loss lies between two laws on a grid; domination of divergence curves survives
-composition (`loss_laws`), so the composed grids enclose epsilon for any number of steps. If the bounds still are apart,
-the interval is refined, or widened where rounding separates them; the best of all bounds count.
+composition (`loss_laws`), so the composed grids enclose epsilon for any number of steps. While the bounds are apart,
+the interval is refined, or widened where rounding separates them; the best of all bounds are returned.
 
-**The plan** chooses tilt, window and interval from coarse laws of the steps' losses. No bound depends on whether these
-choices are good. The grid adds a variance V to the whole loss, which moves epsilon by
-s V / 2, s being the slope of -log delta; the interval is the widest at which this stays below `_ACCURACY` of epsilon on
-either side. A grid has few points (they thin out away from 0), so its cost does not depend on q, and large losses need
-no fine interval. The size of the answer is guessed by the Chernoff bound first and then by coarse transforms.
+**The plan** chooses tilt, window and interval from coarse laws of the steps' losses. Bounds are valid whatever it
+chooses. The grid adds a variance V to the whole loss, which moves epsilon by s V / 2, s being the slope of -log delta;
+the interval is the widest at which this stays below `_ACCURACY` of epsilon on either side. A grid has few points (they
+thin out away from 0), so its cost does not depend on q, and large losses need no fine interval. Epsilon is estimated by
+the Chernoff bound first and then by coarse transforms.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from opusim.accounting.numerics.loss_laws import (
 )
 
 _REFINEMENTS, _GAP = 2, 5e-3
-"""How often an interval is refined, and the distance of both bounds, in shares of epsilon, from which it is."""
+"""Most refinements of an interval, and the gap between the bounds, as a share of epsilon, that calls for one."""
 _LEAST_GAP, _LARGE, _LARGE_GAP = 1e-6, 2**17, 2e-4
-"""That distance at least, and that of transforms with as many points."""
+"""The least such gap, and the least one of transforms with at least `_LARGE` points."""
 _COARSER = 4.0
-"""By how much wider an interval becomes if rounding, which falls with it, separates the bounds."""
+"""Factor by which an interval widens if rounding separates the bounds; a wider one rounds less."""
 LARGEST_WINDOW = 2**21
 """Most points of a transform."""
 _ACCURACY = 2e-4
-"""By which share of epsilon, or of the loss's deviation if that is larger, the grid may move it on either side."""
+"""Largest shift of epsilon by the grid on either side, as a share of epsilon or, if larger, of the loss's deviation."""
 _LEAST_ACCURACY = 2e-6
-"""By how much the grid may move epsilon, however small it is."""
+"""Shift of epsilon that the grid may always cause."""
 _FEWEST = 0.05
 """Largest interval, in shares of epsilon or of the loss's deviation, whichever is larger."""
 _INFINITE = 1e-6
@@ -79,15 +79,15 @@ _BELOW = 1e-9
 _TAIL = 1e-5
 """Share of delta that the losses beyond the window may make, on either side."""
 _COARSE = 16
-"""How much coarser a last trial may be than what follows."""
+"""Largest ratio of the last trial's interval to that of the plan."""
 _SEEN = 1e-3
-"""Share of delta from which on rounding shows."""
+"""Share of delta above which rounding shows."""
 _TRIALS, _TRIAL_TAIL = (2**12, 2**14, 2**16, 2**18), 1e-8
 """Points of the coarse grids by which epsilon is guessed, and the mass outside of the first one's window."""
 _BINS = 320
 """Bins on either side of 0 in a plan."""
 _TILTS, _EVERY = 96, 4
-"""Tilts of a plan, and which of them are tried."""
+"""Number of tilts of a plan; every fourth one is tried."""
 _LARGEST_EXPONENT = 300.0
 
 
@@ -99,7 +99,7 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
     """Return bounds on epsilon(delta) of all parts, or None if doubles cannot follow.
 
     Args:
-        parts: What is composed, at least one, all with the same number of directions.
+        parts: The steps to compose, at least one, all with the same number of directions.
         delta: In (0, 1).
     """
     lower, upper = 0.0, 0.0
@@ -125,7 +125,7 @@ def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
         wanted = max(_GAP * high, _LARGE_GAP if len(above.losses) >= _LARGE else _LEAST_GAP)
         if gap <= wanted:
             break
-        exact = replace(above, error=0.0), replace(below, error=0.0)  # as if the transforms were
+        exact = replace(above, error=0.0), replace(below, error=0.0)  # with exact transforms
         by_grid = exact[0].largest_epsilon(delta) - exact[1].least_epsilon(delta)
         share = max(0.5 * wanted / gap, 0.1) if by_grid > 0.5 * gap else _COARSER
         interval = max(plan.interval * share, plan.finest)
@@ -161,7 +161,7 @@ def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> Compo
     """Return the curve of all parts, or None if doubles cannot follow.
 
     Args:
-        parts: What is composed, at least one, all with the same number of directions.
+        parts: The steps to compose, at least one, all with the same number of directions.
         deltas: In (0, 1): where the curve is sharp, at least one.
     """
     laws, method = [], ""
@@ -189,14 +189,14 @@ def _method(plans: Sequence[Plan]) -> str:
 
 
 def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan | None:
-    """Plan by the Chernoff bound, compose that coarsely, and plan again about the epsilon found."""
+    """Plan by the Chernoff bound, compose coarsely, and plan again around the epsilon found."""
     total = sum(steps)
     below, above = _BELOW / total, _INFINITE * delta / total
     spans = [law.span(below, above) for law in laws]
     low, high = min(min(span) for span in spans), max(max(span) for span in spans)
     if not (high - low < LARGEST_LOSS and high > 0):
         return None
-    # beyond these tails rounding is a larger part of masses that make less than 1e-6 of delta: below the rest's
+    # beyond these tails masses round more, but make less than 1e-6 of delta: the rest's rounding is larger
     roundings = [law.rounding(min(below, above / 2)) for law in laws]
     planner = _Planner(laws, steps, roundings, low, high)
     if not planner.deviation > 0:
@@ -217,9 +217,9 @@ class _Planner:
     """Chooses tilts, windows and intervals by coarse laws of one direction.
 
     Args:
-        laws: Of each part.
-        steps: Of each part.
-        roundings: Of each part's masses and losses.
+        laws: Law of each part.
+        steps: Number of steps of each part.
+        roundings: Rounding error of each part's masses and losses.
         low: Loss below which the mass is negligible.
         high: Loss above which it counts as infinite.
     """
@@ -256,13 +256,13 @@ class _Planner:
         return np.sum([n * np.log(np.exp(np.outer(tilts, loss)) @ p) for n, (p, loss) in parts], axis=0)
 
     def best_tilt(self, epsilon: float, delta: float) -> tuple[int, float, float]:
-        """Return the number of the tilt with the smallest window, the mass that may lie beyond it, and the interval.
+        """Return the index of the tilt with the smallest window, the mass that may lie beyond it, and the interval.
 
         Errors of the tilted law are multiplied by M(t)^T e^(-t epsilon), which is least at one tilt; others may have
         shorter windows. A tilt at which rounding would show counts as a longer window.
 
         Args:
-            epsilon: About what the answer will be.
+            epsilon: Estimate of the answer.
             delta: In (0, 1).
         """
         logs = self.logs - self.tilts * epsilon - math.log(delta)
@@ -299,10 +299,10 @@ class _Planner:
         """Return the plan with a tilt.
 
         Args:
-            at: Number of the tilt.
-            guess: About what epsilon will be.
+            at: Index of the tilt.
+            guess: Estimate of epsilon.
             tail: Mass of the tilted law outside of the window, on either side.
-            interval: h, wider if its window is too large; None for the window's share of its points.
+            interval: h, widened if the window would need more points; None for the window over its points.
             points: Most points of the window.
         """
         top, bottom, upper_tilt, lower_tilt = self._window(at, tail)
@@ -339,7 +339,7 @@ class _Planner:
 
 
 _ROUNDING = 2e-14
-"""What a response's share in a transform may change delta by: 2^19 doubles, raised to the number of steps."""
+"""Rounding error of delta for each response in a transform of 2^19 doubles, raised to the number of steps."""
 
 find_root, logistic = optimize.brentq, special.expit
 normal_cdf, log_normal_cdf, normal_quantile = special.ndtr, special.log_ndtr, special.ndtri
@@ -378,7 +378,7 @@ def response_bounds(
         delta: In (0, 1).
     """
     pure = steps * step_epsilon
-    if not _ROUNDING * steps <= delta / 2:  # a transform of so many steps would round delta away
+    if not _ROUNDING * steps <= delta / 2:  # rounding of the transform exceeds delta
         return EpsilonBounds(lower=0.0, upper=pure, method="closed form")
     other = (1 - keep) / (n_classes - 1)
     masses = {1: keep, 0: (n_classes - 2) * other, -1: other}
@@ -429,13 +429,13 @@ _ORDERS = (
 _MIXTURE_ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 128, 192, 256)
 _LEAST_NOISE, _MOST_NOISE, _RAREST_SAMPLING = 1e-3, 1e5, 1e-9  # what doubles can follow
 _PURE_ROUNDING = 1e-14
-"""What rounding may change a closed form by, relatively."""
+"""Relative rounding error of a closed form."""
 _TIGHT = 1.01
 """Ratio of the bounds of the loss distribution up to which the Renyi bound need not be computed as well."""
 _SMALL_EPSILON_DELTA = 0.1
-"""Delta at whose epsilon a whole curve is computed as well, so that it is sharp at small epsilon, too."""
+"""Second delta at which a whole curve is computed, so that it is sharp at small epsilon, too."""
 _SMALL = 1e-3
-"""Epsilon that may lie between them besides."""
+"""Gap in epsilon that the bounds may have in addition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +443,7 @@ class NoisySum:
     """A sum over a Poisson batch of contributions of norm at most 1, plus noise, released `steps` times.
 
     Attributes:
-        law: Of the noise.
+        law: Law of the noise.
         scale: Standard deviation of Gaussian noise, scale b of Laplace noise; above 0.
         probability: q in (0, 1], the sampling probability; 1 for all records.
         steps: At least 1.
@@ -537,7 +537,7 @@ def _sampled_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float
 
 
 def _followed(one: NoisySum) -> NoisySum:
-    """The sum that doubles can follow, of more epsilon: noise above 1e5 counts as 1e5, q below 1e-9 as 1e-9."""
+    """Return a sum that doubles can follow, of no less epsilon: noise is at most 1e5, q at least 1e-9."""
     return replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
 
 
@@ -567,7 +567,7 @@ def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> Eps
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseCurves:
-    """What a noisy sum reveals, in both directions, from above.
+    """Upper bounds on the privacy loss of a noisy sum, in both directions.
 
     Attributes:
         renyi: The divergence at each Renyi order that was asked for; infinite where it is not known.

@@ -15,17 +15,17 @@ from typing import NoReturn
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
 _MADE_BY_IMPORTS = 400_000
-"""More objects than a command's imports make; before so many there is nothing that Python could collect."""
+"""More objects than a command's imports make; with fewer there is nothing to collect."""
 
 
 def main() -> None:
     """Run the command; exit codes: 2 for bad input, 3 for a device fault, 4 for a spent budget, 130 for Ctrl-C.
 
-    Ctrl-C ends it with one line at any time, also while libraries are being imported, which takes seconds and during
-    which an exception could come out anywhere. A training run catches Ctrl-C itself and writes a checkpoint.
+    Ctrl-C ends it with one line at any time, also within an import, where an exception could surface anywhere. A
+    training run catches Ctrl-C itself and writes a checkpoint.
 
-    Python looks for cycles of objects only when the imports are done, and not at the end of the process: what imports
-    make lives as long as the process, and a short command would spend much of its time on walking through it.
+    Garbage collection starts after the imports and is skipped at exit: imported objects live as long as the process,
+    and scanning them would take much of a short command's time.
     """
     if threading.current_thread() is not threading.main_thread():
         _run()
@@ -46,7 +46,7 @@ def main() -> None:
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Let Python look for cycles as usual only after so many objects as imports make."""
+    """Delay garbage collection until there are more objects than imports make."""
     usual = gc.get_threshold()
 
     def as_usual(phase: str, info: dict[str, int]) -> None:
@@ -62,9 +62,9 @@ def _collecting_later() -> Iterator[None]:
 
 
 class _Interrupt:
-    """What Ctrl-C does: it raises KeyboardInterrupt; within an import it ends the process.
+    """Handler of Ctrl-C: it raises KeyboardInterrupt, or ends the process if that happens within an import.
 
-    Ending it there loses nothing: files are replaced whole, and the kernel gives locks back.
+    Ending it there loses nothing: files are replaced whole, and the kernel releases locks.
 
     Attributes:
         came: Whether it was raised.

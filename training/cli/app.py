@@ -43,7 +43,7 @@ class OpusimGroup(LazyGroup):
     """The commands of all layers, listed by subject."""
 
     def fill(self) -> None:
-        """See LazyGroup.fill; `--help` does not wait for what `@override` needs."""
+        """See LazyGroup.fill; without `@override`, whose import would slow `--help`."""
         for name, summary, panel, target in (
             (
                 "train",
@@ -119,7 +119,7 @@ def _loaded(name: str, target: str) -> Any:
     if found.registered_callback is None:
         return typer.main.get_command(found)
     group = typer.main.get_group(found)
-    if name == "account":  # the commands of training stand among those of accounting
+    if name == "account":  # add the commands of training to those of accounting
         from opusim.training.cli.runs import account_device, account_run
 
         for inner, command in (("run", account_run), ("device", account_device)):
@@ -137,7 +137,7 @@ app = typer.Typer(
     "fault or an audit whose controls failed, 4 for a spent privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain text: importing rich's panels takes longer than all else that this page does
+    rich_markup_mode=None,  # plain text: importing rich's panels takes longer than the rest of this page
     pretty_exceptions_enable=False,
 )
 
@@ -156,11 +156,7 @@ def _version(
 
 
 def main() -> None:
-    """Run the command.
-
-    Exit codes: 1 for a sweep in which a run failed or an audit's alarm, 2 for bad input, 3 for a device fault or an
-    audit whose controls failed, 4 for a spent budget, 130 for Ctrl-C.
-    """
+    """Run the command; the end of `opusim --help` lists the exit codes."""
     _mend_streams()
     warnings.formatwarning = lambda message, *_, **__: f"opusim: warning: {' '.join(str(message).split())}\n"
     debug = "--debug" in sys.argv
@@ -172,7 +168,7 @@ def main() -> None:
             from typer.completion import completion_init
 
             completion_init()
-        for word in sys.argv[1:]:  # the files of a run could not name a word that is not UTF-8
+        for word in sys.argv[1:]:  # files of a run cannot hold a word that is not UTF-8
             require_utf8(Path(word), "command line")
         _take_wait()
         found, first = launched_processes(), sys.argv[1:2]
@@ -205,12 +201,12 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, to say in one line what is wrong with it.
+    """A parsed command line, which turns errors into one-line messages.
 
     Attributes:
         path: The command as it is typed, such as ``opusim train pdfa``.
         command: That command, or None before it is known.
-        words: What follows it.
+        words: The words after it.
     """
 
     path: str = "opusim"
@@ -235,7 +231,7 @@ class CommandLine:
         """
         seen: dict[str, str] = {}
         for name, option, value in self._given():
-            if value in self._options() and f"{name}={value}" not in self.words:  # that one is no slip
+            if value in self._options() and f"{name}={value}" not in self.words:  # `name=value` is meant
                 raise _UsageError(f"option '{name}' needs a value, and the option '{value}' follows")
             before, told = seen.get(option.name), name if option.is_flag else value
             seen[option.name] = told
@@ -245,7 +241,7 @@ class CommandLine:
                 raise _UsageError(f"option '{name}' is given twice, {before!r} and {told!r}; give it once")
 
     def usage(self, error: Any) -> str:
-        """Return what cannot be read: command, parameter, rule, value and remedy; help as it is."""
+        """Return a usage error in one line: command, parameter, rule, value and remedy. Help stays as it is."""
         if type(error).__name__ == "NoArgsIsHelpError":
             return str(error.format_message())
         rule = " ".join(str(error.format_message()).split()).rstrip(".").replace(". Did you", "; did you")
@@ -263,7 +259,7 @@ class CommandLine:
         return f"{path}: {rule} `{path} --help` shows what it takes"
 
     def as_typed(self, error: BaseException) -> str:
-        """Return what a value has wrong; the text names an option of this line instead of its key or argument."""
+        """Return an error in one line that names the option of this command line instead of a key or an argument."""
         text = re.sub(r"[^\S ]+", " ", str(error)).strip()  # spaces may belong to the name of a file
         found = _ARGUMENT.fullmatch(text)
         typed = {name: value for name, _, value in self._given()}
@@ -280,7 +276,7 @@ class CommandLine:
         return f"{option} {value}: {found['reason']}"
 
     def _option_of(self, key: str, *, quoted: str | None = None, missing: bool = False) -> str | None:
-        """Return the option on the line that set a key or an argument, or None; if missing, the one that would.
+        """Return the option on the line that set a key or an argument, or None; if missing, the one that would set it.
 
         Args:
             key: The key of the configuration, or the argument's name.
@@ -316,7 +312,7 @@ class CommandLine:
                 yield name, option, value if has_value or option.is_flag else next(words, "")
 
     def _with_hint(self, rule: str, error: Any) -> str:
-        """Return a rule with the commands that there are, or with where an option belongs."""
+        """Return a message with the available commands, or with where an option belongs."""
         commands = list(getattr(getattr(error.ctx, "command", None), "commands", ()))
         if rule.startswith("No such command"):
             former = _FORMER.get(f"{self.path} {rule.split(chr(39))[1]}")
@@ -346,7 +342,7 @@ class CommandLine:
         kinds, rule = TRAINERS.every(), rule.partition(" (Possible")[0]
         kind = self.path.split()[-1]
         if kind in kinds and name == "noise" and kinds[kind].device_keys is not None:
-            return f"{rule}; write --set device.noise.sigma=VALUE for that of the device"
+            return f"{rule}; write --set device.noise.sigma=VALUE for the device's noise"
         takers = [
             each
             for each, section in kinds.items()
@@ -377,7 +373,7 @@ class CommandLine:
 def _mend_streams() -> None:
     """Let a command work whatever its standard streams are.
 
-    The null device takes the place of a closed one; otherwise a file of the run would get its number, and with it what
+    The null device replaces a closed stream; otherwise a file of the run would get its number and receive what
     libraries print. A character that a stream cannot show is written as its code.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
@@ -393,18 +389,18 @@ def _mend_streams() -> None:
 
 
 def _without_exit(command: Callable[[], Any]) -> Any:
-    """Return what a command returns; refuse one that code of a user or of another package ends by ``exit()``.
+    """Run a command, and refuse an ``exit()`` in user code or another package.
 
     Raises:
-        PluginError: That happened; the message names the file that did it.
+        PluginError: Such code called it; the message names the file.
     """
     try:
         return command()
     except SystemExit as error:
         if "_OPUSIM_COMPLETE" in os.environ or isinstance(error.__context__, BrokenPipeError):
-            raise  # as typer does where `| head` has read enough
+            raise  # typer exits when `| head` has read enough
         frames = traceback.extract_tb(error.__traceback__)
-        # the caller of `exit`, which stands in a frozen module itself
+        # the caller of `exit`, which itself is in a frozen module
         *_, place = (frame for frame in frames if not frame.filename.startswith("<frozen"))
         raise PluginError(
             f"exit({error.code!r}) at {place.filename}:{place.lineno} would end the command in silence; "
@@ -413,7 +409,7 @@ def _without_exit(command: Callable[[], Any]) -> Any:
 
 
 def _take_wait() -> None:
-    """Take ``--wait SECONDS`` off the command line, as if OPUSIM_WAIT had been set, and check either.
+    """Move ``--wait SECONDS`` from the command line to OPUSIM_WAIT, and check that variable.
 
     Raises:
         ValueError: It names no number of seconds.
@@ -436,6 +432,6 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if isinstance(error, BudgetExceeded):
         return 4
-    if isinstance(error, CapabilityMissing):  # no fault of the device: another one must be named
+    if isinstance(error, CapabilityMissing):  # not the device's fault: the user must name another
         return 2
     return 3 if isinstance(error, DeviceError) else 2

@@ -1,7 +1,7 @@
 """`opusim doctor`: what a report of a problem must say about an installation, and whether the installation works.
 
-Nothing is opened but simulated devices, nothing is read but the names and sizes of files. Each section is looked at
-separately, so that a library that does not import costs that section only.
+It opens only simulated devices, and reads only names and sizes of files. Each section runs separately, so that a
+library that does not import fails only its own section.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SCHEMA = "opusim-doctor"
 VERSION = 1
 
 PROJECTION = "577c162850e9336c"
-"""BLAKE2b of a tiny projection in fiftieths: none of its numbers is near a half, so that the last bits of a
-processor's arithmetic do not count."""
+"""BLAKE2b of a tiny projection, rounded to fiftieths: no number is near a rounding edge, so that the last bits of a
+processor's arithmetic do not matter."""
 _WIDTH = 80
 _NUMBERS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_DISABLE_JIT"),
@@ -39,8 +39,8 @@ class Fact:
     """A line of the report.
 
     Attributes:
-        what: What it is about.
-        found: What was found, in words.
+        what: Its subject.
+        found: The finding, in words.
         broken: Whether that keeps opusim, or a package that extends it, from working.
     """
 
@@ -76,7 +76,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def _looked_at(look: Callable[[], Iterator[Fact]]) -> list[Fact]:
-    """Return a section's facts without the user's folders; one that fails says why, after what it found before."""
+    """Return a section's facts without the user's folders; a failure becomes the last fact."""
     facts: list[Fact] = []
     try:
         facts.extend(look())
@@ -215,7 +215,7 @@ def _devices() -> Iterator[Fact]:
             yield Fact(name, "in use by another process")
         except DeviceUnavailable as error:
             yield Fact(name, str(error))
-        except FOREIGN_ERRORS as error:  # the other devices are looked at as well
+        except FOREIGN_ERRORS as error:  # check the other devices as well
             yield Fact(name, f"{type(error).__name__}: {error}", broken=True)
         else:
             yield Fact(name, "can be opened")

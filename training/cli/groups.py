@@ -34,7 +34,7 @@ class LazyGroup(TyperGroup):
         self._loaders[name], self.panels[name] = load, panel
 
     def loaded(self, name: str) -> Any:
-        """The subcommand itself, which `commands` only names until then."""
+        """Return a subcommand, imported when it is first asked for."""
         if name in self._loaders:
             self.commands[name] = self._loaders.pop(name)()
         return self.commands[name]
@@ -58,7 +58,7 @@ def _show_flags_without_type(command: Any, ctx: Any) -> None:
 
 
 def built(name: str, command: Callable[..., None], **attributes: Any) -> Any:
-    """A function as a command, as groups hold it; help wraps each paragraph of its docstring."""
+    """Return a function as a command for a group; help wraps each paragraph of its docstring."""
     single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     single.command(name, **attributes)(command)
     made = typer.main.get_command(single)

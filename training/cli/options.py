@@ -61,12 +61,12 @@ class KeyOption:
         name: The option without its dashes.
         key: The dotted key.
         annotation: Type of the value.
-        help: What it means.
+        help: Its help text.
         panel: Heading under which help lists it, or None for the first.
         words: The values that it takes, with the keys that each sets; or None if it takes any value.
-        also: Keys that it sets besides.
+        also: Other keys that it sets.
         many: Whether the value is a list, separated by commas.
-        constant: What a switch without a value sets, or None for an option with a value.
+        constant: Value that a switch sets, or None for an option with a value.
     """
 
     name: str
@@ -104,7 +104,7 @@ class KeyOption:
         """The other keys that a value sets.
 
         Raises:
-            ValueError: A word that the option does not know.
+            ValueError: The value is not one of the option's words.
         """
         if self.words is None:
             return self.also
@@ -336,7 +336,7 @@ def topics() -> dict[str, str]:
 def key_rows(topic: str | None = None, *, search: str | None = None) -> list[KeyRow]:
     """The keys of a topic, or all; with `search` those that hold the word in their key or meaning.
 
-    Keys of a trainer or protection say in brackets which kinds have them if all topics are listed.
+    If all topics are listed, each key of a trainer or protection names its kinds in brackets.
 
     Raises:
         ValueError: There is no such topic.
@@ -358,12 +358,12 @@ def key_rows(topic: str | None = None, *, search: str | None = None) -> list[Key
 
 
 def keys_called(name: str, kind: str, *, roughly: bool = False) -> list[str]:
-    """Return the keys with this last part that a run of a kind of trainer may have, or the name of a section so called.
+    """Return the keys of a trainer's run that end in a name, or the key `name` of a section with that name.
 
     Args:
         name: As an option of the command line, such as batch-size.
-        kind: Of the trainer.
-        roughly: Whether other tools' words for a key stand for it too.
+        kind: Kind of the trainer.
+        roughly: Whether to accept other tools' words for a key.
     """
     others = [other for other in KINDS["trainer"].every() if other != kind]
     keys = [key for topic in topics() if topic not in others for key, _, _ in _topic_rows(topic)]

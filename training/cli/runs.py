@@ -55,7 +55,7 @@ def evaluate(
         str, typer.Option(help="Time since the device was programmed, such as 1s, 30min, 1h, 1d or 1y.")
     ] = "0s",
     chip: Annotated[int, typer.Option(help="Seed of the device: which chips and which noise.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     trust_code: TrustCode = False,
 ) -> None:
     """Measure loss and accuracy of a run's model on test records."""
@@ -246,8 +246,8 @@ def list_command(
     if any(entry.guarantee is not None and entry.guarantee.is_proven for entry in sound):
         typer.echo(
             wrapped(
-                "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. That of an "
-                "experiment holds for the same run in release mode."
+                "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. An "
+                "experiment's epsilon holds for the same run in release mode."
             )
         )
     if not entries:
@@ -334,14 +334,12 @@ Targets = Annotated[list[float] | None, typer.Option(help="State what this epsil
 DeviceDelta = Annotated[float, typer.Option(help="delta at which epsilon is stated.")]
 CertificateFile = Annotated[
     Path | None,
-    typer.Option(
-        help="The device's certificate, whose limits and beta then count in place of the description."
-    ),
+    typer.Option(help="The device's certificate; its limits and beta replace the description's."),
 ]
 KeptOfLabels = Annotated[
     str,
     typer.Option(
-        help="What is kept of a camera's look at each label: reading (a projection), counts (of one frame) or argmax."
+        help="What is kept when a camera reads each label: reading (a projection), counts (of one frame) or argmax."
     ),
 ]
 FigureFile = Annotated[
@@ -434,8 +432,8 @@ KindOption = Annotated[
 Trials = Annotated[
     int | None,
     typer.Option(
-        help="Trials on the run, by default as many as find half of the noise with probability 0.9, the controls up to "
-        "100 each; of games on labels or the last model 20,000 each. With --final-model: trainings, 400 by default."
+        help="Trials on the run; by default enough to detect half of the noise with probability 0.9, and up to 100 for "
+        "each control; 20,000 for games on labels or the last model. With --final-model: trainings, 400 by default."
     ),
 ]
 OneRun = Annotated[
@@ -461,7 +459,7 @@ AuditCluster = Annotated[
 ]
 CanaryCount = Annotated[
     int | None,
-    typer.Option(help="With --one-run: how many canaries, by default as many as find half of the noise."),
+    typer.Option(help="With --one-run: number of canaries, by default enough to detect half of the noise."),
 ]
 AuditSeed = Annotated[
     int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
@@ -577,7 +575,7 @@ def _own_arrays(data: str) -> tuple[Any, ...]:
 
     kind, _, file = data.partition(":")
     if kind != "npz" or not file:
-        raise ValueError(f"--data {data}: must be npz:FILE; other data the run reads again by itself")
+        raise ValueError(f"--data {data}: must be npz:FILE; the run itself reads any other data again")
     return read_npz(Path(file))
 
 
@@ -685,7 +683,7 @@ def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
 def _audit_mechanism(
     kind: str, asked: dict[str, Any], *, seed: int | None, out: Path | None, as_json: bool
 ) -> None:
-    """Run the self-test with a progress line, print it and store it; options that were not asked for are its own.
+    """Run the self-test with a progress line, print it and store it; options that are not given keep their defaults.
 
     Raises:
         typer.Exit: With code 1, if a check raised an alarm.

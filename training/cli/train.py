@@ -76,7 +76,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
     def command(**values: Any) -> None:
         changes = changes_of(options, values)
         config = resolved(kind, values["config"], values["settings"] or (), changes)
-        # its driver must be there before anything else begins
+        # refuse a missing driver before anything else begins
         if config.uses_device and not _follows(config):
             from opusim.description.schema import load_description
             from opusim.devices.access import require_present
@@ -114,7 +114,7 @@ def _callbacks(paths: Sequence[str] | None) -> list[Callback]:
 
 
 def _follows(config: RunConfig) -> bool:
-    """Whether this process follows another one in such a run; torch is not loaded without torchrun."""
+    """Whether this process follows another one in the run; without torchrun, torch is not imported."""
     if launched_rank() == 0:
         return False
     from opusim.training.engine.session import follows
@@ -200,7 +200,7 @@ def caution(config: RunConfig) -> str | None:
 
 
 _ENOUGH = 200
-"""Expected records of a batch, or users, from which no hint is given."""
+"""Expected records, or users, of a batch from which no hint is given."""
 
 
 def small_batch(config: RunConfig) -> str | None:
@@ -228,7 +228,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Seque
         config: The configuration.
         quiet: Whether only the run folder is printed.
         work: Trains, and takes `callbacks` and `progress` of `opusim.train`.
-        own: Import paths of functions of the user that return callbacks.
+        own: Import paths of the user's functions that return callbacks.
     """
     from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
@@ -295,7 +295,7 @@ def print_run(run: Run, report_file: Path) -> None:
 
 
 class Announced(Callback):
-    """Prints a paragraph when training begins, which a refused run never does.
+    """Prints a paragraph when training begins; a refused run prints none.
 
     Args:
         text: The paragraph.
@@ -312,7 +312,7 @@ class Announced(Callback):
 
 
 class AnnouncedUsage(Callback):
-    """Prints what the run was given, and what it and optical features will take of their devices."""
+    """Prints the notes of a run, and the expected usage of its device and of optical features."""
 
     @override
     def on_note(self, text: str) -> None:
@@ -368,7 +368,7 @@ class TuneGroup(LazyGroup):
                 self.later(kind, section.summary, partial(_tune_command, kind, section))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse a command line that names no trainer, as earlier versions took it.
+        """Refuse a command line without a trainer, which earlier versions accepted.
 
         Raises:
             ValueError: It begins with an option.
@@ -454,9 +454,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
     if found.searches > 1:
-        typer.echo(
-            f"{found.searches} searches were paid for in this folder; this epsilon is that of all of them"
-        )
+        typer.echo(f"{found.searches} searches were paid for in this folder; this epsilon covers all of them")
     if found.run is None:
         typer.echo("no trial was drawn: the search found nothing, and searching again costs again")
         return
@@ -546,13 +544,13 @@ def curve(
 
 
 def _foretell(found: SweepForecast) -> None:
-    """Say what the runs will take of their devices, if some have one."""
+    """Print the expected device usage of the runs, if any has a device."""
     from opusim.accounting.mechanism import counted
 
     silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
     if found.runs:
-        more = silent and f"; without {silent}, not known before"
+        more = silent and f"; without {silent}, whose usage is not known yet"
         line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
         typer.echo(line, err=True)
     elif silent:
-        typer.echo(f"device: what {silent} will take is not known before they start", err=True)
+        typer.echo(f"device: the usage of {silent} is not known before they start", err=True)

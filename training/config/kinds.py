@@ -39,7 +39,7 @@ class KindSection(Section):
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys of other kinds that this kind lacks for a reason: what to do instead."""
     implementation: ClassVar[str] = ""
-    """The class that carries this kind out, as "module:Class": an `Algorithm` of a trainer, a `Protection` of a
+    """The class that implements this kind, as "module:Class": an `Algorithm` for a trainer, a `Protection` for a
     protection. Reading a configuration and `--help` import neither it nor torch."""
     dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
     """Values that stored runs may have and new ones may not: by key and value, what to take instead."""
@@ -49,7 +49,7 @@ class KindSection(Section):
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
-        """Defaults of other sections that follow from this kind, below everything that was given.
+        """Return the defaults of other sections that follow from this kind; given keys override them.
 
         Args:
             given: The keys that the run was given, by section; "run" holds those outside of sections.
@@ -73,7 +73,7 @@ class KindSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A command-line option besides those of the trainer's own fields.
+    """A command-line option in addition to those of the trainer's own fields.
 
     Attributes:
         name: The option without its dashes.
@@ -92,9 +92,9 @@ class Flag:
 class ProtectionSection(KindSection):
     """What is protected and how strongly; the base of every `protection.kind`.
 
-    Code outside the configuration asks for the properties below and compares no kind. `epsilon`, `noise_multiplier`,
-    `noise`, `clip_norm`, `divisor`, `bands` and `correlation` can be read of every kind: a kind without such a field
-    has None, digital noise, and 1 band.
+    Code outside the configuration reads the properties below and never compares kinds. Every kind has `epsilon`,
+    `noise_multiplier`, `noise`, `clip_norm`, `divisor`, `bands` and `correlation`; one without such a field has None,
+    digital noise, and 1 band.
     """
 
     protects: ClassVar[Literal["nothing", "records", "labels"]] = "records"
@@ -108,13 +108,13 @@ class ProtectionSection(KindSection):
     default_clip: ClassVar[float] = 1.0
     """Norm to which contributions are clipped if clip_norm is None."""
     cost_of_a_kill: ClassVar[str | None] = None
-    """What a kill of a release run under a budget costs, after "Ctrl-C only; "; None if it costs nothing."""
+    """What a kill of a release run under a budget costs, as text after "Ctrl-C only; "; None if it costs nothing."""
     tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0}
     """Keys that `opusim audit --mechanism` sets unless they are given."""
     tested_records: ClassVar[int] = 400
     """Number of records of such a test."""
     trainers: ClassVar[tuple[str, ...]] = ()
-    """Trainers that take this protection besides those whose sections list it."""
+    """Trainers that take this protection although their sections do not list it."""
 
     delta: float = Field(1e-5, ge=0.0, lt=1.0)
     """delta of every guarantee that this run prints; 0 asks for pure privacy, which only Laplace noise (zo) and
@@ -152,7 +152,7 @@ class ProtectionSection(KindSection):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the common properties be read of a kind that neither has such a field nor defines the property."""
+        """Set the common values on a kind that has neither such a field nor such a property."""
         if not cls.model_fields["kind"].is_required():
             own = cls.__mro__[: cls.__mro__.index(ProtectionSection)]
             for name, value in _COMMON.items():
@@ -189,7 +189,7 @@ class TrainerSection(KindSection):
     """The options of a trainer; the base of every `trainer.kind`."""
 
     protections: ClassVar[tuple[str, ...]] = ("none",)
-    """Values of protection.kind that this trainer takes; its `Algorithm.applies` says how it carries them out."""
+    """Values of protection.kind that this trainer takes; its `Algorithm.applies` says how it applies them."""
     relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
     """Values of protection.relation that this trainer takes; the first is the default."""
     any_module: ClassVar[bool] = False
@@ -199,10 +199,10 @@ class TrainerSection(KindSection):
     plain_descent: ClassVar[bool] = False
     """Whether the update is plain gradient descent, without momentum or moments."""
     device_keys: ClassVar[Mapping[str, str] | None] = None
-    """Keys that the option --device sets besides device.name; None if the command has no such option. A key of the
+    """Keys that the option --device sets in addition to device.name; None without that option. A key of the
     section protection is set only if the command protects something."""
     flags: ClassVar[tuple[Flag, ...]] = ()
-    """Options of the command besides one for each own field."""
+    """Options of the command in addition to one for each own field."""
     examples: ClassVar[tuple[str, ...]] = (
         "--data digits --epochs 30",
         "--data fashion-mnist --set optimizer.lr=0.01 --set model.hidden=[512,512]",
@@ -217,7 +217,7 @@ class TrainerSection(KindSection):
 
     @property
     def update_clipping(self) -> dict[str, Any]:
-        """What an update does to the activations that enter it, as arguments of `ActivationClipping`."""
+        """Arguments of `ActivationClipping` for the activations that enter an update."""
         return {}
 
     def uses_device(self, protection: ProtectionSection) -> bool:
@@ -239,7 +239,7 @@ class Kinds(Generic[SectionT]):
     Attributes:
         section: Name of the section.
         base: Class that every kind extends.
-        stored: Kinds of stored runs that new ones may not take; they can be found, and are not listed.
+        stored: Kinds that only stored runs may have; `find` accepts them, and lists leave them out.
     """
 
     section: str
@@ -290,7 +290,7 @@ class Kinds(Generic[SectionT]):
             if key in cls.model_fields:
                 continue
             others = [f"{name!r}" for name, other in self.every().items() if key in other.model_fields]
-            if others and own is None:  # another kind's key that is left out
+            if others and own is None:  # another kind's key without a value
                 del given[key]
             elif others and key in cls.instead:
                 kind = cls.model_fields["kind"].default
@@ -329,8 +329,8 @@ DEFAULT_EPOCHS = 15
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run with the defaults that follow from its kinds; a key that is given keeps its value.
 
-    The same from Python, TOML and the command line. Defaults of the protection win over those of the trainer. Where
-    noise comes from is never inferred: a device that no key asks for is refused.
+    Python, TOML and the command line share it. Defaults of the protection win over those of the trainer. The source of
+    noise is never inferred: a device that no key asks for is refused.
 
     Args:
         values: The keys of a run; sections are mappings or models.
@@ -408,7 +408,7 @@ def _default_loss(values: Mapping[str, Any]) -> dict[str, str]:
 _LOSS_OF_TARGET: Mapping[str, str] = {"real": "squared-error", "labels": "binary-cross-entropy"}
 _PLAIN_LOSS = "cross-entropy"
 _COMPLETED = ("trainer", "protection", "optimizer", "sampler", "checkpoint")
-"""Sections of which a kind may set defaults."""
+"""Sections for which a kind may set defaults."""
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
     "run": {"epochs": DEFAULT_EPOCHS},
     **{

@@ -125,12 +125,12 @@ class RunConfig(Section):
 
     @property
     def tells_records(self) -> bool:
-        """Whether the run may tell how many records it has; a release that hides the number may not."""
+        """Whether the run may state its number of records; a release run that hides the number may not."""
         return self.mode == "experiment" or self.counts_are_public
 
     @property
     def counts_are_public(self) -> bool:
-        """Whether every statement of the run takes the number of records as public; those of users never do."""
+        """Whether every statement of the run treats the number of records as public; those about users never do."""
         hidden = self.of_users or self.relation is Adjacency.ADD_OR_REMOVE_ONE
         return self.protection.protects == "labels" or not hidden
 
@@ -139,7 +139,7 @@ class RunConfig(Section):
         """Rules for holding records out that the relation allows, its default first."""
         if self.relation is None or self.protection.protects != "records":  # features are public
             return ("index", "content", "id")
-        if self.of_users:  # who are held out with all their records
+        if self.of_users:  # a user is held out with all its records
             return ("id",)
         return _FITTING_SPLITS[self.relation]
 
@@ -177,7 +177,7 @@ class RunConfig(Section):
         """Return the configuration with some keys changed, validated as a whole.
 
         Args:
-            **changes: Keys of the run. A section takes a mapping of its changed keys, or another section in its place.
+            **changes: Keys of the run. A section takes a mapping of its changed keys, or a whole section.
 
         Raises:
             ConfigError: A value is out of range, or does not fit the other keys.
@@ -225,7 +225,7 @@ class RunConfig(Section):
         return self.trainer
 
     def digest(self) -> str:
-        """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
+        """BLAKE2b of the whole configuration, which ties a checkpoint to its run."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -295,10 +295,10 @@ def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
 
 
 def split_refusal(config: RunConfig, split: str) -> str:
-    """Why a rule for holding records out does not fit a run's relation, and which rules do."""
+    """Return why a rule for holding records out does not fit a run's relation, and which rules do."""
     fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
     if config.of_users:
-        return f"data.split = {split!r} would part the records of a user, and protection.unit = 'user'; use {fitting}"
+        return f"data.split = {split!r} would separate a user's records under protection.unit = 'user'; use {fitting}"
     remedy = "take protection.relation = 'zero_out' or 'replace_one'" if split == "tail" else f"use {fitting}"
     return f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; {remedy}"
 
@@ -326,7 +326,7 @@ def _check_constants(config: RunConfig) -> None:
 
 
 def effects_of(config: RunConfig) -> list[Effect]:
-    """Every statement of when a key has an effect, in the order of the sections."""
+    """Return the effects of all sections, in their order."""
     sections = [config, *(getattr(config, name) for name in type(config).model_fields)]
     return [effect for section in sections for effect in getattr(type(section), "effects", ())]
 
@@ -408,12 +408,12 @@ def load_config(
         changes: A nested mapping merged over the source.
 
     Raises:
-        ConfigError: Missing file, malformed TOML, an unknown key, a value out of range, or a key that does nothing in
-            this configuration, or what only stored runs may have; one line that names file, key and reason.
+        ConfigError: Missing file, malformed TOML, an unknown key, a value out of range, a key that does nothing in this
+            configuration, or a value that only stored runs may have; one line that names file, key and reason.
     """
     if isinstance(source, RunConfig) and not settings and not changes:
         require_offered(source)
-        return source  # which was validated when it was made
+        return source  # validated when it was made
     base, is_resolved = _read(source)
     changed: dict[str, Any] = dict(changes or {})
     for setting in settings:
@@ -434,9 +434,7 @@ def stored_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: It is not a valid configuration.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError("configuration", "config", f"holds a {type(values).__name__}, not a table of keys")
-    return _validated(values, "configuration", given=())
+    return _validated(_table(values, "configuration", "config"), "configuration", given=())
 
 
 def named_trainer(source: str | Path) -> str | None:
@@ -453,7 +451,7 @@ def named_trainer(source: str | Path) -> str | None:
 def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """A resolved configuration without the keys that a changed kind lacks, or that follow from what is changed.
 
-    A key that means something else to the new kind, as its other type tells, counts as one that it lacks.
+    A key that has another type in the new kind counts as one that it lacks.
     """
     values = dict(resolved)
     for name, kinds in KINDS.items():
@@ -495,6 +493,13 @@ def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) 
     return config
 
 
+def _table(values: Any, origin: str, key: str) -> dict[str, Any]:
+    """Return a table of keys, or refuse anything else."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(origin, key, f"holds a {type(values).__name__}, not a table of keys")
+    return dict(values)
+
+
 def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:
     """The keys, and whether they are those of a resolved configuration, which names all of them."""
     if source is None:
@@ -510,14 +515,9 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         text = read_text(path)
         if path.suffix != ".json":
             return parse_toml(text), False
-        values = parse_json(text)
-        if not isinstance(values, dict):
-            raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
+        values = _table(parse_json(text), str(path), "syntax")
         is_stored = "config" in values  # the config.json of a run holds more than the configuration
-        config = values["config"] if is_stored else values
-        if not isinstance(config, dict):
-            raise ConfigError(str(path), "config", f"holds a {type(config).__name__}, not a table of keys")
-        return dict(config), is_stored
+        return _table(values["config"] if is_stored else values, str(path), "config"), is_stored
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the path"
         raise ConfigError(str(path), "path", reason) from error

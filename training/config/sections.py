@@ -41,7 +41,7 @@ class Effect:
 
 
 class Section(BaseSection):
-    """A part of the configuration of a run, whose numbers are at most 1e12 in size."""
+    """A section of a run's configuration; its numbers are at most 1e12 in size."""
 
     effects: ClassVar[tuple[Effect, ...]] = ()
     """Keys that have an effect only under a condition; every other key always has one."""
@@ -118,7 +118,7 @@ def check_clip(tau_h_max: float | None, tau_h_min: float) -> None:
     """Refuse an offset of eq. 9 without its clip, or above it."""
     if tau_h_max is None and tau_h_min:
         raise ValueError(
-            f"tau_h_min = {tau_h_min} offsets what tau_h_max clips, which is missing; set tau_h_max"
+            f"tau_h_min = {tau_h_min} is an offset before the clip to tau_h_max, which is missing; set tau_h_max"
         )
     if tau_h_max is not None and tau_h_min > tau_h_max:
         raise ValueError(f"tau_h_min = {tau_h_min} exceeds tau_h_max = {tau_h_max}; lower it")
@@ -236,7 +236,9 @@ class OptimizerConfig(Section):
         Effect(
             keys=("optimizer.momentum",),
             needs="optimizer.name = 'sgd'",
-            holds=lambda run: run.optimizer.name == "sgd" or run.trainer.plain_descent,  # refuses it itself
+            holds=lambda run: (
+                run.optimizer.name == "sgd" or run.trainer.plain_descent
+            ),  # its own check refuses it
         ),
         Effect(
             keys=("optimizer.nesterov",),
@@ -341,7 +343,7 @@ class CheckpointConfig(Section):
 SplitRule = Literal["index", "content", "id"]
 FileKind = Literal["csv", "parquet", "npz", "folder", "text"]
 FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
-"""What data.name may begin with, followed by a colon and a path, to take records from a file."""
+"""Prefixes of a data.name that takes records from a file, before a colon and the path."""
 
 
 def is_data_factory(name: str) -> bool:
@@ -361,7 +363,7 @@ def _finite_numbers(value: object) -> object:
 
 
 def _column_names(value: object) -> object:
-    """Return one name or several as names; the name of a column that is numbered is its number."""
+    """Return one name or several as a tuple of texts; a number is the name of a numbered column."""
     names = value if isinstance(value, list | tuple) else (value,)
     return tuple(
         str(name) if isinstance(name, Real) and not isinstance(name, bool) else name for name in names
@@ -408,25 +410,11 @@ class DataConfig(Section):
         ),
         Effect(
             keys=(
-                *(
-                    "data.split",
-                    "data.split_seed",
-                    "data.mean",
-                    "data.std",
-                    "data.standardise",
-                    "data.components",
-                    "data.features",
-                ),
-                *(
-                    "data.n_classes",
-                    "data.target",
-                    "data.inputs",
-                    "data.vocabulary",
-                    "data.label",
-                    "data.classes",
-                ),
+                *("data.split", "data.split_seed", "data.mean", "data.std", "data.standardise"),
+                *("data.components", "data.features", "data.n_classes", "data.target", "data.inputs"),
+                *("data.vocabulary", "data.label", "data.classes"),
             ),
-            needs="data other than text:PATH, which says it itself",
+            needs="data other than text:PATH, which determines it",
             holds=lambda run: run.data.file_kind != "text",
         ),
         Effect(
@@ -480,18 +468,18 @@ class DataConfig(Section):
     TOML file), where x is 1 for each feature above data.features_threshold, else 0. For images: scattering
     (scattering:J for another scale than 2), hog, convolutions (random ones)."""
     n_features: int = Field(1000, ge=1)
-    """Number of features behind data.features = optical:DEVICE or convolutions (a multiple of 32); the other maps have
-    their own."""
+    """Number of features of data.features = optical:DEVICE or convolutions (a multiple of 32); the other maps determine
+    theirs."""
     features_threshold: float = 0.0
-    """What a standardised feature must exceed to be shown by data.features = optical:DEVICE; a public number."""
+    """Public number that a standardised feature must exceed to be 1 under data.features = optical:DEVICE."""
     features_groups: int | None = Field(None, ge=1)
-    """Give each of this many groups of neighbouring channels behind data.features the mean 0 and the variance 1 within
-    its record."""
+    """Normalise the channels of data.features to mean 0 and variance 1 within each record, in this many groups of
+    neighbouring channels."""
     components: int | None = Field(None, ge=1)
     """Replace the features by this many principal components of data.components_from."""
     components_from: Literal["records", "synthetic"] = "records"
-    """records: the training records, so only for public features. synthetic: invented images of their shape, behind
-    data.features, into which no record enters; at most 2999 components."""
+    """records: the training records, so only for public features. synthetic: invented images of the same shape, mapped
+    by data.features, which use no record; at most 2999 components."""
     components_mirrored: bool = False
     """Average the features of each invented image with those of its mirror image (left and right) before its components
     are computed, so that a record and its mirror image have the same components, as far as data.features commutes with
@@ -517,7 +505,7 @@ class DataConfig(Section):
 
     @model_serializer(mode="wrap")
     def _stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a key that former versions did not know, unless it is stated, so that their folders resume."""
+        """Leave out a key that earlier versions lack unless it is set, so that their folders resume."""
         found: dict[str, Any] = write(self)
         if self.user is None:
             found.pop("user", None)
@@ -531,7 +519,7 @@ class DataConfig(Section):
 
     @property
     def factory(self) -> str | None:
-        """The import path that data.name is, or None."""
+        """data.name if it is an import path, else None."""
         return self.name if is_data_factory(self.name) else None
 
     @property
@@ -553,7 +541,7 @@ class DataConfig(Section):
 
     @property
     def short_name(self) -> str:
-        """data.name in the name of a folder: that of a file without folders and ending."""
+        """data.name as a part of a folder's name; of a file only its stem."""
         return re.sub(r"[^\w.-]+", "-", self.name if self.file_kind is None else self.file.stem)
 
     @property

@@ -163,7 +163,7 @@ def split_records(
 
 
 _MANY_CLASSES = 10**6
-"""A label from here on is a code: so many outputs are not trained."""
+"""Labels from this number on count as codes: no network has that many outputs."""
 _WHOLE = re.compile("0|-?[1-9][0-9]*")
 
 
@@ -327,7 +327,7 @@ def from_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class RecordForm:
-    """What the records of a data set hold, by which further records are read and checked.
+    """The form of a data set's records, by which further records are checked.
 
     Attributes:
         target: What is predicted of a record.
@@ -361,7 +361,7 @@ class RecordForm:
         Args:
             x: Records.
             y: What to predict, or None to predict the next tokens.
-            names: Of both, for messages.
+            names: Names of both, for messages.
 
         Raises:
             TypeError, ValueError: They are of another form, or of different lengths.
@@ -602,7 +602,7 @@ def _number_of_outputs(
 
 
 def _distinct(labels: torch.Tensor) -> int:
-    """Return the number of different labels, all of 0 to that number less 1.
+    """Return k, the number of different labels, which must be 0 to k - 1.
 
     Raises:
         ValueError: The labels leave numbers out, as codes do.

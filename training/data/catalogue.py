@@ -51,7 +51,7 @@ TEXT_LIMIT = 2**28
 _TOKENIZER_LIMIT = 2**26
 _BYTE_VALUES = 256
 _PIECE = 2**20
-"""Characters after which a text is cut at the next line's end, and each piece encoded separately."""
+"""Characters after which a text is cut at the next line's end; each piece is encoded separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def load_text(
     encoder = Encoder() if tokenizer is None else Encoder.from_file(tokenizer)
     content = _read(path, TEXT_LIMIT, "text")
     cut = len(content) - round(validation_fraction * len(content))
-    # the first position from there on, by at most 3 bytes, at which no UTF-8 character continues
+    # move the cut by at most 3 bytes, to the start of a UTF-8 character
     near = range(cut, min(cut + 4, len(content)))
     cut = next((place for place in near if content[place] >> 6 != 0b10), cut)
     parts = {"train": content[:cut]} | ({"validation": content[cut:]} if validation_fraction else {})
@@ -233,7 +233,7 @@ class Entry:
         standardisation: Public constants for features in [0, 1].
         read: Returns the pixels and labels.
         channels: Colours of a pixel.
-        files: Those that it is read from, in the folder of OPUSIM_DATA; each may end in ``.gz``.
+        files: Files that it is read from, in the folder of OPUSIM_DATA; each may end in ``.gz``.
     """
 
     full_scale: float
@@ -280,8 +280,9 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
             test=None if options.test is None else Path(options.test),
             name=options.name,
         )
+    rule = split or options.split or "index"
     if options.file_kind is not None:
-        return file_dataset(options, split or options.split or "index")
+        return file_dataset(options, rule)
     if options.name not in CATALOGUE:
         raise unknown_name(options.name)
     if options.standardise == "records":
@@ -292,7 +293,6 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         if value not in (None, "auto", ()):
             reason = f"{value!r} is for user-supplied data; leave it out for {options.name}"
             raise ConfigError("configuration", f"data.{key}", reason)
-    rule = split or options.split or "index"
     if rule == "id":
         reason = f"'id' is for arrays that are given with IDs; use 'index' or 'content' for {options.name}"
         raise ConfigError("configuration", "data.split", reason)
@@ -306,7 +306,7 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
 
 def unknown_name(name: str) -> ValueError:
-    """Return the refusal of a data.name that names nothing, with what was probably meant."""
+    """Return the error of an unknown data.name, with the name that was probably meant."""
     close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
     meant = named_file(str(name)) or (close[0] if close else "")
     hint = f"; did you mean {meant!r}?" if meant else ""

@@ -24,7 +24,7 @@ from opusim.tables import Shown
 from opusim.training.errors import DataError
 
 NUMBERS_AT_ONCE = 2**20
-"""Numbers in memory at a time."""
+"""Numbers of a block of records."""
 
 
 def is_mapped(values: object) -> TypeGuard[np.ndarray]:
@@ -44,7 +44,7 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def on_disk(blocks: Iterable[Tensor]) -> Tensor:
-    """Return rows as one float32 tensor, mapped from a temporary file that has no name and ends with its last user.
+    """Return rows as one float32 tensor, mapped from an unnamed temporary file that disappears with its last user.
 
     Args:
         blocks: The rows in order, shapes (some, d).
@@ -173,11 +173,11 @@ class Standardisation:
 
 
 _LARGE = 2**26
-"""Numbers of which no float64 copy is made at once, 512 MiB."""
+"""Largest number of values that are copied to float64 at once, 512 MiB."""
 
 
 def _moments(records: Tensor, *, on_disk: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean and deviation of each feature in float64, and whether it is constant; sums of one order anywhere."""
+    """Return mean and deviation of each feature in float64, and whether it is constant; sums have a fixed order."""
 
     def blocks() -> Iterator[np.ndarray]:
         in_blocks = on_disk or records.numel() > _LARGE
@@ -197,7 +197,7 @@ class Split:
     """Some records of a data set, in a fixed order.
 
     Attributes:
-        x: Features, shape (n, d), float32, or float16 behind a public map, which halves their memory (`batch` gives
+        x: Features, shape (n, d), float32, or float16 after a public map, which halves their memory (`batch` gives
             float32); or tokens, shape (n, T), int64, counted from 0.
         y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64, some of them
             `PADDING`; real numbers or labels 0 and 1, shape (n, k), float32.
@@ -244,7 +244,7 @@ class Split:
 
 @dataclass(frozen=True)
 class HostSplit(Split):
-    """Records that stay on the host, since a card has no room for them; batches are copied without waiting for it.
+    """Records that stay on the host, since a card has no room for them; batches are copied while the card computes.
 
     Attributes:
         torch_device: The card.
@@ -263,7 +263,7 @@ class HostSplit(Split):
         return in_single_precision(self._moved(self.x[numbers])), self._moved(self.y[numbers])
 
     def _moved(self, part: Tensor) -> Tensor:
-        """Return a part on the card; by pinned memory, from which CUDA copies while it computes."""
+        """Return a part on the card, through pinned memory, from which CUDA copies while it computes."""
         pinned = part.pin_memory() if self.place.type == "cuda" else part
         return pinned.to(self.place, non_blocking=True)
 
@@ -384,16 +384,16 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     unknown = next((text for text in texts if text not in numbers), None)
     if unknown is not None:
         raise ValueError(
-            f"{name} holds {reprlib.repr(unknown)}, which is none of the {len(classes)} classes {_some(classes)}; "
+            f"{name} holds {reprlib.repr(unknown)}, which is none of the {len(classes)} classes {some_names(classes)}; "
             "remove such records, or name it in data.classes"
         )
     return np.array([numbers[text] for text in texts], dtype=np.int64)
 
 
-def _some(names: Sequence[str]) -> str:
-    """Return the first names, cut if they are long, for a message."""
-    shown = [name if name.isprintable() and len(name) < 40 else reprlib.repr(name) for name in names[:8]]
-    return ", ".join([*shown, *(["..."] if names[8:] else [])])
+def some_names(names: Sequence[str]) -> str:
+    """Return at most eight names, cut if they are long, for a message."""
+    shown = (name if name.isprintable() and len(name) <= 40 else reprlib.repr(name) for name in names[:8])
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
@@ -417,7 +417,7 @@ def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[A
     names = tuple(classes) or tuple(sorted({str(name) for name in y}))
     if len(set(names)) < max(2, len(names)):
         raise ValueError(
-            f"data.classes = {_some(names)}: must be at least 2 different names; name also those without a record"
+            f"data.classes = {some_names(names)}: must be at least 2 different names; name also those without a record"
         )
     return numbered(y, names, "y"), names
 
@@ -507,7 +507,7 @@ class PrincipalComponents:
 def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
     """Return the data set with every record's features replaced by their components.
 
-    Public components of private ones are not public: private records are in the features.
+    Public components of features that are private components themselves are not public.
     """
     before = dataset.components
     if before is not None and not before.public:
@@ -529,7 +529,7 @@ def standardised_by_records(dataset: Dataset) -> Dataset:
 
 
 _WIDE = 30.0
-"""Standard deviation of a feature from which a network's first layer, made for about 1, learns badly."""
+"""Standard deviation of a feature above which a network's first layer, made for about 1, learns badly."""
 
 
 def wide_feature(dataset: Dataset) -> str | None:
@@ -551,7 +551,7 @@ def wide_feature(dataset: Dataset) -> str | None:
 
 
 def _mapped(dataset: Dataset, change: Callable[[Tensor], Tensor]) -> Dataset:
-    """Return the data set with a map applied to the features of every record, which are flat behind it."""
+    """Return the data set with a map applied to the features of every record, which become flat."""
 
     def mapped(split: Split) -> Split:
         if split.on_disk:
@@ -560,10 +560,12 @@ def _mapped(dataset: Dataset, change: Callable[[Tensor], Tensor]) -> Dataset:
             )
         return Split(change(split.x), split.y)
 
+    return with_parts(dataset, mapped, record_shape=())
+
+
+def with_parts(dataset: Dataset, change: Callable[[Split], Split], **changes: Any) -> Dataset:
+    """Return the data set with a function applied to each part, and other fields replaced."""
+    test = None if dataset.test is None else change(dataset.test)
     return replace(
-        dataset,
-        train=mapped(dataset.train),
-        validation=mapped(dataset.validation),
-        test=None if dataset.test is None else mapped(dataset.test),
-        record_shape=(),
+        dataset, train=change(dataset.train), validation=change(dataset.validation), test=test, **changes
     )

@@ -47,7 +47,7 @@ def required_library(name: str, missing: str) -> Any:
     """Import an optional library when it is needed.
 
     Args:
-        name: Of its module.
+        name: Name of its module.
         missing: The message if it is not installed: what needs it, and how to install it.
 
     Raises:
@@ -65,11 +65,11 @@ _KIND_OF_ENDING = {
     ".txt": "text",
     ".npz": "npz",
 }
-"""What a file of such an ending probably holds."""
+"""Probable kind of a file by its ending."""
 
 
 def named_file(name: str) -> str | None:
-    """Return the data.name of a file or a folder by its ending, such as "csv:PATH", or None if it tells nothing."""
+    """Return the data.name of a file or a folder by its ending, such as "csv:PATH", or None for an unknown one."""
     path = Path(name)
     ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     kind = _KIND_OF_ENDING.get(ending.lower()) or ("folder" if path.is_dir() else None)
@@ -92,8 +92,8 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
     """Read a CSV file as a DataFrame whose columns have the names of its header, also if two are equal.
 
     The text is UTF-8, or UTF-16 with its mark, and may be compressed by gzip. The separator is the one of `SEPARATORS`
-    that splits the header into most names, and the row behind it into as many cells. "?" stands for a missing value,
-    as in data of the UCI repository.
+    that splits the header into most names, and the next row into as many cells. "?" stands for a missing value, as in
+    data of the UCI repository.
 
     Args:
         file: The open file.
@@ -101,8 +101,8 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
         pandas: The library.
 
     Raises:
-        DataError: It is compressed in another way or too strongly, is no text, or has rows with other columns than the
-            header.
+        DataError: It is compressed in another way or too strongly, is no text, or has a row with another number of
+            cells than the header.
         ValueError: pandas cannot read it.
     """
     content: IO[bytes] = file
@@ -133,10 +133,10 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
             )
     except UnicodeError as error:
         raise DataError(f"{path} is no text in UTF-8 ({error}); save it in UTF-8") from error
-    except pandas.errors.ParserWarning as error:  # it would drop what stands behind the last name
+    except pandas.errors.ParserWarning as error:  # it would drop the cells after the last name
         raise DataError(
             f"{path} has more cells in each row than names in its header ({', '.join(names[:4])}, ...); name every "
-            "column, or drop what stands behind the last one"
+            "column, or drop the cells after the last one"
         ) from error
     except pandas.errors.ParserError as error:
         found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
@@ -169,7 +169,7 @@ def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _header(text: str, *, tab: bool) -> tuple[list[str], str]:
-    """Return the names of the columns and their separator; a column without a name gets that which pandas gives it."""
+    """Return the names of the columns and their separator; a column without a name gets the one that pandas gives."""
     lines = text.lstrip("\r\n").splitlines(keepends=True)
 
     def rows_by(separator: str) -> list[list[str]]:
@@ -219,7 +219,7 @@ def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
 
 
 def _elements(stream: IO[bytes] | gzip.GzipFile, path: Path, n_dimensions: int) -> np.ndarray:
-    """Read the header and the elements, and at most one byte behind them, which shows that the file is too long."""
+    """Read the header, the elements and at most one more byte, which shows that the file is too long."""
     header_size = 4 + 4 * n_dimensions
     header = stream.read(header_size)
     magic = bytes([0, 0, _UNSIGNED_BYTE, n_dimensions])
@@ -255,7 +255,7 @@ def _cut_short(path: Path, how: str) -> DataError:
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
 _DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, MemoryError)
 _BAD_HEADER = (tokenize.TokenError, SyntaxError, IndexError, TypeError, AttributeError)
-"""What zipfile, its decompressors and numpy's parser of headers raise."""
+"""Errors of zipfile, its decompressors and numpy's parser of headers."""
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,

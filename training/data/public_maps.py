@@ -1,6 +1,6 @@
-"""Replace the features of records by a public map of them, one that was fixed without the records; and image copies.
+"""Replace features by a public map of them, which was fixed without the records; and draw random copies of images.
 
-A map is computed in blocks and kept in half precision, in a folder of the user if the same records will come again.
+Features are computed in blocks in half precision, and cached in a folder of the user if the records may come again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -38,6 +38,7 @@ from opusim.training.data.dataset import (
     Split,
     Standardisation,
     in_single_precision,
+    with_parts,
 )
 from opusim.training.data.formats import required_library
 
@@ -48,7 +49,7 @@ RECORDS_AT_ONCE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class PublicMap(ABC):
-    """A map x -> f(x) of each record, into which no other record enters, so that its outputs are public features.
+    """A map x -> f(x) of each record that depends on no other record, so that its outputs are public features.
 
     Attributes:
         record_shape: Shape of one record before; `PublicMap.n_inputs` numbers.
@@ -77,11 +78,11 @@ class PublicMap(ABC):
     @property
     @abstractmethod
     def mapped_shape(self) -> tuple[int, ...]:
-        """Shape of one record behind the map: (c, h, w) for images."""
+        """Shape of one record after the map: (c, h, w) for images."""
 
     @property
     def own_facts(self) -> dict[str, Any]:
-        """What rebuilds the map besides its fields here: JSON values."""
+        """What else `config.json` needs to rebuild the map: JSON values."""
         own = (each.name for each in fields(self) if each.name not in ("record_shape", "groups"))
         return {name: getattr(self, name) for name in own}
 
@@ -93,26 +94,26 @@ class PublicMap(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Return what maps blocks of records, shape (n, *record_shape), to features, shape (n, *mapped_shape)."""
+        """Return a context whose function maps records, shape (n, *record_shape), to features (n, *mapped_shape)."""
 
     @property
     def depends_on_order(self) -> bool:
-        """Whether a record that is added or removed changes the features of others, by noise that a seed repeats."""
+        """Whether adding or removing a record changes the features of others, because noise repeats from a seed."""
         return False
 
     @property
     def joins_records(self) -> bool:
-        """Whether the features of a record may hold what was read of another."""
+        """Whether the features of a record may contain the reading of another."""
         return False
 
     @property
     def n_inputs(self) -> int:
-        """Features of a record before."""
+        """Number of features of a record before the map."""
         return math.prod(self.record_shape)
 
     @property
     def n_features(self) -> int:
-        """Features of a record behind the map."""
+        """Number of features of a record after the map."""
         return math.prod(self.mapped_shape)
 
     @property
@@ -155,7 +156,7 @@ class PublicMap(ABC):
         """Refuse a map to more features than fit into memory, before a device is opened for it.
 
         Raises:
-            ValueError: It is one.
+            ValueError: The features do not fit.
         """
         require_memory(
             2 * records * self.n_features,
@@ -195,14 +196,7 @@ def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -
     def mapped(split: Split) -> Split:
         return Split(public_features(public, split.x, cached=cached), split.y)
 
-    return replace(
-        dataset,
-        train=mapped(dataset.train),
-        validation=mapped(dataset.validation),
-        test=None if dataset.test is None else mapped(dataset.test),
-        record_shape=public.mapped_shape,
-        public_map=public.facts,
-    )
+    return with_parts(dataset, mapped, record_shape=public.mapped_shape, public_map=public.facts)
 
 
 def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
@@ -312,7 +306,7 @@ class ScatteringMap(ImageMap):
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Hold the wavelets of one size of images."""
+        """Build the wavelets for one size of images."""
         frontend = required_library(
             "kymatio.scattering2d.frontend.torch_frontend",
             "data.features = 'scattering' needs the library kymatio, which is missing: pip install 'opusim[features]'",
@@ -342,7 +336,7 @@ class HogMap(ImageMap):
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Hold nothing."""
+        """Import the library."""
         library = required_library(
             "skimage.feature",
             "data.features = 'hog' needs the library scikit-image, which is missing: pip install 'opusim[features]'",
@@ -386,7 +380,7 @@ class RandomConvolutionMap(ImageMap):
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Hold the filters."""
+        """Draw the filters."""
         channels = self.record_shape[0]
         generator = torch.Generator().manual_seed(_FILTER_SEED)
         filters = torch.randn(self.filters, channels, _FILTER, _FILTER, generator=generator)
@@ -402,7 +396,7 @@ class RandomConvolutionMap(ImageMap):
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Random copies of images, drawn from torch's own generator, one image apart from the others.
+    """Random copies of images, drawn from torch's own generator, independently for each image.
 
     Attributes:
         copies: Copies of each image, at least 1.
@@ -448,10 +442,10 @@ _DEVICE_SEED = 20260101
 class OpticalMap(PublicMap):
     """x -> (|R 1[x > threshold]|^2 - centre) / spread, read from a device once for each record.
 
-    No record enters the map, so that a guarantee holds for its outputs as for any other public features. centre and
-    spread are the mean and the standard deviation of its readings of 256 public frames, of which each mirror is on with
+    The map depends on no record, so that a guarantee holds for its outputs as for any other public features. centre and
+    spread are the mean and the standard deviation of its readings of 256 public frames, in which each mirror is on with
     probability 1/2. The device's noise has a fixed seed, so that the same records in the same order have the same
-    features; one record more gives the others other noise (`depends_on_order`).
+    features; another record changes the noise of those after it (`depends_on_order`).
 
     Attributes:
         description: The device.
@@ -524,7 +518,7 @@ class OpticalMap(PublicMap):
 
     @property
     def public_frames(self) -> Tensor:
-        """Frames of which each mirror is on with probability 1/2, shape (256, n_inputs)."""
+        """Frames in which each mirror is on with probability 1/2, shape (256, n_inputs)."""
         generator = torch.Generator().manual_seed(_DEVICE_SEED)
         return torch.randint(2, (_TRIALS, self.n_inputs), generator=generator, dtype=torch.uint8)
 
@@ -566,14 +560,13 @@ class OpticalMap(PublicMap):
 
 
 def expected_usage(options: DataConfig, dataset: Dataset) -> Usage | None:
-    """Return what the features of a data set will take of their device: one frame for each record, and the public ones.
+    """Return the device usage of a data set's features: one frame for each record, and the public frames.
 
-    A run whose features are kept from an earlier one reads the public frames only. What opening the device takes is
-    not counted.
+    A run whose features are cached reads the public frames only. Opening the device is not counted.
 
     Args:
         options: The section ``data``.
-        dataset: The records, before the map or behind it.
+        dataset: The records, before or after the map.
 
     Returns:
         The usage, or None if the features are not a device's.
@@ -641,7 +634,7 @@ def synthetic_components(
     f(x') v: a model of the components answers the same for both images.
 
     Args:
-        dataset: Images (c, h, w), standardised, behind a public map or not. No record of it is read.
+        dataset: Images (c, h, w), standardised, mapped or not. No record of it is read.
         n_components: At most 2999.
         whitening: See `PrincipalComponents.fit`.
         mirrored: Whether features are averaged with those of the mirror image, left and right exchanged.
@@ -672,7 +665,7 @@ def _fitted(
     mirrored: bool,
     cached: bool,
 ) -> PrincipalComponents:
-    """Return the components once for all runs of a process that ask for the same."""
+    """Return the components, which a process computes once for equal arguments."""
 
     def features(images: Tensor) -> Tensor:
         x = standardisation.apply(images.flatten(1))
@@ -694,7 +687,7 @@ def random_shapes(shape: tuple[int, ...], count: int) -> Tensor:
     each, with independent u uniform on [0, 1].
 
     Args:
-        shape: Of an image: (c, h, w).
+        shape: Shape of an image, (c, h, w).
         count: Number of images.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Draw batches: one class per sampling scheme, which states the law that an accountant's theorem asks for.
+"""Draw batches: one class per sampling scheme, which states the law that an accountant's theorem requires.
 
 A privacy theorem covers one sampling law. PyTorch's ``DataLoader(shuffle=True)`` draws shuffled epochs, which are not
 Poisson sampling, and an epsilon computed for one does not hold for the other.
@@ -34,9 +34,9 @@ from opusim.randomness.streams import SystemUniforms, derive_seed
 special, stats = Deferred("scipy.special"), Deferred("scipy.stats")
 
 OVERFLOW = 1e-9
-"""Chance, at most, that a step needs more than its fixed number of physical batches, which time can tell."""
+"""Largest probability that a step needs more than its fixed number of physical batches, which its time reveals."""
 FIXED_FROM = 1024
-"""Expected records of a batch from which physical batches are fixed on a processor, too: they cost a fifth there."""
+"""Expected records of a batch from which physical batches are fixed on a processor, too: they add a fifth of rows."""
 
 _MIN_ACCEPTANCE = 1e-3
 """Smallest probability of acceptance: below it, a batch would take over 1,000 draws on average."""
@@ -360,9 +360,9 @@ class PhysicalBatches:
         Args:
             expected: Expected number of records in a batch, of all processes.
             records: Number of records to draw from, or None if it is private.
-            processes: Which share a step's records.
+            processes: Number of processes that share a step's records.
             on_card: Whether a graphics card runs them.
-            fixed: Whether every step runs a fixed number of rows; None for on a card, and from `FIXED_FROM` records.
+            fixed: Whether every step runs a fixed number of rows; None for yes on a card or from `FIXED_FROM` records.
             size: Records in a pass at most; None for all.
         """
         if not (on_card or round(expected) >= FIXED_FROM if fixed is None else fixed):
@@ -371,10 +371,10 @@ class PhysicalBatches:
 
     @classmethod
     def fixed(cls, most: int, *, size: int | None) -> PhysicalBatches:
-        """Return the least equal batches that hold a number of records.
+        """Return the smallest equal batches that hold `most` records.
 
         Args:
-            most: Records that the batches hold, at least 1.
+            most: At least 1.
             size: Records in a pass at most; None for all.
         """
         count = 1 if size is None else -(-most // size)
@@ -387,17 +387,17 @@ class PhysicalBatches:
         return self.size * max(self.count, -(-records // self.size))
 
     def most(self, expected: float, *, records: int | None, processes: int) -> int:
-        """Return a public number of records of a step in one process; more are drawn with a chance of `OVERFLOW`.
+        """Return a public bound on a step's records in one process, exceeded with probability at most `OVERFLOW`.
 
         Args:
             expected: Expected number of records in a batch, of all processes.
             records: Number of records to draw from, or None if it is private.
-            processes: Which share a step's records.
+            processes: Number of processes that share a step's records.
         """
         return max(most_records(expected, records=records, processes=processes), self.rows(0))
 
     def expected_rows(self, records: float) -> float:
-        """Return the mean number of rows of a step from that of its records, as usage of a device is foretold."""
+        """Return a step's mean number of rows from that of its records, for the forecast of device usage."""
         return records if self.count is None or self.size is None else float(self.size * self.count)
 
 
@@ -408,7 +408,7 @@ def never_filled(expected: float, divisor: float, *, rate: str, constant: str) -
         expected: Expected number of records in a batch, or of users; public.
         divisor: The constant.
         rate: The argument or key of the sampling probability.
-        constant: That of the divisor.
+        constant: The argument or key of the divisor.
     """
     if expected >= divisor / 2:
         return None
@@ -419,15 +419,15 @@ def never_filled(expected: float, divisor: float, *, rate: str, constant: str) -
 
 
 def most_records(expected: float, *, records: int | None, processes: int) -> int:
-    """Return how many records of a step one process holds, exceeded with a chance of at most `OVERFLOW`.
+    """Return a bound on a step's records in one process, exceeded with probability at most `OVERFLOW`.
 
-    The step draws M records, Binomial(n, b / n). If n is private, M stands for Poisson(b), whose upper tail is above
-    that of each such binomial law (Anderson and Samuels 1967), so that the number tells nothing of n.
+    The step draws Binomial(n, b / n) records. If n is private, Poisson(b) replaces that law: its upper tail is above
+    that of each such binomial law (Anderson and Samuels 1967), so that the bound reveals nothing of n.
 
     Args:
         expected: b, above 0.
         records: n, or None if it is private.
-        processes: Which share the step's records as equally as they can.
+        processes: Number of processes, which share the step's records as equally as they can.
     """
     law = stats.poisson(expected) if records is None else stats.binom(records, min(expected / records, 1.0))
     return max(1, -(-int(law.isf(OVERFLOW)) // processes))

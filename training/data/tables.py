@@ -27,7 +27,7 @@ from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
-from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
+from opusim.training.data.dataset import Dataset, Standardisation, some_names, standardised_by_records
 from opusim.training.data.formats import (
     named_file,
     read_csv,
@@ -43,7 +43,7 @@ TABLE_LIMIT = 2**30
 _NAME_LENGTH = 200
 """Most characters of a column's name."""
 _CELL_LIMIT = 2**29
-"""Numbers of a Parquet file, whose columns may repeat a value at no length."""
+"""Cells of a Parquet file, at most: its columns may repeat a value without taking bytes."""
 
 _UNNAMED = re.compile(r"Unnamed: \d+(_level_\d+)?|__index_level_\d+__|")
 _RESET_INDEX = re.compile(r"index|level_\d+")
@@ -63,9 +63,9 @@ class Frame(Protocol):
 Arrays = tuple[Array, Array | None] | tuple[Array, Array | None, Ids]
 """Records, what to predict of them (None: the next tokens), and for data.split = 'id' an ID of each record."""
 OwnData = Arrays | TorchDataset[Any] | Frame
-"""What `opusim.train(data=...)` takes besides a Dataset."""
+"""Forms of `opusim.train(data=...)`, in addition to a Dataset."""
 OwnTest = Pair | TorchDataset[Any] | Frame
-"""What `opusim.train(test=...)` takes."""
+"""Forms of `opusim.train(test=...)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,7 @@ def own_dataset(
     test: OwnTest | None = None,
     *,
     name: str = OWN_ARRAYS,
+    tables: tuple[str, str] = ("data", "test"),
 ) -> Dataset:
     """Make a data set of user-supplied records.
 
@@ -101,19 +102,19 @@ def own_dataset(
         data: The records.
         test: Test records, in any form of `data`, or None.
         name: Name of the data set.
+        tables: Names of `data` and `test` in messages, if they are tables.
 
     Raises:
         TypeError: The records have none of the forms.
         ValueError: An array or a column cannot be used.
-        ConfigError: data.split does not fit the given IDs, or data.label what was given.
+        ConfigError: data.split does not fit the given IDs, or data.label or data.user is given with arrays.
     """
     if is_frame(data):
         _require_user(options, split)
-        table = table_of(data, options.label, "data", as_text=bool(options.classes), user=options.user)
-        pair = None if test is None else _test_pair(test, options, table.columns)
-        return _dataset(
-            options, (table.x, table.y), split=split, ids=table.ids, test=pair, columns=table.columns
-        )
+        table = table_of(data, options.label, tables[0], as_text=bool(options.classes), user=options.user)
+        pair = None if test is None else _test_pair(test, options, table.columns, tables[1])
+        facts: dict[str, Any] = {"ids": table.ids, "columns": table.columns, "name": name}
+        return _dataset(options, (table.x, table.y), split=split, test=pair, **facts)
     given = as_arrays(data, "data")
     for key, named in (("label", options.label), ("user", options.user and (options.user,))):
         if named:
@@ -124,16 +125,16 @@ def own_dataset(
     ids = given[2] if len(given) == 3 else None
     split = "id" if ids is not None and options.split is None else split
     if (ids is not None) != (split == "id"):
-        reason = f"{split!r} does not look at IDs, and some were given; use 'id'"
+        reason = f"{split!r} ignores IDs, and some were given; use 'id'"
         if ids is None:
             reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
         raise ConfigError("configuration", "data.split", reason)
-    pair = None if test is None else _test_pair(test, options, ())
+    pair = None if test is None else _test_pair(test, options, (), tables[1])
     return _dataset(options, (given[0], given[1]), split=split, ids=ids, test=pair, name=name)
 
 
 def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
-    """Make a data set of the file or folder that data.name names, and of data.test if there is such a one.
+    """Make a data set of the file or folder that data.name names, and of data.test if it is set.
 
     Raises:
         DataError: A file cannot be read.
@@ -142,19 +143,9 @@ def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """
     data = read_records(options.file, options)
     held = None if options.test is None else read_records(Path(options.test), options)
-    if not is_frame(data):
-        return own_dataset(options, split, data, None if held is None else held[:2], name=options.name)
-    _require_user(options, split)
-    as_text = bool(options.classes)
-    table = table_of(data, options.label, str(options.file), as_text=as_text, user=options.user)
-    test = None
-    if is_frame(held):
-        how: dict[str, Any] = {"columns": table.columns, "as_text": as_text, "user": options.user}
-        found = table_of(held, options.label, str(options.test), **how)
-        test = (found.x, found.y)
-    arrays = table.x, table.y
-    facts: dict[str, Any] = {"ids": table.ids, "columns": table.columns, "name": options.name}
-    return _dataset(options, arrays, split=split, test=test, **facts)
+    held = held[:2] if isinstance(held, tuple) else held
+    tables = str(options.file), str(options.test)
+    return own_dataset(options, split, data, held, name=options.name, tables=tables)
 
 
 def standardisation_of(options: DataConfig) -> Standardisation | None:
@@ -252,17 +243,17 @@ def table_of(
     found = list(renamed.columns)
     if not label:
         raise ValueError(
-            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}"
+            f"data.label is missing: name the column of {what} to predict, one of {some_names(found)}"
         )
     for column in label:
         if column not in found:
             close = difflib.get_close_matches(column, found, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"data.label = {column!r} is no column of {what}, which has {_listed(found)}{hint}"
+                f"data.label = {column!r} is no column of {what}, which has {some_names(found)}{hint}"
             )
     if user is not None and columns is None and user not in found:
-        raise ValueError(f"data.user = {user!r} is no column of {what}, which has {_listed(found)}")
+        raise ValueError(f"data.user = {user!r} is no column of {what}, which has {some_names(found)}")
     features = [column for column in found if column not in (*label, user)]
     if columns is None:
         _refuse_index(renamed, features, what)
@@ -317,7 +308,7 @@ _DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+([eE][+-]?\d+)?")
 
 
 def _not_a_number(column: Any, name: str) -> str:
-    """Say where a column of text holds something other than a number first, and what to do about it."""
+    """Say where a text column first holds something other than a number, and what to do about it."""
     values = [str(value) for value in column.tolist()]
     wrong = {row: value for row, value in enumerate(values) if not _is_number(value)}
     if not wrong:
@@ -366,12 +357,9 @@ def _label_array(frame: Any, label: list[str], what: str, *, as_text: bool) -> n
         return feature_array(frame, label, what)
     column = frame[label[0]]
     _require_complete(column, label[0], what)
-    kind = column.dtype.kind if isinstance(column.dtype, np.dtype) else "O"
-    if not isinstance(column.dtype, np.dtype):  # an extension type of pandas
-        values = np.asarray(column.tolist())
-        kind = values.dtype.kind
-    else:
-        values = column.to_numpy()
+    is_plain = isinstance(column.dtype, np.dtype)  # else an extension type of pandas
+    values = column.to_numpy() if is_plain else np.asarray(column.tolist())
+    kind = values.dtype.kind
     if kind in "biuf" and not as_text:
         return values
     texts = [str(value) for value in values.tolist()]
@@ -414,7 +402,7 @@ def _require_complete(column: Any, name: str, what: str) -> None:
 
 
 def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
-    """Refuse a column that numbers the rows, as pandas writes one: the order of a file may tell the label.
+    """Refuse a column that numbers the rows, as pandas writes one: the order of a file may reveal the label.
 
     That is a column without a name in a CSV file, which pandas then calls "Unnamed: 0", or one of the names that
     `reset_index` gives, if it counts the rows.
@@ -446,7 +434,7 @@ def as_arrays(data: object, name: str) -> tuple[Any, ...]:
     if isinstance(data, DataLoader):
         remedy = f"give {name}=loader.dataset, and its batch size as sampler.batch_size"
     elif isinstance(data, IterableDataset):
-        remedy = f"a run draws records by their numbers, which it has not; give {name}=(x, y)"
+        remedy = f"a run draws records by their numbers, which an iterable one lacks; give {name}=(x, y)"
     elif isinstance(data, TorchDataset):
         return _collected(data, name)
     elif isinstance(data, str | Path):
@@ -508,13 +496,13 @@ def _record(record: Any, name: str, number: int) -> tuple[np.ndarray, np.ndarray
     return arrays[0], arrays[1]
 
 
-def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> Pair:
-    """Return test records as arrays; those of a table go with a table."""
+def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...], what: str) -> Pair:
+    """Return test records as arrays; with a table, which has columns, they must be a table too."""
     if is_frame(test) != bool(columns):
         raise TypeError("data and test must both be DataFrames, or neither; give them in the same form")
     if is_frame(test):
         as_text = bool(options.classes)
-        table = table_of(test, options.label, "test", columns=columns, as_text=as_text, user=options.user)
+        table = table_of(test, options.label, what, columns=columns, as_text=as_text, user=options.user)
         return table.x, table.y
     given = as_arrays(test, "test")
     if len(given) != 2:
@@ -555,7 +543,7 @@ def _dataset(
 
 
 def _counts_from_zero(y: Any) -> bool:
-    """Return whether labels are the floats 0.0, 1.0, ..., which pandas makes of whole numbers, all of them."""
+    """Return whether labels are the floats 0.0, 1.0, ... without gaps, which pandas makes of whole numbers."""
     if not isinstance(y, np.ndarray) or y.dtype.kind != "f":
         return False
     found = np.unique(y)
@@ -568,9 +556,3 @@ def _whole(pair: Pair) -> Pair:
     if isinstance(y, np.ndarray) and y.dtype.kind == "f" and np.array_equal(y, np.rint(y)):
         return x, y.astype(np.int64)
     return pair
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names for a message, at most eight of them."""
-    shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,7 +1,7 @@
 """Which records belong to which user, and which of them a step takes.
 
-Where users are protected, a step draws users, and of each drawn user at most k records. Everything here that concerns a
-user is computed from that user's records only.
+If users are protected, a step draws users, and at most k records of each. Everything here that concerns a user is
+computed from that user's records only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Users:
 
     Attributes:
         records: Numbers of each user's records, int64.
-        most: k, the records of a user that a step takes at most.
-        seed: Fixes which they are, in [0, 2^64); None draws them from the operating system.
+        most: k, the most records of a user that a step takes.
+        seed: Fixes which records these are, in [0, 2^64); None draws them by the operating system's entropy.
     """
 
     records: tuple[np.ndarray, ...]
@@ -43,7 +43,7 @@ class Users:
     def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
         """Number the users; a record without an ID (None, NaN, a blank text) is a user of its own.
 
-        Numbers are equal if their values are, and to the text that writes them; blanks around a text do not count.
+        Numbers of equal value are one ID, and so is a text that writes the number; blanks around a text do not count.
 
         Args:
             ids: One ID for each record, a number or a text.
@@ -66,7 +66,7 @@ class Users:
 
     @property
     def digest(self) -> str:
-        """BLAKE2b of which records are one user's, whatever the IDs."""
+        """BLAKE2b of the grouping of records by user, whatever the IDs."""
         found = hashlib.blake2b(digest_size=16)
         for own in self.records:
             found.update(np.array([len(own), *own], dtype="<i8").data)
@@ -86,9 +86,9 @@ class Users:
         return found
 
     def rows(self, users: Sequence[int], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the records of users that a step takes, and which rows only fill, shapes (users x k,).
+        """Return the records that a step takes of users, and which rows are only fillers, shapes (users x k,).
 
-        A user's rows are neighbours, and its first one fills those that it lacks.
+        A user's rows stand together; its first row fills the rows it lacks.
         """
         chosen = [self.chosen(user, step) for user in users]
         rows = [n for own in chosen for n in own + own[:1] * (self.most - len(own))]
@@ -112,7 +112,7 @@ def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
         if written.setdefault(Decimal(key), key) != key:
             raise ValueError(
                 f"{name}: write one number in two ways, such as '07' and 7, which would be two users; write each "
-                "user's ID in one way, and IDs that differ with a letter, such as 'u07'"
+                "user's ID in one way, and different IDs with a letter, such as 'u07'"
             )
     return keys
 
@@ -135,7 +135,7 @@ def _key(value: Any, name: str) -> str | None:
 
 
 def require_users(ids: object, most: int | None) -> None:
-    """Refuse IDs of users without the number of records that a step takes of each, and the number without IDs.
+    """Refuse IDs of users without a number of records per user, and that number without IDs.
 
     Raises:
         TypeError, ValueError: See above, or the number is out of range.

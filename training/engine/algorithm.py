@@ -56,7 +56,7 @@ class Trainer(ABC):
     """Parameters, what one step releases, and the step.
 
     Attributes:
-        network: What is trained.
+        network: The network to train.
         optimizer: Carries the learning rate.
         device: The open device that it reads, or None.
         intact: Whether the parameters are, to the bit, those after the last finished step, so that a checkpoint may be
@@ -78,7 +78,7 @@ class Trainer(ABC):
 
         Args:
             x: Inputs, shape (batch, n_inputs); the batch may be empty.
-            y: Class numbers, shape (batch,), or what else the data set's target is.
+            y: Class numbers, shape (batch,), or values of another target of the data set.
             step: Number of the step, from 0; noise is keyed by it in experiment mode.
             observe: Whether to fill in the diagnostics, which cost time.
             records: Numbers of the batch's records in the training set, shape (batch,); a protection that keeps
@@ -205,7 +205,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceShape:
-    """How wide a run opens its device.
+    """The widths with which a run opens its device.
 
     Attributes:
         n_inputs: Entries of a vector that it projects.
@@ -226,15 +226,15 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
 
     It may also give
 
-    - `device_shape`, if the run opens a device, and `work_of_step`, so that the run can say what it will take;
+    - `device_shape`, if the run opens a device, and `work_of_step`, so that the run can forecast the device's usage;
     - `mechanism` and `clip_norm`, if a step under protection.kind = 'record' releases something other than a sum of
       contributions that `RecordGradients` (`self.protection.gradients`) clips and noises;
     - `released`, if a run without protection releases more than unprotected updates;
     - `initialise` and `prepare`, for work before the first checkpoint and before the first step;
     - `noiseless` and `equivalent_noise`, which an audit needs for its controls.
 
-    An algorithm whose section lists protections declares in `applies` how it carries them out. A run whose protection
-    needs something else is refused.
+    An algorithm whose section lists protections declares in `applies` how it applies them. A run whose protection needs
+    something else is refused.
 
     Attributes:
         plan: The run.
@@ -248,15 +248,15 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     """
 
     targets: ClassVar[tuple[Target, ...]] = ("class",)
-    """What the trainer predicts of a record; one that names "tokens" also takes records that hold tokens."""
+    """Targets that the trainer can predict; with "tokens" it also takes records that hold tokens."""
     rounds_own_noise: ClassVar[bool] = False
     """Whether noise that it adds itself to clipped records goes through `NoiseStream.add_rounded`."""
     counts_own_sums: ClassVar[bool] = False
-    """Whether that noise also makes up for the rounding of its sum, as `Protection.counted_sums` says."""
+    """Whether that noise also covers the rounding of its sum, as `Protection.counted_sums` says."""
     uses_public_randomness: ClassVar[bool] = False
     layer_signals: ClassVar[Literal["none", "estimated", "exact"]] = "none"
-    """Whether a layer's update is made of outer products of its inputs with signals of its own (else "none"), and
-    whether these are estimates or exact; an audit attacks it accordingly."""
+    """Whether a layer's own signals are estimated or exact, if its update is a sum of outer products of its inputs with
+    them; else "none". An audit attacks it accordingly."""
     processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
     """What several processes share: nothing (they are refused), the steps that the first one leads
     (`opusim.training.engine.session`), or batches of runs that each process keeps itself."""
@@ -296,7 +296,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """Return a network as `Network.facts` describes it; its parameters are still to be filled in.
 
         Args:
-            facts: What the run folder holds under "network".
+            facts: The content of the run folder's facts under "network".
             model: A module like the user-supplied one, if the folder cannot describe that one.
 
         Raises:
@@ -307,13 +307,13 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
 
     @property
     def needs_float64(self) -> str | None:
-        """Why a step without protection needs float64 on the torch device, as Apple's GPU has none; None if not."""
+        """Why a step without protection needs float64, which Apple's GPU lacks; None if it does not."""
         return f"trainer.kind = {self.options.kind!r}"
 
     def chosen(self) -> Mapping[str, Any]:
         """Return keys of the section `trainer` that the algorithm chooses for a new run, with their values.
 
-        Nothing that the user gives may be among them. A resumed run keeps what its folder holds.
+        They must not include a key that the user gives. A resumed run keeps what its folder holds.
         """
         return {}
 
@@ -324,7 +324,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         return protection
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
-        """Return what writes the gradients of a trainer in this run, or None if the trainer writes them itself.
+        """Return the writer of a trainer's gradients in this run, or None if the trainer writes them itself.
 
         Args:
             device: The run's open device, for noise that is the device's.
@@ -338,7 +338,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
 
     @property
     def device_shape(self) -> DeviceShape:
-        """How wide the device is opened, if `config.uses_device`."""
+        """The widths of the opened device, if `config.uses_device`."""
         raise NotImplementedError(f"{type(self).__name__} uses a device and must override device_shape")
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> TrainerT:
@@ -346,7 +346,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
 
         Args:
             device: The open device, or None if the run has none.
-            labels: What training knows of the labels in their place, or None if it sees the labels.
+            labels: What training sees instead of the labels, or None if it sees the labels.
         """
         opened: Any = copy(self)
         opened.open(device, labels)
@@ -358,11 +358,11 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         raise NotImplementedError(f"{type(self).__name__} must override open and step, or trainer")
 
     def protected_trainer(self, device: NoisyDevice | None, folder: RunFolder) -> TrainerT:
-        """Return the trainer of the run, which was given everything that the protection puts in place of the data.
+        """Return the trainer of the run, with everything by which the protection replaces data.
 
         Args:
             device: The open device, or None if the run has none.
-            folder: The run folder, which holds a look at the labels.
+            folder: The run folder, which keeps what was read of the labels.
 
         Raises:
             NoGuarantee: The trainer does not take what the protection gives it.
@@ -379,11 +379,11 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         return trainer
 
     def work_before(self) -> DeviceWork:
-        """Return what a new run takes of the device before its first step: by default what the protection reads."""
+        """Return the device work of a new run before its first step: by default the protection's readings."""
         return self.protection.work_before()
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork | None:
-        """Return what one step takes of the device; None if that is known only once a step is done.
+        """Return the device work of one step; None if it is known only after a step.
 
         Args:
             records: Records of the batch; their mean, if it is random.
@@ -396,7 +396,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """Set the parameters of a new run, before its first checkpoint."""
 
     def prepare(self, trainer: TrainerT, folder: RunFolder) -> None:  # optional hook
-        """Open what a trainer writes besides checkpoints; called before the first step of a new or resumed run."""
+        """Open a trainer's own files; called before the first step of a new or resumed run."""
 
     # What it releases
 
@@ -493,7 +493,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         return {}
 
     def equivalent_noise(self, noise_multiplier: float) -> float:
-        """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
+        """Return the noise multiplier that gives a step the guarantee of one Gaussian release at `noise_multiplier`."""
         return noise_multiplier
 
 
@@ -517,7 +517,7 @@ def require_float64(algorithm: Algorithm[Any, Any, Any]) -> None:
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
-    """Refuse a protection that the algorithm does not carry out, so that no guarantee is stated without its noise.
+    """Refuse a protection that the algorithm does not apply, so that no guarantee is stated without its noise.
 
     Raises:
         NoGuarantee: `Algorithm.applies` holds nothing of `Protection.needs`.
@@ -529,7 +529,7 @@ def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
 
 
 def _not_applied(algorithm: Algorithm[Any, Any, Any], *needs: Applied) -> str:
-    """Why a protection does not hold under an algorithm."""
+    """Return why a protection does not hold under an algorithm."""
     kind, trainer = algorithm.config.protection.kind, algorithm.options.kind
     return (
         f"protection.kind = {kind!r} needs a trainer that applies {' or '.join(repr(need) for need in needs)}, and "

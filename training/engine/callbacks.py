@@ -24,20 +24,25 @@ class Callback:
         """Training starts, or resumes, at a step."""
 
     def on_step(self, *, step: int) -> None:
-        """So many steps are done."""
+        """Steps 0 to `step` - 1 are done."""
 
     def on_note(self, text: str) -> None:
-        """What a run was given, such as the size of a language model, before it starts."""
+        """The run has a note about its inputs, such as the size of a language model, before it starts."""
 
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """So many steps are left and will take so much of the device, or so much on average; called once.
+        """The remaining steps are expected to use the device this much; called once.
 
-        It comes before labels are read and the first step begins. For an algorithm that does not tell its work, it
-        comes behind the first step, and in release mode not at all.
+        It comes before labels are read and the first step begins. For an algorithm whose work is not known beforehand,
+        it comes after the first step, and in release mode not at all.
+
+        Args:
+            expected: The expected usage.
+            steps: Number of remaining steps.
+            is_mean: Whether the usage is a mean, since batch sizes are random.
         """
 
     def on_features(self, expected: Usage) -> None:
-        """Optical features will take so much of their device, unless they are kept from an earlier run."""
+        """Optical features are expected to use their device this much, unless they are cached."""
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """An epoch's metrics were written: "epoch", "step", and outside release mode its figures."""
@@ -99,7 +104,7 @@ class RunProgress(Progress, Callback):
         self.advance(done=step, news=self._news)
 
     def on_epoch(self, record: dict[str, Any]) -> None:
-        """Say the newest figures with the next step."""
+        """Show the newest figures with the next step."""
         parts = [f"epoch {record['epoch']}"]
         for name in ("train", "validation"):
             accuracy = record.get(f"{name}_accuracy")

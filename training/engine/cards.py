@@ -1,4 +1,4 @@
-"""The torch device of a run: its name here, where the records lie, and what a run says if its memory does not suffice.
+"""The torch device of a run: its name on this machine, where records lie, and the error if its memory does not suffice.
 
 Records go to the card once if they take at most half of the memory that is free there. Otherwise they stay on the host,
 and batches are copied from pinned memory while the card computes.
@@ -7,13 +7,13 @@ and batches are copied from pinned memory while the card computes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from opusim.errors import ConfigError
 from opusim.tables import data_size
-from opusim.training.data.dataset import Dataset, HostSplit, Split
+from opusim.training.data.dataset import Dataset, HostSplit, Split, with_parts
 from opusim.training.errors import CardMemoryError
 
 AUTO = "auto"
@@ -21,11 +21,11 @@ AUTO = "auto"
 _SHARE_OF_RECORDS = 0.5
 """Share of a card's free memory that records may take; the rest is for the model, its gradients and activations."""
 _SHARE_OF_STEP = 0.9
-"""Share of what is left that a smaller batch may take by the estimate, since the allocator loses some to gaps."""
+"""Share of the remaining memory that a smaller batch may take by the estimate; the allocator loses some to gaps."""
 
 
 def named_here(name: str) -> str:
-    """Return the torch device of a configuration as this machine has it: "auto" is the card, or else the processor.
+    """Return a configuration's torch device on this machine: "auto" is the card, or else the processor.
 
     Raises:
         ConfigError: There is no such torch device here.
@@ -83,12 +83,7 @@ def to_device(dataset: Dataset, name: str, *, resident: bool = False) -> Dataset
             return Split(split.x.to(place), split.y.to(place))
         return HostSplit(split.x, split.y, on_disk=split.on_disk, torch_device=name)
 
-    return replace(
-        dataset,
-        train=placed(dataset.train),
-        validation=placed(dataset.validation),
-        test=None if dataset.test is None else placed(dataset.test),
-    )
+    return with_parts(dataset, placed)
 
 
 def _size(parts: Iterable[Split | None]) -> int:
@@ -96,16 +91,16 @@ def _size(parts: Iterable[Split | None]) -> int:
 
 
 def _free_memory(place: torch.device) -> int | None:
-    """Return the bytes that are free on a card, or None if torch does not tell."""
+    """Return the bytes that are free on a card, or None if torch does not report them."""
     return torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """What torch's allocator says of a run for which a card's memory did not suffice, in bytes.
+    """The figures of torch's allocator for a run that exhausted a card's memory, in bytes.
 
     Attributes:
-        total: Of the card.
+        total: Memory of the card.
         before: Allocated before the first step: model and records.
         peak: The most that was allocated since then.
     """
@@ -116,7 +111,7 @@ class StepMemory:
 
     @classmethod
     def allocated(cls, place: torch.device) -> int | None:
-        """Return what is allocated now, and count the peak from here; None but on CUDA."""
+        """Return what is allocated now, and count the peak from here; None unless on CUDA."""
         if place.type != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats(place)
@@ -131,10 +126,10 @@ class StepMemory:
         return cls(total=total, before=before, peak=torch.cuda.max_memory_allocated(place))
 
     def fitting(self, batch: int) -> int:
-        """Return the largest of batch / 2, batch / 4, ... whose step fits, as far as the failed one tells.
+        """Return the largest of batch / 2, batch / 4, ... whose step fits by an estimate from the failed one.
 
-        A smaller batch is taken to use its share of `peak` - `before`, which holds gradients and the optimizer's state,
-        too, and lacks what the failed step would have taken still.
+        A smaller batch is assumed to use its share of `peak` - `before`. That includes gradients and the optimizer's
+        state, and lacks what the failed step had not allocated yet.
         """
         room = _SHARE_OF_STEP * (self.total - self.before)
         smaller = max(batch // 2, 1)
@@ -147,10 +142,10 @@ def exhausted(step: int, batch: int, place: torch.device, found: StepMemory | No
     """Return the error of a step for which a card's memory did not suffice.
 
     Args:
-        step: Its number.
+        step: Number of the step.
         batch: sampler.batch_size, a public number.
         place: The card.
-        found: What the allocator says of it; None if it does not tell, or if the figures are private.
+        found: The allocator's figures; None if they are not known, or private.
     """
     smaller = max(batch // 2, 1) if found is None else found.fitting(batch)
     how = "half of it"

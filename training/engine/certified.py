@@ -27,11 +27,11 @@ VOUCHED = "noise_vouched"
 def certificate_of(
     chosen: DeviceChoice, delta: float, description: DeviceDescription | None, folder: RunFolder | None
 ) -> Certificate | None:
-    """Return the certificate that a run rests on, once it fits the device, the day and the run's delta.
+    """Return the certificate that a run rests on, checked against the device, the date and the run's delta.
 
     Args:
         chosen: The run's device.
-        delta: That of its statement.
+        delta: Delta of its statement.
         description: The device's, or None without one.
         folder: The folder of a run to resume, which keeps the certificate, so that its file may be gone.
 
@@ -96,22 +96,22 @@ def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     Args:
         device: The device.
         step: Steps done; labels are read under a step number beyond all others, and their checks do not count.
-        earlier: What this process found in the checkpoint that it resumed from; -1 in a new run.
+        earlier: That step in the checkpoint from which this process resumed; -1 in a new run.
     """
     found = device.monitor.vouched
     return found if 0 <= found <= step else min(earlier, step)
 
 
 def without_remedy(error: DeviceError) -> str:
-    """Return what a device found, without what to do."""
+    """Return the text of a device's error without its remedy."""
     return str(error).split("; ")[0]
 
 
 @contextmanager
 def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[None]:
-    """Note an alarm in the ledger that stops a certified run outside its steps, as at the opening of a resumed one.
+    """Record an alarm that stops a certified run outside its steps, such as when a resumed run opens its device.
 
-    What is in doubt then begins at the check that the newest checkpoint records as passed.
+    Doubt then begins at the last passed check of the newest checkpoint.
 
     Args:
         folder: The run's, whose lock is held.
@@ -121,7 +121,7 @@ def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[No
         yield
     except DeviceError as error:
         checkpoints = list_checkpoints(folder.checkpoints)
-        # not a cable that fell out
+        # no alarm for a fault such as an unplugged cable
         judged = error.alarm and isinstance(error, DeviceFault | NoiseBelowCertificate)
         if not judged or not checkpoints or not folder.ledger_file.exists():
             raise
@@ -138,7 +138,7 @@ def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[No
 
 
 def doubt_text(alarm: Alarm, folder: RunFolder) -> str:
-    """Return what a user is told of an alarm that leaves steps in doubt."""
+    """Return the message to the user about an alarm that leaves steps in doubt."""
     return (
         f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
         f"with: opusim account run {quoted(folder.path)}"

@@ -52,19 +52,19 @@ class Engine:
     `STEPS_BETWEEN_READS` steps and before each checkpoint, so that nothing wrong is saved.
 
     A resumed run repeats an uninterrupted one bit for bit in experiment mode at the same thread count:
-    batches and noise are keyed by the step, and what else a step depends on is in the checkpoint.
+    batches and noise are keyed by the step, and everything else that a step depends on is in the checkpoint.
 
     Attributes:
         steps: The steps, and the ledger that they are paid for in.
         total_steps: Steps of the whole run.
-        mechanisms: What one step releases; empty if everything is paid for upfront.
+        mechanisms: Mechanisms of one step; empty if everything is paid for upfront.
 
     Args:
         plan: The run; its device is open, its torch device holds the network.
-        trainer: What is trained.
-        folder: Where the run is written; the caller holds its lock.
+        trainer: The trainer.
+        folder: The run folder; the caller holds its lock.
         watcher: Receives the progress.
-        ranks: The processes, of which this one leads; None for one.
+        ranks: The processes, which this one leads; None for one.
         device: The open device of the run, or None without one. Under a certificate it is checked at each stop, too.
     """
 
@@ -108,7 +108,7 @@ class Engine:
         return self.steps.step
 
     def tell(self, expected: Usage, *, is_mean: bool) -> None:
-        """Tell the watcher what the steps that are left will take of the device; `is_mean` says that this is random."""
+        """Tell the watcher the expected device usage of the remaining steps, a mean if `is_mean`."""
         self._told = True
         if self._watcher is not None and expected.frames:
             self._watcher.on_usage(expected, steps=self.total_steps - self.step, is_mean=is_mean)
@@ -162,7 +162,7 @@ class Engine:
             self._watcher.on_start(step=self.step, total_steps=self.total_steps)
         self._epoch_started = time.perf_counter()
         # Seal labels and payments that are newer than the newest checkpoint into it, before a step is computed: a run
-        # that is killed before its next checkpoint could else resume with the ledger that it started with.
+        # that is killed before its next checkpoint could otherwise resume with the ledger that it started with.
         self._files = self._folder.digests()
         newest = list_checkpoints(self._folder.checkpoints)[-1]
         seal = self._seal()
@@ -182,7 +182,7 @@ class Engine:
         self._folder.finish(self._summary(), self.steps.position)
 
     def _earlier(self, error: Exception) -> Exception | None:
-        """Return the refusal of an earlier step on a card that made an input of this one unusable, or None."""
+        """Return the error of an earlier step, which a card reports late, if it is the cause of this one, else None."""
         if not isinstance(error, ValueError):
             return None
         try:
@@ -195,11 +195,10 @@ class Engine:
         """Do the remaining steps, or those until Ctrl-C."""
         first, before = self.step, self._trainer.usage
         protected = self._plan.config.protection.protects != "nothing"
-        watched = protected and (
-            self.mechanisms or not first
-        )  # of a last model, checkpoints are not released
+        # if only the last model is released, a resumed run must not look at its checkpoint
+        watched = protected and (self.mechanisms or not first)
         movement = Movement(self._trainer.model) if watched else None
-        # A run that is paid for at once releases its last model only, so that earlier ones may not be looked at.
+        # A run that is paid for at once releases only its last model, so its earlier models must not be compared.
         look = min(first + STEPS_TO_MOVE, self.total_steps) if self.mechanisms else self.total_steps
         while self.step < self.total_steps:
             if self.step == first + 1 and not self._told and not self._private:
@@ -241,7 +240,7 @@ class Engine:
         self._check_device()
 
     def _check_device(self) -> None:
-        """Check the certified device once more after the steps that it took part in, before they are declared done.
+        """Check the certified device once more after its steps, before they count as done.
 
         Raises:
             DeviceError: It has changed; a checkpoint was written, and the ledger says from which step on.
@@ -276,7 +275,7 @@ class Engine:
             ) from error
 
     def _text_of(self, alarm: Alarm | None) -> str:
-        """Return what a user is told of an alarm, or of a device that failed without one."""
+        """Return the message to the user about an alarm, or about a device that failed without one."""
         if alarm is None or not alarm.doubts:
             return f"When the device is back, resume with: {self._folder.resume_command}"
         return doubt_text(alarm, self._folder)
@@ -285,7 +284,7 @@ class Engine:
         return self._folder.seal(self._files, self.steps.position, bound=self._private)
 
     def _alarm_of(self, error: DeviceError, step: int, *, noted: bool = False) -> Alarm | None:
-        """Return what the ledger of a run under a certificate says of a device's error before a step, or None.
+        """Return the ledger's alarm for a device's error before a step of a certified run, or None.
 
         Args:
             error: The device's.
@@ -303,7 +302,7 @@ class Engine:
         return alarm
 
     def _stop_cleanly(self, error: DeviceError | None = None) -> None:
-        """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run does not pay twice.
+        """Return reserved steps, record the alarm and write a checkpoint, so that a resumed run does not pay twice.
 
         The checkpoint holds the result of every step that was started; a step in which the device failed has none.
         """
@@ -366,7 +365,7 @@ class Engine:
                 "Algorithm.gradients returns"
             )
         if record.diagnostics:
-            self._late.read()  # first, as it tells which step diverged
+            self._late.read()  # first: its error names the step that diverged
             _require_finite(record.diagnostics)
         if not self._private:
             self._sums.add(record)
@@ -378,7 +377,7 @@ class Engine:
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self.step % self._checkpoint_every == 0:
-            if self._certified is not None:  # no step of a checkpoint rests on a device repaired after a kill
+            if self._certified is not None:  # now: a device repaired after a kill would pass
                 self._certified.monitor.check(self.step)
             self.checkpoint()
         if self._watcher:
@@ -417,7 +416,7 @@ class Engine:
         """Write a checkpoint of the steps done so far.
 
         Raises:
-            TrainingDiverged, DeviceFault: One of them was not finite, which a card tells only now.
+            TrainingDiverged, DeviceFault: One of them was not finite, which a card reports only now.
         """
         self._late.read()
         self._trainer.before_checkpoint()
@@ -494,13 +493,13 @@ def lead(
     """Do one step with all processes, which wait for it in `follow`.
 
     Args:
-        trainer: Of the first process.
+        trainer: The trainer of the first process.
         split: The training records.
         records: Numbers of the batch's records, or of its users, on the host, shape (batch,).
         step: Number of the step; it is paid for.
         observe: See Trainer.step; with several processes nothing is observed.
         ranks: The processes.
-        users: Who is drawn in the place of records, or None.
+        users: The users that are drawn instead of records, or None.
     """
     if ranks.world == 1:
         return _step(trainer, split, records, users, step=step, observe=observe)
@@ -513,7 +512,7 @@ def follow(trainer: Trainer, split: Split, ranks: Ranks, users: Users | None = N
     """Do this process's part of every step that the first one leads, until that one ends the run.
 
     Args:
-        trainer: Of this process, in the state of the first one's.
+        trainer: The trainer of this process, in the state of the first one's.
         split: The training records.
         ranks: The processes.
         users: See `lead`.
@@ -531,7 +530,7 @@ def _no_order() -> _Order | None:
 def _step(
     trainer: Trainer, split: Split, records: Tensor, users: Users | None, *, step: int, observe: bool
 ) -> StepRecord:
-    """Do a step on some records, or on those that it takes of some users."""
+    """Do a step on some records, or on the records that it takes of some users."""
     filled: dict[str, Tensor] = {}
     if users is not None:
         records, padding = users.rows(records.tolist(), step)

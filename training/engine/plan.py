@@ -112,7 +112,10 @@ class RunPlan(Plan):
             dataset.target,
             implementation.targets,
         )
-        if name not in (OWN_ARRAYS, dataset.name):  # whose public constants the records would pass for
+        if name not in (
+            OWN_ARRAYS,
+            dataset.name,
+        ):  # else private records would take the named set's constants
             raise ConfigError(
                 "configuration",
                 "data.name",
@@ -131,7 +134,7 @@ class RunPlan(Plan):
         if config.protection.protects == "labels" and target != "class":
             reason = (
                 f"{config.protection.kind!r} protects class numbers, and data.target is {target!r}; take another "
-                "one"
+                "protection"
             )
             raise ConfigError("configuration", "protection.kind", reason)
         # 2. The device, the maps of the features, the network and the sampler.
@@ -159,7 +162,7 @@ class RunPlan(Plan):
         return self.unchecked(trainer=dict(found)) if found else self
 
     def _require_covered(self) -> Self:
-        """Refuse a run whose guarantee its network or algorithm does not carry, and return it."""
+        """Return the plan; refuse a run whose network or algorithm does not support its guarantee."""
         if self.config.mode == "release":
             require_fresh_noise(self.network.model)
         require_applied(self.algorithm)
@@ -211,7 +214,7 @@ class RunPlan(Plan):
         warn_if_changed(facts.get("code", []))
         config, data, model = default_inputs(config, data, model)
         dataset = with_maps(config, load_data(config, data), folder)
-        # Refuse other data than the run was trained on, as far as its folder can tell.
+        # Refuse data that differ from the facts in the run's folder.
         stored, kept = facts["data"], facts.get("certificate")
         if (split := stored.get("split", dataset.split)) != dataset.split:
             raise RunFolderError(
@@ -248,7 +251,7 @@ class RunPlan(Plan):
 
     @cached_property
     def users(self) -> Users | None:
-        """Who is drawn in the place of records, or None; see `users_of`."""
+        """The users that are drawn instead of records, or None; see `users_of`."""
         return users_of(self.config, self.dataset)
 
     @property
@@ -390,7 +393,7 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
     Raises:
         TypeError: `data` is something else.
         ValueError: `test` was given without arrays.
-        ConfigError: data.split does not fit the given IDs, or a key says something else of a Dataset than it holds.
+        ConfigError: data.split does not fit the given IDs, or a key contradicts the given Dataset.
     """
     if test is not None and (data is None or isinstance(data, Dataset)):
         raise ValueError(
@@ -422,11 +425,11 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
 
 
 def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
-    """Return the data set behind the maps that the configuration asks for: a public one, then principal components.
+    """Return the data set after the configured maps: a public one, then principal components.
 
     Args:
         config: The configuration.
-        dataset: The records as they were loaded, or behind the public map already, as an audit changes them.
+        dataset: The records as they were loaded, or after the public map, as an audit changes them.
         folder: The folder of a run that has started, whose maps are taken.
     """
     if config.data.features is not None and dataset.public_map is None:
@@ -506,7 +509,7 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
 
 
 def fingerprint(split: Split, *, labels: bool = True, owners: Sequence[str | None] = ()) -> str:
-    """Return BLAKE2b of the records, by which a run is not resumed or audited on other data.
+    """Return BLAKE2b of the records, which keeps a run from being resumed or audited on other data.
 
     Args:
         split: The records, whose order counts.
@@ -536,9 +539,9 @@ OBSERVED_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run is going to take of its open device, as the device's description tells.
+    """The expected usage of a run's open device, by the device's description.
 
-    Where batches are random, figures are means. Draws of noise whose size follows the batch are rounded up to whole
+    If batches are random, figures are means. Draws of noise whose size follows the batch are rounded up to whole
     readings of a mean batch.
 
     Attributes:
@@ -547,7 +550,7 @@ class Forecast:
         before: Work of a new run before its first step.
         step: Work of a step.
         observed: Work of a step that fills in its diagnostics.
-        is_mean: Whether the work of a step is random, because it follows from a batch whose size is.
+        is_mean: Whether the work of a step is random, because the size of its batch is.
     """
 
     plan: RunPlan
@@ -559,9 +562,9 @@ class Forecast:
 
     @classmethod
     def of(cls, plan: RunPlan, device: NoisyDevice | None) -> Self | None:
-        """Return the forecast of a run whose trainer is not made yet.
+        """Return the forecast of a run before its trainer is made.
 
-        None without a device, or if the algorithm tells its work only once a step is done.
+        Returns None without a device, or if the work is known only after a step.
 
         Args:
             plan: The run.
@@ -570,7 +573,7 @@ class Forecast:
         if device is None:
             return None
         algorithm, n_outputs, records = plan.algorithm, device.n_outputs, float(plan.config.divisor)
-        if plan.config.tells_records:  # else the public constant stands for the mean batch
+        if plan.config.tells_records:  # else the public constant replaces the mean batch
             records = plan.sampler.expected_batch_size
         step = algorithm.work_of_step(records, n_outputs, observed=False)
         observed = algorithm.work_of_step(records, n_outputs, observed=True)
@@ -587,7 +590,7 @@ class Forecast:
         )
 
     def usage(self, first: int = 0) -> Usage:
-        """Return what the run will take from a step on, and what opening the device took.
+        """Return the expected usage from a step on, plus that of opening the device.
 
         Args:
             first: Steps that are done.
@@ -596,7 +599,7 @@ class Forecast:
         looks = _observed(plan, plan.total_steps) - _observed(plan, first)
         work = self.step.times(plan.total_steps - first - looks) + self.observed.times(looks)
         inspections, per_epoch = 0, plan.sampler.steps_per_epoch
-        if plan.certificate is not None:  # which is checked at checkpoints and at the end
+        if plan.certificate is not None:  # then the device is checked at checkpoints and at the end
             every = plan.config.checkpoint.every_steps or per_epoch
             steps = range(first + 1, plan.total_steps + 1)
             inspections = 1 + sum(step % every == 0 or step % per_epoch == 0 for step in steps)

@@ -88,7 +88,7 @@ def train(
         config: A RunConfig, a TOML file, the name of a trainer such as "pdfa", a mapping, or None for the defaults
             (PDFA on digits).
         data: (x, y) with x of shape (n, d) or of images (n, c, h, w) and class numbers y of shape (n,), numpy or torch
-            (data.target has other things to predict); (x, y, ids) with an ID of each record, by which data.split =
+            (or the values of another data.target); (x, y, ids) with an ID of each record, by which data.split =
             'id' holds records out; a data set of torch with a length, whose records (x, y) are read once; a DataFrame,
             with `label`; or a Dataset of opusim, whose parts are taken as they are. None loads the data set or the file
             that the configuration names. Labels may be strings, which are numbered in sorted order.
@@ -190,7 +190,7 @@ def train_on(
             claimed = (RunFolder.claimed(own_folder(Path("runs") / path)) for path in paths)
             folder = next(found for found in claimed if found is not None)
         train_planned(plan, folder, watcher=watcher)
-        return load_run(folder.path, model=model, trust_code=True)  # it was executed here
+        return load_run(folder.path, model=model, trust_code=True)  # its code was executed here
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
     with folder.writing(new=False, private=private):
@@ -206,7 +206,7 @@ def train_on(
             )
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
         _train_in(folder, plan, watcher, resume=True)
-    return load_run(folder.path, model=model, trust_code=True)  # it was executed here
+    return load_run(folder.path, model=model, trust_code=True)  # its code was executed here
 
 
 def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Callback | None = None) -> None:
@@ -247,7 +247,7 @@ def _follow(
             release = plan.config.mode == "release"
             with system_generators(dataset.train.place) if release else nullcontext():
                 follow(trainer, dataset.train, ranks, plan.users)
-    return load_run(folder.path, model=model, trust_code=True)  # it was executed here
+    return load_run(folder.path, model=model, trust_code=True)  # its code was executed here
 
 
 def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, resume: bool) -> None:
@@ -264,7 +264,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
         algorithm, protection = plan.algorithm, plan.protection
         forecast = Forecast.of(plan, device)
         trainer = algorithm.protected_trainer(device, folder)
-        with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
+        with closing(trainer):  # whatever fails from here on, a user-supplied module loses its hooks
             facts = _facts(plan, forecast, device)
             engine = Engine(plan, trainer, folder, watcher, ranks=ranks, device=device)
             if resume:
@@ -303,12 +303,12 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
 
 
 def _hints(plan: RunPlan) -> Iterator[str]:
-    """Yield what to warn of before a new run: features in units of their own, and a delta from 1 / records on."""
+    """Yield warnings before a new run: of features that vary widely, a delta from 1 / records on, and empty batches."""
     config, data = plan.config, plan.config.data
     public = config.protection.protects != "records"
     if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
         yield hint
-    if config.protection.protects != "nothing":  # a private number of records is never told
+    if config.protection.protects != "nothing":  # a private number of records is never printed
         records = len(plan.dataset.train) if config.counts_are_public else None
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
         if warning is not None:
@@ -324,7 +324,7 @@ def _hints(plan: RunPlan) -> Iterator[str]:
 
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:
-    """Return what optical features take of their device; None without them, or if it would tell a hidden number."""
+    """Return the device usage of optical features; None without them, or if it would reveal the number of records."""
     return features_usage(config.data, records) if config.tells_records else None
 
 
@@ -357,7 +357,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
 
 
 def _facts(plan: RunPlan, forecast: Forecast | None, device: NoisyDevice | None) -> dict[str, Any]:
-    """Return what `config.json` says besides the configuration."""
+    """Return the facts that `config.json` holds next to the configuration."""
     config, dataset = plan.config, plan.dataset
     # The data; in release mode no number of records that the relation hides.
     data: dict[str, Any] = {
@@ -412,7 +412,7 @@ def _facts(plan: RunPlan, forecast: Forecast | None, device: NoisyDevice | None)
 
 
 def _as_found(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration by which a run that resumes reads its records: with the classes that it counted.
+    """Return the configuration with which a resumed run reads its records: with the number of classes that it counted.
 
     Earlier versions counted one more than the largest label, also if labels left numbers out.
     """
@@ -514,9 +514,10 @@ def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
 
 
 def share_trainer(trainer: Trainer, ranks: Ranks) -> None:
-    """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold.
+    """Give every process the first one's parameters, optimizer, trainer's state, and state of its devices.
 
-    Of the state only what another process has too: earlier noise stays with the process that draws it.
+    Of the trainer's state, only what another process has too is sent: earlier noise stays with the process that draws
+    it.
     """
     if ranks.world == 1:
         return

@@ -55,7 +55,7 @@ class PaidSteps:
 
     Args:
         ranks: See above.
-        name: Whose steps they are, for messages, such as "the private loop".
+        name: Owner of the steps, for messages, such as "the private loop".
     """
 
     def __init__(self, ranks: Ranks, name: object) -> None:
@@ -123,7 +123,7 @@ class PaidSteps:
         """Ensure that the next step is paid for; when this returns, every process may take it.
 
         Args:
-            *mechanisms: What the step releases.
+            *mechanisms: Mechanisms that the step releases.
             until: Number of a step that no line of the ledger reserves.
 
         Raises:
@@ -139,7 +139,7 @@ class PaidSteps:
             self._content = replace(added, payments=self._content.payments + added.payments)
 
     def _pay(self, mechanisms: tuple[Mechanism, ...], until: int) -> LedgerContent | None:
-        """Pay, and return what other processes do not know yet, with the new payments only."""
+        """Pay, and return what other processes lack, with the new payments only."""
         if self._closed:
             self.require_open()  # the ledger refuses a forked process
         self.ledger.pay(self.step, *mechanisms, until=until)
@@ -166,11 +166,11 @@ class PaidSteps:
     # Processes that run the same loop
 
     def agree(self, act: Act, number: int = 0, *, step: int | None = None) -> list[int]:
-        """Return a number of each process, in the order of ranks, once all of them do the same.
+        """Check that all processes do the same, and return a number from each, in the order of ranks.
 
         Args:
-            act: What this process is about to do.
-            number: What the others receive of this process.
+            act: Act that this process is about to do.
+            number: Number that the others receive from this process.
             step: With which step; None for the next one.
 
         Raises:
@@ -189,7 +189,7 @@ class PaidSteps:
         return [row[2] for row in found]
 
     def on_first(self, act: Act, work: Callable[[], Result], *, step: int | None = None) -> Result:
-        """Return on every process what the first one computes for an act of all; see `agree`."""
+        """Return on every process what the first one computes, once all do the same; see `agree`."""
         if self.ranks.world == 1:
             return work()
         self.agree(act, step=step)
@@ -210,19 +210,19 @@ class PaidSteps:
 
 
 class Movement:
-    """Tells which trained tensors a private trainer has not moved, although noise alone moves every one that it trains.
+    """Warns of trained tensors that a private trainer has not moved, although noise alone would move each.
 
-    Only parameters that the guarantee lets anyone see are compared, so what is told of them costs no privacy.
+    It compares only parameters that anyone may see under the guarantee, so that the warning costs no privacy.
 
     Args:
-        module: What is trained, before the first step.
+        module: The trained module, before the first step.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._before = module, _sums_of_bits(module)
 
     def tell(self, steps: int) -> None:
-        """Warn in one line of the tensors that are as they were so many steps ago, if there are any."""
+        """Warn in one line of the tensors that have not changed in this many steps, if there are any."""
         now = _sums_of_bits(self._module)
         still = [name for name, found in self._before.items() if now.get(name, found) == found]
         if not still:
@@ -276,8 +276,7 @@ def torch_threads(wanted: int | None) -> Iterator[int]:
 def deferred_interrupt() -> Iterator[threading.Event]:
     """Turn the first Ctrl-C into an event that is checked between steps; a second one acts at once.
 
-    Enter it before the ledger is opened. Opening uses up the last clean stop, so a process that ended without another
-    one could not resume under a label budget.
+    Enter it before the ledger is opened, so that the first Ctrl-C always ends in a clean stop.
     """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from opusim.accounting.journal import head_file, read_position
+from opusim.accounting.journal import head_file, read_positioned
 from opusim.crossbar.layers import DeviceLinear
 from opusim.errors import ConfigError
 from opusim.files import require_regular, write_file
@@ -29,13 +29,13 @@ from opusim.training.runs.storage import REMEDY, Header, Seal, checkpoint_path, 
 
 
 class Trained(Protocol):
-    """What a checkpoint keeps of a trainer (`opusim.training.engine.algorithm.Trainer`)."""
+    """The parts of a trainer that a checkpoint keeps (`opusim.training.engine.algorithm.Trainer`)."""
 
     optimizer: torch.optim.Optimizer
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The trained module."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ class Trained(Protocol):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What else a resumed run must have back, by name."""
+        """Everything else that a resumed run needs, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def save_checkpoint(
     Args:
         folder: The folder of the checkpoints.
         step: Steps done.
-        trainer: Its parameters, the optimizer's state, the trainer's own state and what devices hold are written.
+        trainer: Its parameters, the optimizer's state, the trainer's own state and that of devices are written.
         average: The running average of the parameters is written.
         progress: The engine's running sums and the usage of the device, as JSON.
         seal: The other files of the run.
@@ -172,7 +172,7 @@ def copy_parameters(
 
 
 def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
-    """Restore a trainer, its optimizer, the running average and what devices hold from a checkpoint.
+    """Restore a trainer, its optimizer, the running average and the state of devices from a checkpoint.
 
     Raises:
         RunFolderError: The checkpoint is of another network, or of other devices.
@@ -199,12 +199,12 @@ def layers_on_devices(model: nn.Module) -> dict[str, DeviceLinear]:
 
 
 def held_by_devices(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return what the devices under a model's layers hold, by the layers' names (`DeviceLinear.get_extra_state`)."""
+    """Return the state of the devices under a model's layers, by the layers' names (`DeviceLinear.get_extra_state`)."""
     return {name: layer.get_extra_state() for name, layer in layers_on_devices(model).items()}
 
 
 def hold_on_devices(model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Let devices hold what they held; a layer whose state is empty, as in older checkpoints, keeps what it holds.
+    """Restore the state of devices; a layer whose state is empty, as in older checkpoints, keeps its own.
 
     Raises:
         RunFolderError: The state is another chip's.
@@ -230,7 +230,7 @@ def adopt_ledger(folder: RunFolder, source: Path) -> None:
         LedgerCorrupt: The other ledger was changed, cut or reordered.
         RunFolderError: The run is not finished, or its checkpoint or summary is damaged.
     """
-    position, summary = read_position(source), folder.read_summary()
+    (_, position), summary = read_positioned(source), folder.read_summary()
     if summary is None:
         raise RunFolderError(
             f"run folder {folder.path} holds no finished run; finish it with: {folder.resume_command}"

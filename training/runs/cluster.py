@@ -20,8 +20,8 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
     """Yield a client of a Dask scheduler.
 
     Args:
-        address: Of the scheduler, such as tcp://host:8786, or tls://host:8786 with Dask's own settings of certificate
-            and key; its workers see the same folders.
+        address: Address of the scheduler, such as tcp://host:8786, or tls://host:8786 with Dask's own settings of
+            certificate and key; its workers see the same folders.
         patience_s: Seconds to wait for its answer.
 
     Raises:
@@ -50,7 +50,7 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
         if reason:
             raise SweepStopped(
                 f"{address} does not fit Dask's settings of encryption: {reason}; give certificate and key as "
-                "docs/choosing-a-trainer.md tells, and an address tls://..."
+                "docs/choosing-a-trainer.md says, and an address tls://..."
             )
         try:
             client = Client(address, timeout=patience_s)

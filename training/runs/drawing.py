@@ -57,11 +57,11 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        x: Where it has values.
-        y: The values, as many, finite.
-        label: What the legend says.
+        x: Positions of its values.
+        y: The values, finite, one for each position.
+        label: Its text in the legend.
         number: Chooses colour, marker and dashes, each of which distinguishes neighbours on its own.
-        hollow: Whether it is dotted and its markers are empty, as of a companion of the line of that number.
+        hollow: Whether it is dotted and its markers are empty, to accompany another line of the same number.
     """
 
     x: Sequence[float]
@@ -76,11 +76,11 @@ class LineChart(Shown):
     """Lines over whole numbers, such as epochs.
 
     Attributes:
-        lines: At least one, each with a value at least.
-        x_label: Of the axis of whole numbers.
-        y_label: Of the other axis.
-        y_limits: Ends of that axis; None takes those of the values and a margin.
-        logarithmic: Whether that axis is, unless a value is 0 or below.
+        lines: At least one, each with at least one value.
+        x_label: Label of the axis of whole numbers.
+        y_label: Label of the axis of values.
+        y_limits: Ends of the axis of values; None takes those of the values and a margin.
+        logarithmic: Whether the axis of values is logarithmic, unless a value is 0 or below.
     """
 
     lines: Sequence[Line]
@@ -230,7 +230,7 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def _number(tick: float, ticks: Sequence[float]) -> str:
-    """Return a tick as text, with the digits that tell it from its neighbours."""
+    """Return a tick as text, with the digits that distinguish it from its neighbours."""
     gaps = [abs(b - a) for a, b in pairwise(ticks)] or [abs(tick)]
     gap, largest = min(gaps), max(abs(each) for each in ticks)
     tick = tick if abs(tick) > 1e-3 * gap else 0.0
@@ -313,10 +313,10 @@ _MIN_ACCURACY_RANGE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class MainFigure:
-    """The figure that a table shows of a target.
+    """The figure that tables show for a target.
 
     Attributes:
-        key: Its name in metrics, behind "train_", "validation_" or "test_".
+        key: Its name in metrics, after "train_", "validation_" or "test_".
         label: Its name in tables.
         share: Whether it is a share, shown in percent.
     """
@@ -333,11 +333,11 @@ class MainFigure:
 
 
 def beside_guessing(accuracy: float, guessing: float | None) -> str:
-    """Return what a table says behind an accuracy that guessing one class reaches as well; empty for a better one.
+    """Return the remark that follows an accuracy no better than guessing one class; empty for a better one.
 
     Args:
         accuracy: In percent.
-        guessing: That of guessing among the classes, in percent; None if there are no classes.
+        guessing: Accuracy of guessing among the classes, in percent; None if there are no classes.
     """
     if guessing is None or accuracy > guessing:
         return ""
@@ -351,7 +351,7 @@ MAIN_FIGURES: Mapping[str, MainFigure] = {
     "labels": MainFigure(key="accuracy", label="accuracy", share=True),
 }
 BITS_PER_BYTE = MainFigure(key="bits_per_byte", label="bits per byte")
-"""The figure of tokens that stand for a text."""
+"""The figure of tokens that are pieces of a text."""
 LOSS_FIGURE = MainFigure(key="loss", label="loss")
 """A figure that every target has."""
 

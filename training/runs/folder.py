@@ -61,7 +61,7 @@ _LEFT_BY_KILLED_START = {
     *("components.safetensors", ".components.safetensors.partial"),
     *("baseline.safetensors", ".baseline.safetensors.partial"),
 }
-"""What a start that was killed leaves besides its lock."""
+"""Files that a killed start leaves besides its lock."""
 _PARTS = ("config", "network", "data", "device", "noise", "versions")
 
 
@@ -127,10 +127,10 @@ class RunFolder:
         return folder
 
     def require_writable(self) -> None:
-        """Refuse, before data are read, a folder in which nothing could be written; makes nothing.
+        """Refuse a folder that cannot be written, before data are read; creates nothing.
 
         Raises:
-            RunFolderError: It is one.
+            RunFolderError: It cannot be written.
         """
         problem = folder_problem(self.path)
         if problem is not None:
@@ -148,7 +148,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes the run here, which has to trust the user-supplied code that the run names.
+        """The command that resumes the run here, with --trust-code if the run names user-supplied code.
 
         A device of a kind that no installed package brings opens in a program that registers it.
         """
@@ -352,7 +352,7 @@ class RunFolder:
         """Return the seal for a checkpoint that is about to be written.
 
         Args:
-            files: What `digests` returned when this process started.
+            files: Digests by `digests`, from when this process started.
             ledger: Current position of the ledger.
             bound: Whether the run may only be resumed in this very folder.
         """
@@ -436,7 +436,7 @@ class RunFolder:
             write_file(self.metrics_file, metrics[: seal.metrics.bytes])
 
     def witnesses(self) -> list[Witness]:
-        """Return what the newest checkpoint and the summary know of the ledger.
+        """Return what the newest checkpoint and the summary say of the ledger.
 
         Raises:
             RunFolderError: One of them is damaged.
@@ -520,14 +520,14 @@ class Metrics(list[dict[str, Any]]):
 
 
 def _short(value: object) -> str:
-    """Return a figure to four digits, and figures of a list each."""
+    """Return a figure, or each figure of a list, to four digits."""
     if isinstance(value, list):
         return " ".join(map(_short, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class StoredRun:
-    """What a run folder holds of a run besides its parameters: what reports need, and neither torch nor user code.
+    """A run as its folder describes it, without parameters: enough for reports, without torch and user code.
 
     Attributes:
         folder: The run folder.
@@ -545,7 +545,7 @@ class StoredRun:
     @property
     def target(self) -> Target:
         """What the model predicts of a record."""
-        found: Target = self.facts["data"].get("target", "class")  # older runs know only classes
+        found: Target = self.facts["data"].get("target", "class")  # older runs have only classes
         return found
 
     @property
@@ -569,9 +569,9 @@ class StoredRun:
 
     @property
     def advice(self) -> str | None:
-        """What to do about a run that learned nothing: R^2 < 0, or an accuracy that guessing reaches; else None.
+        """Advice for a run that learned nothing: R^2 < 0, or an accuracy that guessing reaches; else None.
 
-        Guessing reaches 1 / k of k classes, plus two standard errors of a share of so many records.
+        Guessing reaches 1 / k for k classes, plus two standard errors over the records.
         """
         figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
         for part in ("test", "validation"):
@@ -600,10 +600,8 @@ class StoredRun:
 
     @property
     def device_note(self) -> str | None:
-        """That the device's noise counts for nothing in a finite epsilon, if the protection's is digital; else None."""
-        protection = self.config.protection
-        digital = getattr(protection, "noise", None) == "digital"
-        if self.facts["device"] is None or not digital:
+        """A note that a finite epsilon does not count the device's noise, if the protection's is digital; else None."""
+        if self.facts["device"] is None or self.config.protection.credits_device:
             return None
         if not any(math.isfinite(guarantee.epsilon) for guarantee in self.guarantees):
             return None
@@ -614,7 +612,7 @@ class StoredRun:
 
     @property
     def fresh_noise_note(self) -> str | None:
-        """That a repetition gives other figures, because a device's noise comes from no seed; else None.
+        """A note that a repetition gives other figures, if a device's noise comes from no seed; else None.
 
         This holds for hardware, and for served devices that clients share. A release run repeats nothing.
         """
@@ -669,7 +667,7 @@ def newest_checkpoint(folder: RunFolder) -> Path:
 
 
 def stated(path: Path, *, delta: float | None = None) -> Statement:
-    """Return what a ledger may state; in a run folder it is checked against the newest checkpoint and the summary.
+    """Return a ledger's statement; in a run folder it is checked against the newest checkpoint and the summary.
 
     Args:
         path: The folder of a run, or a ledger. A private loop has `private_loop.folder.stated_loop`.

@@ -1,6 +1,6 @@
 """What a folder of runs holds, and the removal of runs that are no longer needed.
 
-Listing reads and changes nothing; a damaged folder costs one line. Removal takes only what a run wrote: it refuses a
+Listing changes nothing; a damaged folder takes one line. Removal takes only what a run wrote: it refuses a
 folder that holds anything else, follows no link, and keeps a release run's ledger unless told otherwise, because that
 ledger is the only account of what was revealed about private data.
 """
@@ -34,14 +34,8 @@ State = Literal["finished", "unfinished", "being written", "damaged"]
 
 WRITTEN = frozenset(
     (
-        *(
-            "config.json",
-            "metrics.jsonl",
-            "timing.jsonl",
-            "ledger.jsonl",
-            "ledger.head",
-            "ledger.head.partial",
-        ),
+        *("config.json", "metrics.jsonl", "timing.jsonl"),
+        *("ledger.jsonl", "ledger.head", "ledger.head.partial"),
         *("labels.safetensors", "baseline.safetensors", "components.safetensors", "summary.json"),
         *("report.html", "steps.zo", "steps.mark.json", "base.safetensors", "final-model-scores.json"),
         *(
@@ -65,7 +59,7 @@ class Entry:
         kind: run, search, sweep or audit.
         size: Bytes of its files; links are not followed.
         started: Day on which its configuration was written, such as 2026-01-31; None if unknown, as all below.
-        state: Of a run; None for other kinds.
+        state: State of a run; None for other kinds.
         trainer: Kind of its trainer.
         data: Name of its data set.
         model: model.name of its configuration.
@@ -74,7 +68,7 @@ class Entry:
         steps: Steps of the whole run, or None while its first epoch is not over.
         guarantee: The proven one of least epsilon, or another if none is proven; None if nothing was paid for.
         accuracy: On test records, else on validation records, in [0, 1]; None if it is not known.
-        rmse: The same of real numbers; None for other targets.
+        rmse: The same for real numbers; None for other targets.
         measured_on: test or validation.
         problem: Why it is damaged, in one line.
     """
@@ -137,7 +131,7 @@ class Entry:
 
 
 def list_runs(folder: Path) -> list[Entry]:
-    """Return what a folder holds, by name: runs, searches, sweeps and audits; or the one entry that it is itself.
+    """Return what a folder holds, by name: runs, searches, sweeps and audits; one entry if it is such a folder itself.
 
     Args:
         folder: A folder of run folders, or a run folder.
@@ -185,7 +179,7 @@ def require_removable(path: Path, *, lose_ledger: bool) -> None:
 
 
 def remove_runs(paths: list[Path], *, lose_ledger: bool) -> Iterator[Path]:
-    """Remove run folders, and yield each as it is gone; all are checked, and held as their only writer, before.
+    """Remove run folders, and yield each once it is gone; all are locked and checked first.
 
     Args:
         paths: Run folders.
@@ -223,7 +217,7 @@ def _is_ours(folder: RunFolder) -> bool:
 
 
 def _others(path: Path) -> Iterator[str]:
-    """Yield the names in a run folder that no run wrote; a link is one."""
+    """Yield the names in a run folder that no run wrote, such as links."""
     for entry in path.iterdir():
         mode = entry.lstat().st_mode
         if stat.S_ISDIR(mode) and entry.name in _FOLDERS:
@@ -239,7 +233,7 @@ def _others(path: Path) -> Iterator[str]:
 
 
 def _has_account(ledger: Path) -> bool:
-    """Whether a ledger is one of a release run that paid; one that cannot be read might be."""
+    """Whether a ledger is that of a release run with payments; an unreadable one counts."""
     if not ledger.exists():
         return False
     try:
@@ -301,7 +295,7 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of the files in a folder; a link counts as itself, and what a writer just removed as nothing."""
+    """Return the bytes of the files in a folder; a link counts as itself, a file that was just removed as nothing."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:

@@ -85,7 +85,7 @@ def evaluate_split(
 
 @contextmanager
 def _evaluated(model: nn.Module | Network) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
-    """Yield what computes outputs, and for how many records at once; a checkpoint must hold nothing of them."""
+    """Yield the function that computes outputs, and its records at once; the model's state is restored afterwards."""
     own = (
         (model.model, model.outputs, model.records_at_once)
         if isinstance(model, Network)
@@ -143,7 +143,7 @@ class Run(Shown, StoredRun):
         }
 
     def predict(self, x: np.ndarray | Tensor | Frame) -> np.ndarray | Tensor:
-        """Predict the classes of records, or what else the run was trained to predict.
+        """Predict the classes of records, or the run's other target.
 
         Args:
             x: Records as they were given to training (this method standardises them): features of shape (n, d), images
@@ -152,7 +152,7 @@ class Run(Shown, StoredRun):
         Returns:
             By data.target: classes, shape (n,), as they were given to training, whole numbers (int64) or strings;
             tokens, shape (n, T), int64; real numbers, shape (n, k), float32; whether each label holds, shape (n, k),
-            bool. torch for torch input, else numpy; torch has no strings, so that its numbers count `classes`.
+            bool. torch for torch input, else numpy. torch has no strings, so that a class is its number in `classes`.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
@@ -228,7 +228,7 @@ class Run(Shown, StoredRun):
         Args:
             device: Name or path of a description.
             after_s: Seconds since the devices were programmed, at least 0.
-            seed: Which chips and which noise, in [0, 2^64).
+            seed: Seed of the chips and of their noise, in [0, 2^64).
 
         Returns:
             The model on its devices, which `predict` and `evaluate` use.
@@ -247,7 +247,7 @@ class Run(Shown, StoredRun):
 
     @property
     def form(self) -> RecordForm:
-        """What records hold and what is predicted of them, by which further ones are read."""
+        """The form of the run's records, by which further records are checked."""
         facts = self.facts["data"]
         return RecordForm(
             target=self.target,
@@ -268,7 +268,7 @@ class Run(Shown, StoredRun):
         return tuple(self.facts["data"].get("columns", ()))
 
     def _prepared(self, x: Tensor) -> Tensor:
-        """Return records as the model takes them: standardised, behind the run's maps."""
+        """Return records as the model takes them: standardised and mapped."""
         x = standardised(x, read_standardisation(self.facts["data"]))
         if self._public_map is not None:
             x = in_single_precision(self._public_map.apply(x))
@@ -333,7 +333,7 @@ def evaluate_run(
         trust_code: See `load_run`.
         device: Name or path of a programmable device that the model's products run on, or None for digital ones.
         after_s: Seconds since the device was programmed, at least 0.
-        seed: Which chips and which noise, in [0, 2^64).
+        seed: Seed of the chips and of their noise, in [0, 2^64).
 
     Returns:
         {"data": name, "records": n, "loss": ..., "accuracy": ...}; other targets than classes have other
@@ -370,7 +370,7 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
     if data is None and run.config.data.name == OWN_ARRAYS:
         raise DataError(
             f"run {run.folder.path} was trained on user-supplied arrays, which its folder does not hold; give test "
-            "records: run.evaluate(x, y), or --data npz:FILE (run.summary has the figures of its own ones)"
+            "records: run.evaluate(x, y), or --data npz:FILE (run.summary has the run's own figures)"
         )
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)

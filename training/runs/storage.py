@@ -82,7 +82,7 @@ def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[N
 
     Args:
         folder: The folder; the file `lock` in it names the process that holds it.
-        what: What error messages call the folder, such as "run folder".
+        what: Name of the folder in error messages, such as "run folder".
         private: Whether only the owner may read what is written there.
 
     Raises:
@@ -174,17 +174,17 @@ def sealed(content: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
 
     Args:
         content: The object.
-        **facts: What the seal tells besides, such as the length of another file; its digest covers them.
+        **facts: Further facts of the seal, such as the length of another file; its digest covers them.
     """
     return {**content, _SEAL: {**facts, "digest": json_digest({**content, **facts})}}
 
 
 def unsealed(path: Path, content: Any, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `sealed` was given, once the digest is checked.
+    """Check the digest, and return what `sealed` was given.
 
     Args:
         path: The file, for the message.
-        content: What was read from it.
+        content: Its content.
         remedy: What to do if it was changed.
 
     Raises:
@@ -246,9 +246,9 @@ def read_record(
         path: The file.
         kind: The dataclass.
         version: Its schema version.
-        what: What the file should be, for the message, such as "an audit".
+        what: Expected content, for the message, such as "an audit".
         remedy: What to do if it is not.
-        named: What a warning names: the file, or the folder of many.
+        named: Path that a warning names, such as the folder of many files; None for the file.
 
     Raises:
         RunFolderError: The file is something else, or was changed; the message is one line.
@@ -353,7 +353,7 @@ class Prefix:
 
 
 class GrowingFile:
-    """A file to which lines are added; its digest costs what was added since the last one.
+    """A file to which lines are added; a new digest reads only what was added since the last one.
 
     Args:
         path: The file; a missing one is empty.

@@ -44,10 +44,10 @@ from opusim.training.runs.storage import only_writer, require_kind
 from opusim.training.sweeps.sweep import Point, Row, SweepFolder, failed_row, row_of, write_row
 
 _MAX_DEATHS = 3
-"""Worker processes that may die over one run before it counts as failed. If so many die before they start any run, the
+"""Worker processes that may die over one run before it counts as failed. If as many die before they start any run, the
 sweep stops."""
 _FORECAST_S = 20.0
-"""Seconds after which the forecast of a sweep asks no further setting's device."""
+"""Seconds after which the forecast of a sweep opens no further device."""
 _POLL_S = 1.0
 """Seconds between two looks at a run folder that another process is writing."""
 
@@ -60,7 +60,7 @@ class Inputs:
         data: The records, or None.
         test: Test records, or None.
         label: The column of a table to predict, or several, or None.
-        model: The module of which each run trains a copy, or None.
+        model: The module; each run trains a copy of it. Or None.
     """
 
     data: OwnData | Dataset | None = None
@@ -86,19 +86,19 @@ class Inputs:
 
 
 _NAMED = Inputs()
-"""Nothing of the user's: what each configuration names."""
+"""No user-supplied inputs: each configuration names its data and model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepForecast:
-    """What the runs of a sweep are going to take of their devices.
+    """The expected device usage of a sweep's runs.
 
     Attributes:
-        usage: The sum over the runs that tell it before they start. A run that resumes counts as a whole.
-        runs: How many those are.
+        usage: The sum over the runs whose usage is known before they start. A run that resumes counts as a whole.
+        runs: Number of these runs.
         is_mean: Whether it is a mean, because batch sizes are random.
-        silent: Number of runs on a device that do not tell: their trainer knows only after a step, their data or their
-            device is not to be had here, they cannot run at all, or asking took `_FORECAST_S` before them.
+        silent: Number of the other runs on a device: their usage is known only after a step, their data or device is
+            not available here, they cannot run at all, or `_FORECAST_S` had passed.
     """
 
     usage: Usage
@@ -159,7 +159,7 @@ def run_sweep(
         retry_failed: Whether to try runs again that failed before.
         patience_s: Seconds to wait for the scheduler's answer.
         progress: Whether to show a bar of the runs, and to name those that fail; see `opusim.train`.
-        on_forecast: Called first, with what the missing runs will take of their devices; None asks no device.
+        on_forecast: Called first, with the forecast of the missing runs; None opens no device.
         on_row: Called with each new row, and the estimated seconds left (None if unknown).
 
     Raises:
@@ -197,7 +197,9 @@ def run_sweep(
                             on_row(row, left)
                 except TerminatedWorkerError as error:
                     rows |= folder.rows(missing)
-                    for point in missing:  # over which did processes die too often, usually out of memory?
+                    for (
+                        point
+                    ) in missing:  # fail runs over which processes died too often, usually out of memory
                         if point.identity in rows or not folder.run_path(point).exists():
                             continue
                         deaths[point.identity] += 1
@@ -230,7 +232,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs 
     folder, model = RunFolder(run_path), copy.deepcopy(inputs.model)
     started = time.perf_counter()
     try:
-        # the sweep itself names it
+        # code that the sweep itself names is trusted
         named = (config.model.name, config.loss, config.data.factory or "")
         names_code = any(is_import_path(name) for name in named)
         run = None
@@ -269,7 +271,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs 
 def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED) -> Row:
     """Make one run on a worker of a cluster in the folder of the command, to which names of files are relative.
 
-    The folder is `here`, where the worker stays; the other arguments are those of `run_point`.
+    The worker changes to that folder, `here`, and stays there; the other arguments are those of `run_point`.
 
     Raises:
         SweepStopped: The worker does not see the folder.

@@ -169,7 +169,7 @@ def points_of(spec: SweepSpec, origin: str) -> list[Point]:
     """
     wanted = spec.series or (SeriesSpec(name="runs"),)
     runs = 0
-    for series in wanted:  # a table of more runs than a sweep can be meant to have is never made
+    for series in wanted:  # refuse a table of too many runs before it is made
         axes = (*flat(spec.axes).values(), *flat(series.axes).values())
         runs += math.prod(len(values) for values in axes if isinstance(values, list))
     if runs > RUNS_LIMIT:
@@ -316,7 +316,7 @@ def row_of(run: Run, config: RunConfig, *, wall_s: float, test: Any = None) -> R
     """
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
-    # its summary holds no figures of data, but public test records measure its model
+    # a release run's summary has no figures of data, but its model may be measured on public test records
     if config.mode == "release" and (test is not None or not config.data.is_own):
         found = evaluate_run(run.folder.path) if test is None else run.evaluate(*test)
         summary |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
@@ -542,7 +542,7 @@ def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
 
 
 def chance(result: SweepResult) -> float | None:
-    """Accuracy in percent of guessing among the classes, from the folder of a run; None if no run tells it."""
+    """Accuracy in percent of guessing among the classes, from the folder of a run; None without a run or classes."""
     for name in [*result.series, *result.references]:
         for _, row in result.finished(name):
             folder = RunFolder(result.folder.path / "runs" / row.identity)

@@ -64,12 +64,12 @@ _FIXED = (
     "trainer.kind",
     *(f"protection.{key}" for key in ("kind", "epsilon", "delta", "noise_multiplier", "relation", "noise")),
 )
-"""What every trial of a search has in common."""
+"""Keys that all trials of a search share."""
 _PAYMENT = "search"
 """Name of a search's payment in the ledger."""
 _LEDGER_FILES = (LEDGER_FILE, "ledger.head")
 _LEFT_BY_KILLED_START = {*_LEDGER_FILES, ".ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
-"""What a search leaves that was killed before it drew any trial."""
+"""Files that a search leaves if it is killed before it draws any trial."""
 _SECOND_SEARCH = "searching again is a second search and costs again"
 
 
@@ -102,7 +102,7 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(
                 "--choose",
                 key,
-                f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}, but for {', '.join(_FIXED)}",
+                f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}, except {', '.join(_FIXED)}",
             )
         for value in values:
             if list(flat(parse_setting(f"{key}={value}"))) != [key]:
@@ -133,8 +133,8 @@ def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int 
 def best_of(scores: Mapping[int, float]) -> int:
     """Return the number of the trial with the highest score.
 
-    Scores on a grid may tie. Trials are drawn alike and independently, so the first of equal ones has the law of one
-    chosen among them at random: that of a continuous score, which the theorem asks for.
+    Scores on a grid may tie. Trials are independent and have one law, so the first of equal ones has the law of one
+    chosen among them at random: that of a continuous score, which the theorem requires.
     """
     return max(scores, key=lambda number: scores[number])
 
@@ -146,8 +146,8 @@ def noisy_score(right: int, n_records: float, mu: float, *, mode: str, seed: int
         right: Number of held-out records that the model classifies rightly; one record changes it by at most 1.
         n_records: n, a public number of at least 1.
         mu: Above 0.
-        mode: Of the run; release mode draws from the system.
-        seed: Of the trial.
+        mode: Mode of the run; release mode draws from the system.
+        seed: Seed of the trial.
     """
     noise = noise_stream(mode, seed, "score-noise").rounded(1, 1 / mu)
     return float(noise.added_to(torch.tensor([float(right)]))) / n_records
@@ -292,7 +292,7 @@ class Search:
                 raise RunFolderError(
                     f"search folder {self._folder} holds other files ({', '.join(others[:3])}); choose an empty folder"
                 )
-        else:  # trials of a state that is older than the result would be trained and scored a second time
+        else:  # a state older than the result would train and score trials a second time
             for name in ("best", "result.json"):
                 lacks = state.scores.keys() != set(range(len(state.draw.trials)))
                 if (self._folder / name).exists() and lacks:
@@ -394,9 +394,9 @@ class Trial:
 
     Attributes:
         config: Its configuration, with the noise or the epsilon that the search leaves it.
-        whole: What its training releases at most.
-        held_out: The public number that its score is divided by: the number of held-out records, or about that if the
-            relation hides how many records there are.
+        whole: The mechanism that bounds its whole training.
+        held_out: The public number that its score is divided by: the number of held-out records, or an estimate if the
+            relation hides the number of records.
     """
 
     config: RunConfig
@@ -430,7 +430,7 @@ def priced_trials(
     )
     trials = {}
     for (lines, each), whole in zip(plans.items(), priced.trials, strict=True):
-        # what a count of held-out records is divided by: their number, or what public constants make of it
+        # the number that a score is divided by: that of held-out records, or an estimate from public constants
         own, held_out = each.config, float(len(dataset.validation))
         if not own.counts_are_public:
             share = own.data.validation_fraction
@@ -487,7 +487,7 @@ def _require_searchable(config: RunConfig) -> None:
         reason = (
             f"{protection.kind!r} has no guarantee that a search could keep; set --protect or protection.kind"
         )
-    elif getattr(protection, "unit", "record") == "user":
+    elif config.of_users:
         key = "protection.unit"
         reason = "= 'user' is not for a search yet: its score counts records, and a user may hold many; take 'record'"
     elif protection.epsilon is None:

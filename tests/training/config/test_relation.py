@@ -275,7 +275,7 @@ def test_ids_that_come_with_the_arrays_decide(tmp_path: Path) -> None:
         audit_run(tmp_path / "run", data=(x, y), trials=40)
     with pytest.raises(ConfigError, match=r"'id' is not that of the given Dataset \(content\)"):
         audit_run(tmp_path / "run", data=split_before("content"), trials=40)
-    with pytest.raises(ConfigError, match="'content' does not look at IDs, and some were given; use 'id'"):
+    with pytest.raises(ConfigError, match="'content' ignores IDs, and some were given; use 'id'"):
         load_data(load_config(merged(ADDED, {"data": {"split": "content"}})), (x, y, ids))
     with pytest.raises(ConfigError, match="'id' needs IDs, and none were given"):
         load_data(load_config(merged(ADDED, {"data": {"split": "id"}})), (x, y))

@@ -230,7 +230,7 @@ class TestOtherForms:
         ("data", "message"),
         [
             (lambda: DataLoader(_Pairs([(torch.ones(2), 1)])), "give data=loader.dataset, and its batch size as samp"),
-            (_Stream, "got _Stream; a run draws records by their numbers, which it has not"),
+            (_Stream, "got _Stream; a run draws records by their numbers, which an iterable one lacks"),
             (lambda: _Pairs([]), "data = _Pairs: is empty"),
             (lambda: _Pairs([(torch.ones(2), 0), (torch.ones(3), 1)]), "record 1 has shapes (3,) and (), record 0"),
             (lambda: _Pairs([(object(), 1)]), "data: record 0 is (object, int), and must be (x, y), x a tensor"),

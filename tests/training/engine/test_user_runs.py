@@ -138,7 +138,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one_and_takes_no_other_users(
         ({"protection": {"records_per_user": None}}, "records_per_user"),
         ({"protection": {"bands": 2}}, "protection.bands"),
         ({"protection": {"unit": "record"}}, "records_per_user"),
-        ({"data": {"n_classes": 3, "split": "index"}}, "would part the records of a user"),
+        ({"data": {"n_classes": 3, "split": "index"}}, "would separate a user"),
         ({"trainer": {"kind": "zo"}}, "is for bp, dfa, tdfa and pdfa"),
         ({"sampler": {"batch_size": 80}}, "users"),
         ({"data": {"n_classes": 3, "user": "who"}}, "data.user"),

@@ -219,6 +219,17 @@ def small_batch(config: RunConfig) -> str | None:
     )
 
 
+def unused_records(config: RunConfig) -> str | None:
+    """Say that a release run holds records out of training to no use; returns None if it holds none out."""
+    held_out = config.data.validation_fraction
+    if config.mode != "release" or not held_out:
+        return None
+    return (
+        f"hint: data.validation_fraction = {held_out:g} of the records are held out of training, and a release run "
+        "keeps no figure of them; train on all records with --set data.validation_fraction=0"
+    )
+
+
 def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Sequence[str] | None) -> None:
     """Train with a progress bar, then print the table and write the report.
 
@@ -236,7 +247,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Seque
     if _follows(config):
         work()
         return
-    hints = () if quiet else (place_text(config.torch_device), small_batch(config))
+    hints = () if quiet else (place_text(config.torch_device), small_batch(config), unused_records(config))
     lines = [line for line in (caution(config), *hints) if line is not None]
     callbacks: list[Callback] = [*_callbacks(own), *(Announced(line) for line in lines)]
     if not quiet:

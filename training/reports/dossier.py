@@ -23,6 +23,7 @@ import pydantic
 from matplotlib.backends.backend_pdf import PdfPages
 
 from opusim.accounting.explanation import (
+    LARGEST_EXPOSED,
     WARNINGS,
     Statement,
     explain,
@@ -643,7 +644,7 @@ def _about_epsilon(facts: _Facts, noun: str, terms: str) -> Iterator[str]:
     if first.is_proven and facts.statement.mode == "experiment":
         yield "This holds for the same run in release mode only."
     if first.is_proven and count is not None:
-        yield f"Delta times the {count:,.0f} {noun}s is {first.delta * count:.2g}; it must be far below 1."
+        yield f"Delta times the {count:,.0f} {noun}s is {first.delta * count:.2g}; keep it below {LARGEST_EXPOSED:g}."
 
 
 def _about_rounding(first: Guarantee, absent: Mapping[str, str]) -> dict[str, str]:

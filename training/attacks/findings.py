@@ -627,7 +627,10 @@ def verdict(audit: Audit) -> str:
     weak = _weakness(audit)
     if not audit.scores() and ceiling <= claim.epsilon:
         weak = f"By errors alone, so few trials cannot show more than {ceiling:.2f}."
-    ideal = f"; ideal scores would typically show {ceiling:.2f}" if audit.scores() else ""
+    ideal = ""
+    if isinstance(best.result, OneRunResult):
+        method = best.result.strongest.method.value
+        ideal = f"; ideal scores would typically show {ceiling:.2f} by {method}"
     return (
         f"{start}Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} "
         f"of {whose}{ideal}.{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
@@ -675,7 +678,7 @@ def _game(audit: Audit) -> str:
         raise TypeError("findings: must all be from trials, or all from scores")
     how, most = (
         "Half of the trials choose the attacker's threshold; the other half, as counted, give the bound.",
-        f" With as many trials, a perfect attack would have shown {result.ceiling:.2f}.",
+        f" By errors alone, a perfect attack would have shown {result.ceiling:.2f} in as many trials.",
     )
     if plan.estimator is Estimator.DRAWN_NOISE:
         how = "What a trial shows without noise is known, so the noise that was drawn gives the bound."
@@ -873,7 +876,7 @@ def _weakness(audit: Audit) -> str:
 
 
 def power_text(audit: Audit) -> str:
-    """Return the probability with which the audit finds half of the noise missing; empty if it is not known."""
+    """Return the probability with which the audit finds half of the noise missing, and by what; empty if not known."""
     power = audit.power
     if power is None:
         return ""
@@ -881,8 +884,20 @@ def power_text(audit: Audit) -> str:
         "Power: if the mechanism had half of its noise, the best attack that its theorem then allows would refute the "
         f"claim with probability {power:.2f} in as many {audit.played.counted}"
     )
-    normal = " (by normal scores only if they pass the test of normality then)" if audit.scores() else ""
-    return f"{text}{normal}."
+    return f"{text}, by {_refuting(audit)}."
+
+
+def _refuting(audit: Audit) -> str:
+    """Return the bounds that the power is about: the likeliest of the scores', or those of trials."""
+    bounds = [bound for result in audit.scores().values() for bound in result.bounds]
+    if bounds:
+        method = max(bounds, key=lambda bound: bound.power or 0.0).method
+        return method.value + ("" if method.guesses else " if the scores pass the test of normality then")
+    plan, games = audit.strongest.result.plan, audit.strongest.anytime
+    drawn = isinstance(plan, AuditPlan) and plan.estimator is Estimator.DRAWN_NOISE
+    alone = "the noise that was drawn" if drawn else "errors alone"
+    by_bets = games is not None and games.plan.law is Law.GAUSSIAN and games.plan.claimed is not None
+    return f"the e-value or by {alone}, whichever is likelier" if by_bets else alone
 
 
 _COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."

@@ -188,7 +188,7 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
     guessed = max(found.ceiling(method) for method in found.methods if method.guesses)
     return canaries, (
         f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "
-        f"normality; guesses show at most epsilon {guessed:.2f}."
+        f"normality; guesses of ideal scores typically show epsilon {guessed:.2f}."
     )
 
 

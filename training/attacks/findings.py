@@ -28,6 +28,7 @@ from opusim.accounting.audit import (
 )
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
 from opusim.tables import Shown, html_table, output_width, table_text, wrapped
 from opusim.training.errors import RunFolderError
@@ -391,6 +392,36 @@ class Arrival:
         return {**empty, **drawn, "subject": self.role.value, "finding": self.says}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run or private loop that was audited.
+
+    Attributes:
+        folder: Name of its folder.
+        mode: experiment or release.
+        lines: Lines of its ledger when it was audited.
+        digest: Of the last one of them, which depends on all lines before it.
+    """
+
+    folder: str
+    mode: str
+    lines: int
+    digest: str
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Return that of a folder with a ledger.
+
+        Raises:
+            LedgerCorrupt: The ledger was changed, cut or reordered.
+        """
+        content = read_ledger(folder / LEDGER_FILE)
+        position = content.position
+        return cls(
+            folder=folder.resolve().name, mode=content.mode, lines=position.lines, digest=position.digest
+        )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Shown):
     """The audit of a run.
@@ -410,6 +441,7 @@ class Audit(Shown):
         arrival: Whether crafted gradients reached the sums; None if none were crafted.
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
         differs: In which numbers the audited mechanism differs from that of the run it speaks for; empty if in none.
+        origin: What was audited; None if an older version kept it, or it is the loop in the same folder.
     """
 
     findings: tuple[Finding, ...]
@@ -426,6 +458,7 @@ class Audit(Shown):
     arrival: Arrival | None = None
     note: str = ""
     differs: str = ""
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         if not self.of(Role.RUN):

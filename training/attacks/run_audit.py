@@ -36,7 +36,7 @@ from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
-from opusim.training.attacks.findings import Audit, Finding, Played, Role
+from opusim.training.attacks.findings import Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.games import TwoWorlds, game_of, played
 from opusim.training.attacks.replay import (
     AuditedRun,
@@ -216,8 +216,7 @@ def audit_run(
         if release
         else "",
     )
-    keep(found, place, run)
-    return found
+    return keep(found, place, folder)
 
 
 def drawn_seed(seed: int | None) -> int:
@@ -231,11 +230,13 @@ def drawn_seed(seed: int | None) -> int:
     return seed
 
 
-def keep(found: Audit, place: Path, run: AuditedRun) -> None:
-    """Write what was found; of a release run where only its owner may enter."""
-    if run.plan.mode == "release":
+def keep(found: Audit, place: Path, folder: RunFolder) -> Audit:
+    """Write what was found, with the run that was audited; of a release run where only its owner may enter."""
+    found = replace(found, origin=Origin.of(folder.path))
+    if found.origin is not None and found.origin.mode == "release":
         make_private_folder(place)
     found.keep(place)
+    return found
 
 
 def audit_place(folder: RunFolder, out: str | Path | None, mode: str | None = None) -> Path:

@@ -21,6 +21,7 @@ import opusim
 from opusim import training
 from opusim.accounting.explanation import Statement
 from opusim.training.attacks import run_audit
+from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
@@ -42,6 +43,21 @@ GUARANTEE = "1. Which guarantee is proven: epsilon, delta, unit?"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     config = {**SMALL, "protection": {"kind": "record", "noise_multiplier": 2.0}}
     return training.train(config, folder=tmp_path_factory.mktemp("record") / "run")
+
+
+@pytest.fixture(scope="module")
+def audit(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an audit of that run."""
+    folder = tmp_path_factory.mktemp("of_run") / "audit"
+    training.audit_run(run.folder.path, trials=40, seed=1, out=folder)
+    return folder
+
+
+def released(folder: Path) -> Path:
+    """The folder of a release run with the constants of `run`."""
+    config = {**SMALL, "mode": "release", "protection": {"kind": "record", "noise_multiplier": 2.0}}
+    del config["seed"]
+    return training.train(config, folder=folder).folder.path
 
 
 @pytest.fixture
@@ -134,9 +150,8 @@ def told_twice(page: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, tmp_path: Path) -> None:
-    training.audit_run(run.folder.path, trials=40, seed=1, out=tmp_path / "audit")
-    page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit"])
+def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, audit: Path, tmp_path: Path) -> None:
+    page, content = written(run, out=tmp_path / "d.html", audits=[audit])
     links = re.findall(r'<li><a href="#(s\d+)">([^<]*)</a>', page)
     assert links == re.findall(r'<h2 id="(s\d+)">([^<]*)</h2>', page)
     assert page.index(links[0][1]) < page.index("<h2")
@@ -147,6 +162,72 @@ def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, tmp_path: 
     assert page.count("<table") == page.count('<table class="stacked">') + page.count("<table><tr><th style")
     told = content["works"][0]["answers"][7]["answer"]
     assert "would refute the claim with probability" in told
+    assert "by the e-value or by errors alone" in told
+    assert "another run" not in page
+    assert content["works"][0]["audits"][0]["attacked"] == "this run"
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_an_audit_of_a_rehearsal_is_named_and_leaves_the_dossier_for_publication(
+    run: Run, audit: Path, tmp_path: Path
+) -> None:
+    folder = released(tmp_path / "released")
+    written(folder)
+    kept = (folder / "dossier.json").read_bytes()
+    page, content = written(folder, audits=[audit])
+    assert (folder / "dossier.json").read_bytes() == kept
+    assert (audit / "private-dossier.html").read_text() == page
+    (work,) = content["works"]
+    assert any(lead.startswith("Do not publish this dossier") for lead in work["leads"])
+    digest = run.folder.read_ledger().position.digest[:16]
+    another = f"another run (experiment, folder run, ledger digest {digest})"
+    assert work["audits"][0]["attacked"] == another
+    assert f"audit.json, of {another}): " in work["answers"][7]["answer"]
+    assert f"audit.json: one step of {another}." in page
+
+
+def self_test(**changes: Any) -> MechanismAudit:
+    """A self-test of the mechanism of `run`."""
+    checks = shared([Check.normal("noise: mean", 0.1, 0.0, 1.0, "a bias")], 1e-4)
+    facts: dict[str, Any] = {
+        **{"kind": "bp", "protection": "record", "mode": "experiment", "accounted": "records clipped to 1"},
+        **{"runs": 2, "steps": 40, "records": 20, "coordinates": 9, "seed": 1, "level": 1e-4, "cpu_s": 1.0},
+    }
+    return MechanismAudit(**{**facts, "checks": checks, **changes})
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    self_test().keep(tmp_path / "mechanism.json")
+    page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path])
+    (work,) = content["works"]
+    assert "mechanism.json; records clipped to 1): No alarm" in work["answers"][7]["answer"]
+    assert not any("No audit was found" in lead for lead in work["leads"])
+    assert [(one["file"], one["holds"]) for one in work["self_tests"]] == [
+        (str(tmp_path / "mechanism.json"), True)
+    ]
+    assert MechanismAudit.from_json(work["self_tests"][0]["document"]) == self_test()
+    assert "noise: mean" in page
+    assert "mechanism.json" in [one["name"] for one in work["files"]]
+    alarm = shared([Check.normal("noise: mean", 9.0, 0.0, 1.0, "a bias")], 1e-4)
+    self_test(checks=alarm).keep(tmp_path / "mechanism.json")
+    (work,) = written(run, out=tmp_path / "d.html", audits=[tmp_path])[1]["works"]
+    assert "ALARM: the runs did not release" in work["leads"][0]
+    for changes, told in (
+        ({"kind": "pdfa"}, "tests pdfa with"),
+        ({"mode": "release", "seed": None}, "in release mode, and this is bp with record"),
+        ({"protection": "label-amplified"}, "protection.kind = label-amplified"),
+        ({"accounted": "users clipped to 1"}, "(users)"),
+    ):
+        self_test(**changes).keep(tmp_path / "mechanism.json")
+        with pytest.raises(RunFolderError, match=re.escape(told)):
+            written(run, out=tmp_path / "d.html", audits=[tmp_path])
+    content = json.loads((tmp_path / "mechanism.json").read_bytes()) | {"steps": 41}
+    (tmp_path / "mechanism.json").write_text(json.dumps(content))
+    with pytest.raises(RunFolderError, match=r"mechanism\.json"):
+        written(run, out=tmp_path / "d.html", audits=[tmp_path])
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -268,9 +349,7 @@ def test_the_saves_of_a_loop_are_named_with_digest_and_content(tmp_path: Path, m
 def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
     run: Run, tmp_path: Path
 ) -> None:
-    released = {**SMALL, "mode": "release", "protection": {"kind": "record", "noise_multiplier": 1.0}}
-    del released["seed"]
-    other = training.train(released, folder=tmp_path / "released").folder.path
+    other = released(tmp_path / "released")
 
     def call(*arguments: str | Path) -> tuple[int, str]:
         found = CliRunner().invoke(app, ["dossier", *map(str, arguments)], env={"COLUMNS": "80"})
@@ -290,7 +369,7 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
         ([], "RUN is missing"),
         ([other, other], "is given twice"),
         ([tmp_path], "holds no run"),
-        ([other, "--audits", tmp_path], "holds no audit"),
+        ([other, "--audits", tmp_path], "holds neither audit nor self-test"),
         ([other, run.folder.path, "--audits", tmp_path], "one run at a time"),
     ):
         code, text = call(*arguments)

@@ -30,7 +30,7 @@ from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_on
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
-from opusim.training.attacks.findings import Audit, Finding, Played, Role
+from opusim.training.attacks.findings import Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.one_run.observers import (
     ALL_UPDATES,
     CONSECUTIVE,
@@ -130,8 +130,7 @@ def audit_one_training(
     canaries, text = planned_canaries(plan, canaries, delta=delta)
     on_forecast(text)
     found = play_one_run(plan, canaries, seed=seed, delta=delta, progress=progress)
-    keep(found, place, run)
-    return found
+    return keep(found, place, folder)
 
 
 def started_again(run: AuditedRun, seed: int) -> RunPlan:
@@ -773,7 +772,7 @@ def audit_private_folder(
 
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
-    found = replace(found, note=_STAND_IN)
+    found = replace(found, note=_STAND_IN, origin=Origin.of(folder))
     found.keep(place)
     return found
 

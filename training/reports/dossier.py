@@ -60,6 +60,7 @@ from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
 from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, PrivacySettings
 from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
 from opusim.training.reports.run_report import (
@@ -363,6 +364,7 @@ class _Facts:
     self_tests: Mapping[str, MechanismAudit]
     run: StoredRun | None
     settings: PrivacySettings | None
+    program: Program
     from_folder: bool
 
     @property
@@ -437,6 +439,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         self_tests=self_tests,
         run=run,
         settings=settings,
+        program=Program() if settings is None else Program.stored(path),
         from_folder=not isinstance(source, PrivateTraining),
     )
 
@@ -564,7 +567,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             )
             for each in common["standards"]
         ],
-        versions={} if facts.run is None else dict(facts.run.facts["versions"]),
+        versions=(_versions(facts) or [{}])[-1],
         files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
@@ -722,9 +725,12 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
         f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
         "failing": "".join(f" Fails: {text}." for text in failed),
-        "versions": "The folder keeps no versions of packages."
-        if facts.run is None
-        else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
+        "versions": " ".join(
+            f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
+            for place, one in enumerate(_versions(facts))
+        )
+        or "The folder keeps no versions of packages.",
+        "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
         "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
@@ -745,6 +751,23 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "parties": _grouped(parties, "trusted", "party", common["trusted"]),
         "open_channels": _grouped(open_ones, "state", "channel", {}),
     }
+
+
+def _versions(facts: _Facts) -> list[dict[str, str]]:
+    """Return the versions of the packages that the work was started with, then of those it was resumed with."""
+    if facts.run is not None:
+        return [dict(facts.run.facts["versions"])]
+    found = [one.versions for one in facts.program.starts]
+    return [one for place, one in enumerate(found) if one not in found[:place]]
+
+
+def _programs(facts: _Facts) -> str:
+    """Return the programs that ran a loop, as far as its folder names them."""
+    found = dict.fromkeys(
+        f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session"
+        for one in facts.program.starts
+    )
+    return "; then ".join(found) or "not named in the folder"
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
@@ -845,7 +868,7 @@ def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> I
     """Yield the files that the statement rests on, and those that hold a model."""
     first, kinds = facts.first, texts[facts.statement.mode]
     kept = {"config.json": "settings", SETTINGS_FILE: "settings", LEDGER_FILE: "ledger"}
-    kept |= {"ledger.head": "ledger", "summary.json": "summary"}
+    kept |= {"ledger.head": "ledger", "summary.json": "summary", PROGRAM_FILE: "program"}
     paths = [(facts.path / name, kind) for name, kind in kept.items()]
     for path in _saves(facts):
         own = "save" if facts.kind == "private loop" and path.name == CHECKPOINT_FILE else "other"
@@ -895,7 +918,9 @@ def _command(facts: _Facts) -> str:
             given["max_grad_norm"] = list(rule.layer_norms)
         own.append(f"clipping=opusim.training.{replace(rule, layer_norms=None)!r}")
     values = [f"{key}={value!r}" for key, value in given.items() if value is not None]
-    return f"opusim.make_private({', '.join([*own, *values])})  # Python; the program is not kept"
+    of = [f"{one.module}, {one.optimizer}" for one in facts.program.starts[-1:]]
+    comment = "; ".join(["Python", *of, "the program is not kept"])
+    return f"opusim.make_private({', '.join([*own, *values])})  # {comment}"
 
 
 # The page and the PDF

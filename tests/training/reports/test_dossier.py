@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import runpy
+import sys
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import opusim
@@ -25,6 +28,7 @@ from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shar
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
+from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
@@ -301,6 +305,47 @@ def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
     assert "records_per_user=2" in outside["works"][0]["command"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_loop_names_its_program_and_nothing_of_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("first")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    module, optimizer, criterion, loader = parts()
+    x, y = loader.dataset.tensors  # type: ignore[attr-defined]
+    other = DataLoader(TensorDataset(x[:48] + 9.0, y[:48]), batch_size=12)
+    for name, data in (("loop", loader), ("other", other)):
+        with private_loop(tmp_path / name, (module, optimizer, criterion, data)) as private:
+            run_epoch(private, steps=1)
+            private.save()
+    told = (tmp_path / "loop" / PROGRAM_FILE).read_bytes()
+    assert told == (tmp_path / "other" / PROGRAM_FILE).read_bytes()
+    digest = hashlib.sha256(b"first").hexdigest()
+    (start,) = Program.stored(tmp_path / "loop").starts
+    assert (start.script, start.sha256) == (str(script), digest)
+    assert (start.module, start.optimizer) == ("Sequential(Linear, Tanh, Linear)", "SGD(lr=0.5)")
+    (work,) = written(tmp_path / "loop")[1]["works"]
+    answers = [one["answer"] for one in work["answers"]]
+    assert f"torch {torch.__version__}" in answers[12]
+    assert work["versions"] == start.versions
+    assert answers[13].startswith("Not from this document")
+    assert f"{script} (SHA-256 {digest})" in answers[13]
+    assert "Sequential(Linear, Tanh, Linear), SGD(lr=0.5)" in work["command"]
+    assert PROGRAM_FILE in [one["name"] for one in work["files"]]
+    script.write_text("second")
+    for _ in range(2):
+        with private_loop(tmp_path / "loop", (module, optimizer, criterion, loader), resume=True):
+            pass
+    first, second = Program.stored(tmp_path / "loop").starts
+    assert first == start
+    assert second.sha256 == hashlib.sha256(b"second").hexdigest()
+    (tmp_path / "loop" / PROGRAM_FILE).unlink()  # as a version before 0.3 left it
+    (work,) = written(tmp_path / "loop")[1]["works"]
+    assert "keeps no versions of packages" in work["answers"][12]["answer"]
+    assert "not named in the folder" in work["answers"][13]["answer"]
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -124,7 +124,8 @@ def make_private(
             the order of the module; C is then the root of the sum of their squares. With `ZerothOrder`, the bound on
             the norm of a record's loss differences: 2 phi sqrt(K) times the norm of a gradient that it keeps whole.
         target_delta: Delta of every statement, in [0, 1); below 0.1 / n.
-        folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
+        folder: Where ledger and saves stand, and what ran (`program.json`: versions, script with its digest, classes of
+            module and optimizer); new, or of this loop with `resume`. That of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.

@@ -501,7 +501,10 @@ def _require_like(test: MechanismAudit, file: str, statement: Statement, run: St
     Raises:
         RunFolderError: It does not.
     """
-    kind = "private-loop" if run is None else run.config.trainer.kind
+    by_losses = any(
+        hasattr(one, "directions") for one in statement.mechanisms
+    )  # a loop's steps are then those of zo
+    kind = run.config.trainer.kind if run is not None else "zo" if by_losses else "private-loop"
     protection = "record" if run is None else run.config.protection.kind
     users = any(one.unit is Unit.USER for one in statement.guarantees)
     ours = kind, protection, "users" if users else "no users", statement.mode

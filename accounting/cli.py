@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 
 Delta = Annotated[
-    float, typer.Option(help="Delta of the statement, in [0, 1); choose it well below 1 / records.")
+    float, typer.Option(help="Delta of the statement, in [0, 1); choose it below 0.1 / records.")
 ]
 Target = Annotated[
     float | None,

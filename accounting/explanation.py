@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 ledger = Deferred("opusim.accounting.ledger")
 
+LARGEST_EXPOSED = 0.1
+"""Largest delta x records that no line warns of."""
 LARGE_DELTA = (
-    "delta is at least 1 / records, so a mechanism that publishes one whole record or more, on average, can have the "
-    "same delta at an epsilon of 0; choose a delta well below 1 / records"
+    "delta is above 0.1 / records; a mechanism that publishes each whole record with probability delta has the same "
+    "delta at an epsilon of 0; choose a delta below 0.1 / records"
 )
 
 SEED_REBUILDS = "batches and noise drawn in software can be rebuilt from the seed"
@@ -161,11 +163,11 @@ def _listed(heading: str, texts: Sequence[str]) -> list[str]:
 
 
 def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float | None = None) -> str | None:
-    """Return one line that warns of a delta of at least 1 / n, or None.
+    """Return one line that warns of a delta above 0.1 / n, or None.
 
     A mechanism that publishes each record in full with probability delta is (0, delta)-differentially private, and
-    expects to publish n delta of n records. From delta = 1 / n on, a statement therefore allows that a whole record is
-    published.
+    expects to publish n delta of n records. Above delta = 0.1 / n, a statement therefore allows that some record is
+    published with a probability of nearly 0.1 or more.
 
     Args:
         delta: Delta of the statement, in [0, 1).
@@ -174,9 +176,11 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
     n = min((float(number) for number in told if number is not None), default=None)
-    if n is None or delta * n < 1 - 1e-9:
+    if n is None or delta * n <= LARGEST_EXPOSED * (1 + 1e-9):
         return None
-    warning = f"delta = {delta:g} with {n:,.6g} records (1 / records is {1 / n:.2g}): {LARGE_DELTA}"
+    warning = (
+        f"delta = {delta:g} with {n:,.6g} records (0.1 / records is {LARGEST_EXPOSED / n:.2g}): {LARGE_DELTA}"
+    )
     of_users = any(one.unit is Unit.USER for one in mechanisms)
     return warning.replace("record", "user") if of_users else warning
 

@@ -23,8 +23,6 @@ BETWEEN_LINES_S = 10.0
 """Least time between two lines."""
 _WORTH_A_LINE_S = 5.0
 """Work that is expected to take less gets no line."""
-_SET_UP_S = 60.0
-"""A first unit that takes less may be set-up for the most part: kernels compile for up to a minute."""
 _POLL_S = 0.5
 _BETWEEN_FRAMES_S = 0.2
 """Minimum time between two updates of a progress display in a notebook, seconds."""
@@ -34,9 +32,9 @@ class Progress:
     """Report the work done, the whole work and the time left; standard output stays clean.
 
     Off a terminal, the first line comes with the first unit of work, and only if the work takes more than 5 s. Later
-    ones are at least 10 s apart. The first unit also sets things up (kernels are compiled, caches filled). Its pace
-    gives an estimate only if it took more than a minute; else the line says that the time left is not known yet, and
-    the next one comes with the second unit, whose pace tells. Later estimates leave the first unit out.
+    ones are at least 10 s apart. The first unit also sets things up (kernels are compiled, caches filled), for minutes
+    on a busy machine. So its line says that the time left is not known yet, and the next one comes with the second
+    unit, whose pace tells. Estimates leave the first unit out.
 
         >>> with Progress("audit", "trials") as progress:
         ...     progress.start(2)
@@ -146,7 +144,7 @@ class Progress:
         counted = self._done - first
         pace = (spent - begun) / counted * (self._total - self._done) if counted > 0 else None
         self._left_s = pace if left_s is None else left_s
-        is_rough = left_s is None and self._set_up is None and counted == 1
+        is_set_up = left_s is None and self._set_up is None and counted == 1
         if self._set_up is None and counted > 0:
             self._set_up = self._done, spent
         if self._last_line is not None:
@@ -154,13 +152,13 @@ class Progress:
         else:
             is_due = spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
         if self._cell is not None:
-            left = "" if self._left_s is None or is_rough else f"about {duration(self._left_s)} left"
+            left = "" if self._left_s is None or is_set_up else f"about {duration(self._left_s)} left"
             text = ", ".join(
                 part for part in (f"{self._done:,} of {self._total:,} {self._unit}", left, news) if part
             )
             self._cell.update(self._done, self._total, f"{self._label}: {text}")
         elif self._show == "lines" and is_due and self._done < self._total:
-            self._line(self._left_s, news, is_rough=is_rough, is_set_up=is_rough and spent < _SET_UP_S)
+            self._line(self._left_s, news, is_set_up=is_set_up)
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
         """Count by looking twice a second, for work that does not report its progress.
@@ -187,11 +185,8 @@ class Progress:
         elif self.is_shown:
             self._write(text)
 
-    def _line(
-        self, left_s: float | None, news: str, *, is_rough: bool = False, is_set_up: bool = False
-    ) -> None:
-        pace = " at the pace of the first" if is_rough else ""
-        left = "" if left_s is None else f", about {duration(left_s)} left{pace}"
+    def _line(self, left_s: float | None, news: str, *, is_set_up: bool = False) -> None:
+        left = "" if left_s is None else f", about {duration(left_s)} left"
         self._without_estimate = is_set_up
         if is_set_up:
             left = "; the time left is not known yet"

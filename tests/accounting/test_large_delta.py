@@ -1,4 +1,4 @@
-"""A delta from 1 / records on: who is warned, by which number, and who is not."""
+"""A delta above 0.1 / records: who is warned, by which number, and who is not."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ def statement(mechanism: Mechanism, delta: float, records: int | None = None) ->
     )
 
 
-@pytest.mark.parametrize(("delta", "warned"), [(0.1, True), (1 / N, True), (0.99 / N, False), (1e-5, False)])
-def test_the_rule_begins_at_one_over_n(delta: float, warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("delta", "warned"), [(0.1, True), (1 / N, True), (0.101 / N, True), (0.1 / N, False), (1e-5, False)]
+)
+def test_the_rule_begins_above_a_tenth_of_one_over_n(delta: float, warned: bool) -> None:
     line = large_delta(delta, [RECORDS])
     assert (line is not None) is warned
     if line is not None:
         assert line.startswith(
-            f"delta = {delta:g} with 1,294 records (1 / records is 0.00077): {LARGE_DELTA}"
+            f"delta = {delta:g} with 1,294 records (0.1 / records is 7.7e-05): {LARGE_DELTA}"
         )
         assert "\n" not in line
     assert ("large-delta" in statement(RECORDS, delta).warnings) is warned
@@ -57,18 +59,18 @@ def test_n_is_what_public_constants_tell() -> None:
     zo = ZoGaussian(noise_multiplier=1.1, sampling_probability=0.01, clip_norm=1.0, divisor=20, directions=3)
     for mechanism in (added, zo):
         assert mechanism.public_records == pytest.approx(2000)
-        assert large_delta(1 / 2001, [mechanism]) is None
-        assert large_delta(1 / 1999, [mechanism]) is not None
+        assert large_delta(0.1 / 2001, [mechanism]) is None
+        assert large_delta(0.1 / 1999, [mechanism]) is not None
     smaller = RecordCentral(noise_multiplier=1.1, sampling_probability=0.1, clip_norm=1.0, divisor=20)
-    assert large_delta(1 / 1000, [added, smaller]) is None  # the least n of several: 200
-    assert large_delta(1 / 199, [added, smaller]) is not None
+    assert large_delta(0.1 / 1000, [added, smaller]) is None  # the least n of several: 200
+    assert large_delta(0.1 / 199, [added, smaller]) is not None
 
 
 def test_without_a_public_number_there_is_no_warning_but_with_one() -> None:
     for mechanism in (PoissonGaussian(noise_multiplier=1.0, sampling_probability=0.1), LabelReadout(mu=1.0)):
         assert large_delta(0.1, [mechanism]) is None
-        assert large_delta(0.1, [mechanism], records=9) is None
-        assert large_delta(0.1, [mechanism], records=10) is not None
+        assert large_delta(0.01, [mechanism], records=10) is None
+        assert large_delta(0.01, [mechanism], records=11) is not None
     labels = LabelReadout(mu=1.0)
     assert "large-delta" not in statement(labels, 0.01).warnings
     assert "large-delta" in statement(labels, 0.01, records=100).warnings

@@ -1,4 +1,4 @@
-"""A private loop and a run say at the start that delta is 1 / records or more; a hidden number is never told."""
+"""A private loop and a run say at the start that delta is above 0.1 / records; a hidden number is never told."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def started(folder: Path, about: str = LARGE_DELTA, **options: Any) -> list[str]
     return [str(one.message) for one in caught if about in str(one.message)]
 
 
-def test_a_private_loop_warns_once_and_from_one_over_n_on(tmp_path: Path) -> None:
-    assert started(tmp_path / "small", target_delta=0.9 / N) == []
+def test_a_private_loop_warns_once_and_above_a_tenth_of_one_over_n(tmp_path: Path) -> None:
+    assert started(tmp_path / "small", target_delta=0.1 / N) == []
     (line,) = started(tmp_path / "large", target_delta=0.1)
-    assert line.startswith("delta = 0.1 with 40 records (1 / records is 0.025): ")
+    assert line.startswith("delta = 0.1 with 40 records (0.1 / records is 0.0025): ")
 
 
 def test_a_hidden_number_is_not_told(tmp_path: Path) -> None:
     hidden = {"relation": "add_or_remove_one", "sample_rate": 0.1}
     (line,) = started(tmp_path / "typed", target_delta=0.1, **hidden)
-    assert line.startswith("delta = 0.1 with 100 records (1 / records is 0.01): ")  # 10 / 0.1, not 40
+    assert line.startswith("delta = 0.1 with 100 records (0.1 / records is 0.001): ")  # 10 / 0.1, not 40
 
 
 @pytest.mark.parametrize(("rate", "of_run", "count"), [(0.12, 0.3, 1), (0.13, 0.5, 0)])

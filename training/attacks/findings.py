@@ -28,6 +28,7 @@ from opusim.accounting.audit import (
 )
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
 from opusim.tables import Shown, html_table, output_width, table_text, wrapped
 from opusim.training.errors import RunFolderError
@@ -398,6 +399,36 @@ class Arrival:
         return {**empty, **drawn, "subject": self.role.value, "finding": self.says}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run or private loop that was audited.
+
+    Attributes:
+        folder: Name of its folder.
+        mode: experiment or release.
+        lines: Lines of its ledger when it was audited.
+        digest: Of the last one of them, which depends on all lines before it.
+    """
+
+    folder: str
+    mode: str
+    lines: int
+    digest: str
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Return that of a folder with a ledger.
+
+        Raises:
+            LedgerCorrupt: The ledger was changed, cut or reordered.
+        """
+        content = read_ledger(folder / LEDGER_FILE)
+        position = content.position
+        return cls(
+            folder=folder.resolve().name, mode=content.mode, lines=position.lines, digest=position.digest
+        )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Shown):
     """The audit of a run.
@@ -418,6 +449,7 @@ class Audit(Shown):
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
         differs: In which numbers the audited mechanism differs from that of the run it speaks for; empty if in none.
         stand_in: Whether records, module and loop were the auditor's own.
+        origin: What was audited; None if an older version kept it, or it is the loop in the same folder.
     """
 
     findings: tuple[Finding, ...]
@@ -435,6 +467,7 @@ class Audit(Shown):
     note: str = ""
     differs: str = ""
     stand_in: bool = False
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         if not self.of(Role.RUN):
@@ -637,7 +670,10 @@ def verdict(audit: Audit) -> str:
     weak = _weakness(audit)
     if not audit.scores() and ceiling <= claim.epsilon:
         weak = f"By errors alone, so few trials cannot show more than {ceiling:.2f}."
-    ideal = f"; ideal scores would typically show {ceiling:.2f}" if audit.scores() else ""
+    ideal = ""
+    if isinstance(best.result, OneRunResult):
+        method = best.result.strongest.method.value
+        ideal = f"; ideal scores would typically show {ceiling:.2f} by {method}"
     return (
         f"{start}Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} "
         f"of {whose}{ideal}.{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
@@ -685,7 +721,7 @@ def _game(audit: Audit) -> str:
         raise TypeError("findings: must all be from trials, or all from scores")
     how, most = (
         "Half of the trials choose the attacker's threshold; the other half, as counted, give the bound.",
-        f" With as many trials, a perfect attack would have shown {result.ceiling:.2f}.",
+        f" By errors alone, a perfect attack would have shown {result.ceiling:.2f} in as many trials.",
     )
     if plan.estimator is Estimator.DRAWN_NOISE:
         how = "What a trial shows without noise is known, so the noise that was drawn gives the bound."
@@ -900,7 +936,7 @@ def _weakness(audit: Audit) -> str:
 
 
 def power_text(audit: Audit) -> str:
-    """Return the probability with which the audit finds half of the noise missing; empty if it is not known."""
+    """Return the probability with which the audit finds half of the noise missing, and by what; empty if not known."""
     power = audit.power
     if power is None:
         return ""
@@ -908,8 +944,20 @@ def power_text(audit: Audit) -> str:
         "Power: if the mechanism had half of its noise, the best attack that its theorem then allows would refute the "
         f"claim with probability {power:.2f} in as many {audit.played.counted}"
     )
-    normal = " (by normal scores only if they pass the test of normality then)" if audit.scores() else ""
-    return f"{text}{normal}."
+    return f"{text}, by {_refuting(audit)}."
+
+
+def _refuting(audit: Audit) -> str:
+    """Return the bounds that the power is about: the likeliest of the scores', or those of trials."""
+    bounds = [bound for result in audit.scores().values() for bound in result.bounds]
+    if bounds:
+        method = max(bounds, key=lambda bound: bound.power or 0.0).method
+        return method.value + ("" if method.guesses else " if the scores pass the test of normality then")
+    plan, games = audit.strongest.result.plan, audit.strongest.anytime
+    drawn = isinstance(plan, AuditPlan) and plan.estimator is Estimator.DRAWN_NOISE
+    alone = "the noise that was drawn" if drawn else "errors alone"
+    by_bets = games is not None and games.plan.law is Law.GAUSSIAN and games.plan.claimed is not None
+    return f"the e-value or by {alone}, whichever is likelier" if by_bets else alone
 
 
 _COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."

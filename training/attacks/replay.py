@@ -318,6 +318,12 @@ _FIRST_REHEARSAL = 2**24
 _DRAWN = 4  # candidate, replacement, and two strangers
 
 
+def coins(seed: int, trials: int) -> np.ndarray:
+    """Return the coins of the candidates and of the strangers in a game of a seed, bool, shape (trials, 2)."""
+    generator = np.random.default_rng(derive_seed(seed, "coins"))
+    return np.asarray(generator.random((trials, 2)) < 0.5)
+
+
 class MembershipGame:
     """One step of the run's trainer, with a record in its batch or without; with a user, if these are protected.
 
@@ -376,24 +382,19 @@ class MembershipGame:
             trial = self.play(_FIRST_REHEARSAL + number, first_world=False)
             for attack in attacks:
                 attack.learn(trial)
-        coins = self.coins(trials)
+        tossed = coins(self._seed, trials)
         seen = np.zeros((len(attacks), trials, 2))
         for number in range(trials):
-            trial = self.play(number, first_world=bool(coins[number, 0]))
+            trial = self.play(number, first_world=bool(tossed[number, 0]))
             for found, attack in zip(seen, attacks, strict=True):
                 found[number, 0] = attack.score(trial.observation, trial.candidates)
                 if strangers:
                     found[number, 1] = attack.score(trial.observation, trial.strangers)
             on_trial()
-        known, strange = coins.T
+        known, strange = tossed.T
         return [
             ((found[known, 0], found[~known, 0]), (found[strange, 1], found[~strange, 1])) for found in seen
         ]
-
-    def coins(self, trials: int) -> np.ndarray:
-        """Return the coins of the candidates and of the strangers, bool, shape (trials, 2)."""
-        generator = np.random.default_rng(derive_seed(self._seed, "coins"))
-        return np.asarray(generator.random((trials, 2)) < 0.5)
 
     def play(self, trial: int, *, first_world: bool) -> Trial:
         """Play a trial in one of the two worlds.

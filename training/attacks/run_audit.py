@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -35,12 +36,13 @@ from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
-from opusim.training.attacks.findings import Audit, Finding, Played, Role
+from opusim.training.attacks.findings import Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.games import TwoWorlds, game_of, played
 from opusim.training.attacks.replay import (
     AuditedRun,
     MembershipGame,
     NoiselessStep,
+    coins,
     noiseless_steps,
     power_of,
     record_protected,
@@ -117,8 +119,6 @@ _STEP_TRIALS, _MOST_TRIALS, _CONTROL_TRIALS = 400, 2000, 100
 _LEARNING = 1.2
 """Games over those of an attacker who knows the law of its scores from the start."""
 _REHEARSALS = 16
-_ATTACKS = 2
-"""The most that play against a step, which is what a forecast counts with."""
 _CONTROL_NOISE, _QUIET_CONTROL, _FEW = 4.0, 8.0, 80
 """Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show.
 
@@ -182,9 +182,10 @@ def audit_run(
     delta = run.plan.protection.options.delta if delta is None else delta
     game = game_of(run.plan)
     if game is None:
-        games = _plan_of_step(run.plan, delta)
+        games = _plan_of_step(run, delta)
         trials = trials or _planned_trials(games)
-        on_forecast(forecast(games, trials))
+        tossed = coins(derive_seed(seed, "audit", Role.RUN.value), trials)[:, 0]
+        on_forecast(forecast(games, tossed))
     else:
         trials = trials or GAME_TRIALS
     control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials
@@ -215,8 +216,7 @@ def audit_run(
         if release
         else "",
     )
-    keep(found, place, run)
-    return found
+    return keep(found, place, folder)
 
 
 def drawn_seed(seed: int | None) -> int:
@@ -230,11 +230,13 @@ def drawn_seed(seed: int | None) -> int:
     return seed
 
 
-def keep(found: Audit, place: Path, run: AuditedRun) -> None:
-    """Write what was found; of a release run where only its owner may enter."""
-    if run.plan.mode == "release":
+def keep(found: Audit, place: Path, folder: RunFolder) -> Audit:
+    """Write what was found, with the run that was audited; of a release run where only its owner may enter."""
+    found = replace(found, origin=Origin.of(folder.path))
+    if found.origin is not None and found.origin.mode == "release":
         make_private_folder(place)
     found.keep(place)
+    return found
 
 
 def audit_place(folder: RunFolder, out: str | Path | None, mode: str | None = None) -> Path:
@@ -302,25 +304,22 @@ def _of_step(
     on_trial: Callable[[], None],
 ) -> list[Finding]:
     """Play the membership game on the step of a run or of a control, and bound what its attacks found."""
-    # noise of its own, and public draws that the attacker can repeat
-    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.mode
-    meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
+    meant = _as_played(plan, seed)
     known, claim = _claim_of_step(meant, delta)
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
     played = meant
     if role is Role.BROKEN:  # a device's noise hides records too, and is not what the control is about
         played = (without_noise(meant) or meant).with_silent_device()
-    batch = meant.sampler.expected_batch_size * meant.algorithm.config.group  # rows, k of each user
-    with noiseless_steps(run, meant) as noiseless, replayed_step(run, played) as step:
-        # the attacker does not know that the broken run is broken
-        attacks = applicable_attacks(run, meant, noiseless, batch_size=batch)
+    # the attacker does not know that the broken run is broken
+    with _attacks_on(run, meant) as attacks, replayed_step(run, played) as step:
         if not attacks:
             raise NoGuarantee(
-                f"{role.value}: no attack applies: the batch of {batch:g} exceeds the first layer's fan-in or width, "
-                "and the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
+                f"{role.value}: no attack applies: the batch of {_rows(meant):g} exceeds the first layer's fan-in or "
+                "width, and the device is no simulation whose matrix an attacker could know; audit it with smaller "
+                "batches"
             )
         game = MembershipGame(step, adjacency=adjacency, seed=seed)
-        coins = game.coins(trials)
+        tossed = coins(seed, trials)[:, 0]
         scores = game.scores(
             attacks,
             trials=trials,
@@ -349,11 +348,29 @@ def _of_step(
             shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
             if subject is Role.RUN:
                 ordered = np.empty(trials)
-                ordered[coins[:, 0]], ordered[~coins[:, 0]] = seen
+                ordered[tossed], ordered[~tossed] = seen
                 plan_of_games = _plan_of_games(claim, law, len(attacks), delta, attack.centre)
-                shown |= read_as_games(ordered, coins[:, 0], plan_of_games, power)
+                shown |= read_as_games(ordered, tossed, plan_of_games, power)
             found.append(Finding.of(subject, attack.name, seen, result, **shown))
     return found
+
+
+def _as_played(plan: RunPlan, seed: int) -> RunPlan:
+    """Return a run with noise of its own, and public draws that the attacker can repeat."""
+    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.mode
+    return plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
+
+
+def _rows(plan: RunPlan) -> float:
+    """Return the expected number of rows in a batch, k of each user."""
+    return plan.sampler.expected_batch_size * plan.algorithm.config.group
+
+
+@contextmanager
+def _attacks_on(run: AuditedRun, plan: RunPlan) -> Iterator[list[Attack]]:
+    """Yield the attacks on the step of a run as it is played; none if no attack applies."""
+    with noiseless_steps(run, plan) as noiseless:
+        yield applicable_attacks(run, plan, noiseless, batch_size=_rows(plan))
 
 
 def _claim_of_step(plan: RunPlan, delta: float) -> tuple[list[Mechanism], Guarantee | None]:
@@ -364,11 +381,12 @@ def _claim_of_step(plan: RunPlan, delta: float) -> tuple[list[Mechanism], Guaran
     return known, guarantees(known, delta=delta)[0]
 
 
-def _plan_of_step(plan: RunPlan, delta: float) -> AnytimePlan:
-    """Return how the scores of a run's step are read game by game, before its device is open."""
-    known, claim = _claim_of_step(plan, delta)
+def _plan_of_step(run: AuditedRun, delta: float) -> AnytimePlan:
+    """Return how the scores of each attack on a run's step are read game by game."""
+    known, claim = _claim_of_step(run.plan, delta)
     law = Law.ANY if claim is None else _law_of_step(known, claim)
-    return _plan_of_games(claim, law, _ATTACKS, delta)
+    with _attacks_on(run, _as_played(run.plan, 0)) as attacks:
+        return _plan_of_games(claim, law, max(len(attacks), 1), delta)
 
 
 def _planned_trials(plan: AnytimePlan) -> int:
@@ -379,19 +397,21 @@ def _planned_trials(plan: AnytimePlan) -> int:
     return max(_CONTROL_TRIALS, min(math.ceil(needed), _MOST_TRIALS))
 
 
-def forecast(plan: AnytimePlan, trials: int) -> str:
-    """Return in words what so many trials of a step can find.
+def forecast(plan: AnytimePlan, tossed: np.ndarray) -> str:
+    """Return in words what so many trials of a step can find: by the e-value, and by errors alone.
 
     Args:
         plan: How they are read.
-        trials: How many.
+        tossed: Which world each trial plays, bool, shape (trials,).
     """
-    half = trials // 4
+    trials, inside = len(tossed), int(tossed.sum())
+    # as `audit` splits the scores of each world: the smaller half chooses the threshold
+    used = (inside + 1) // 2, (trials - inside + 1) // 2
     bounds = AuditPlan(threat_model="", pair="", delta=plan.delta, confidence=plan.confidence)
-    most = f"by errors alone a perfect attack shows epsilon {lower_bound(0, 0, half, half, bounds):.2f}"
+    most = f"by errors alone a perfect attack shows epsilon {lower_bound(0, 0, *used, bounds):.2f}"
     if plan.claimed is None:
         return f"Forecast: nothing finite is claimed of a step, and {trials:,} trials find what they find; {most}."
-    ratio = smallest_ratio(plan, max(1, round(trials / _LEARNING)))
+    ratio = smallest_ratio(plan, _learnt(trials))
     found = "not even a sixteenth of the noise"
     if ratio is not None:
         actual = ratio * plan.claimed
@@ -399,7 +419,15 @@ def forecast(plan: AnytimePlan, trials: int) -> str:
             actual = epsilon_of(ratio * strength_of(plan.law, plan.claimed, plan.delta), plan.delta)
         found = f"an epsilon {actual / plan.claimed:.1f} times the proven {plan.claimed:.2f} of a step"
         found += f" (noise {ratio:.1f} times too small)" if plan.law is Law.GAUSSIAN else ""
-    return f"Forecast: {trials:,} trials find {found} with probability 0.9, if the attack is the best one; {most}."
+    return (
+        f"Forecast: {trials:,} trials find {found} with probability 0.9 by the e-value, if the attack is the best one; "
+        f"{most}."
+    )
+
+
+def _learnt(trials: int) -> int:
+    """Return how many games an attacker who knows the law of its scores would need in place of so many."""
+    return max(1, round(trials / _LEARNING))
 
 
 def _law_of_step(known: Sequence[Mechanism], claim: Guarantee) -> Law:
@@ -437,7 +465,7 @@ def read_as_games(
         adversary="", canaries=len(scores), delta=plan.delta, claimed=plan.claimed, law=plan.law
     )
     if plan.claimed is not None and plan.law is Law.GAUSSIAN:
-        power = max(power or 0.0, power_within(plan, 2.0, len(scores)))
+        power = max(power or 0.0, power_within(plan, 2.0, _learnt(len(scores))))
     enough = 2 <= coins.sum() <= len(coins) - 2
     return {
         "anytime": audit_anytime(scores, coins, plan),

@@ -147,14 +147,15 @@ def dossier(
         Path | None,
         typer.Option(
             help="The HTML file, with PDF and JSON next to it; by default dossier.html in the run folder, for several "
-            "runs in this one."
+            "runs in this one; private-dossier.html next to the audits if it must not be published."
         ),
     ] = None,
     audits: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FOLDER",
-            help="A folder of audits that is not the run's own, as `opusim audit --out` wrote it; repeatable.",
+            help="A folder of audits or self-tests that is not the run's own, as `opusim audit --out` wrote it; "
+            "repeatable.",
         ),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the document.")] = False,
@@ -691,14 +692,13 @@ def _audit_mechanism(
     from opusim.files import require_writable
     from opusim.training.attacks.mechanism.audit import audit_mechanism
     from opusim.training.attacks.mechanism.checks import report_text
-    from opusim.training.runs.storage import write_json
 
     if out is not None:
         require_writable(out, "--out")
     given = {name: value for name, value in asked.items() if value is not None}
     found = audit_mechanism(kind, **given, seed=seed, progress="lines")
     if out is not None:
-        write_json(out, found.to_json())
+        found.keep(out)
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else report_text(found))
     if not found.holds:
         raise typer.Exit(1)

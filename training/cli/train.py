@@ -86,7 +86,8 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 
         folder = values["out"]
         own = values["callbacks"]
-        watched(config, values["quiet"], lambda **shown: train(config, folder=folder, **shown), own)
+        hints = small_batch(config), unused_records(config)  # a run that is resumed cannot take them
+        watched(config, values["quiet"], lambda **shown: train(config, folder=folder, **shown), own, hints)
 
     lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
     epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
@@ -219,7 +220,24 @@ def small_batch(config: RunConfig) -> str | None:
     )
 
 
-def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Sequence[str] | None) -> None:
+def unused_records(config: RunConfig) -> str | None:
+    """Say that a release run holds records out of training to no use; returns None if it holds none out."""
+    held_out = config.data.validation_fraction
+    if config.mode != "release" or not held_out:
+        return None
+    return (
+        f"hint: data.validation_fraction = {held_out:g} of the records are held out of training, and a release run "
+        "keeps no figure of them; train on all records with --set data.validation_fraction=0"
+    )
+
+
+def watched(
+    config: RunConfig,
+    quiet: bool,
+    work: Callable[..., Run],
+    own: Sequence[str] | None,
+    hints: Sequence[str | None] = (),
+) -> None:
     """Train with a progress bar, then print the table and write the report.
 
     The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
@@ -229,6 +247,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Seque
         quiet: Whether only the run folder is printed.
         work: Trains, and takes `callbacks` and `progress` of `opusim.train`.
         own: Import paths of the user's functions that return callbacks.
+        hints: Lines to print when training begins, unless it is quiet.
     """
     from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
@@ -236,8 +255,8 @@ def watched(config: RunConfig, quiet: bool, work: Callable[..., Run], own: Seque
     if _follows(config):
         work()
         return
-    hints = () if quiet else (place_text(config.torch_device), small_batch(config))
-    lines = [line for line in (caution(config), *hints) if line is not None]
+    told = () if quiet else (place_text(config.torch_device), *hints)
+    lines = [line for line in (caution(config), *told) if line is not None]
     callbacks: list[Callback] = [*_callbacks(own), *(Announced(line) for line in lines)]
     if not quiet:
         callbacks.append(AnnouncedUsage())

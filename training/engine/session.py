@@ -303,7 +303,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
 
 
 def _hints(plan: RunPlan) -> Iterator[str]:
-    """Yield warnings before a new run: of features that vary widely, a delta from 1 / records on, and empty batches."""
+    """Yield warnings before a new run: of features that vary widely, a delta above 0.1 / records, and empty batches."""
     config, data = plan.config, plan.config.data
     public = config.protection.protects != "records"
     if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:

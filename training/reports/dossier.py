@@ -23,6 +23,7 @@ import pydantic
 from matplotlib.backends.backend_pdf import PdfPages
 
 from opusim.accounting.explanation import (
+    LARGEST_EXPOSED,
     WARNINGS,
     Statement,
     explain,
@@ -30,14 +31,30 @@ from opusim.accounting.explanation import (
     guarantee_rows,
     number,
 )
-from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Unit, to_json
-from opusim.accounting.ledger import LEDGER_FILE
+from opusim.accounting.guarantee import Adjacency, Guarantee, LedgerCorrupt, Release, Unit, to_json
+from opusim.accounting.journal import Position, Witness
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.theorems import Theorem, known_theorems
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
-from opusim.training.attacks.findings import Audit, audit_rows, headline, paragraphs, power_text, verdict
+from opusim.training.attacks.findings import (
+    Audit,
+    Origin,
+    audit_rows,
+    headline,
+    paragraphs,
+    power_text,
+    verdict,
+)
+from opusim.training.attacks.mechanism.checks import (
+    MechanismAudit,
+    kept_self_tests,
+    limits_text,
+    result_text,
+    settings_text,
+)
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
@@ -48,6 +65,7 @@ from opusim.training.private_loop.folder import (
     stated_loop,
 )
 from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
 from opusim.training.reports.run_report import (
@@ -97,6 +115,7 @@ class KeptAudit:
     Attributes:
         file: Name of its file.
         played: What it attacked.
+        attacked: "this run", or which other one.
         controls_hold: Whether every control behaved as required; if not, the audit shows nothing.
         refuted: Whether it contradicts a statement.
         verdict: Its result in a sentence or two, after the line on failed controls.
@@ -107,10 +126,30 @@ class KeptAudit:
 
     file: str
     played: str
+    attacked: str
     controls_hold: bool
     refuted: bool
     verdict: str
     bounds: list[dict[str, str]]
+    paragraphs: list[str]
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptSelfTest:
+    """A self-test of the mechanism that was found.
+
+    Attributes:
+        file: Name of its file.
+        accounted: The mechanism of a step as its ledgers named it.
+        holds: Whether no check raised an alarm.
+        paragraphs: What ran, the result, and what the checks cannot detect.
+        document: The whole of the file (docs/audits.md).
+    """
+
+    file: str
+    accounted: str
+    holds: bool
     paragraphs: list[str]
     document: dict[str, Any]
 
@@ -186,6 +225,7 @@ class Work:
         mechanisms: What ran, with every parameter.
         proofs: The theorems that they cite, and those that these cite: statement, proof, hypotheses, reference.
         audits: Those in the folder, and those that were given.
+        self_tests: Self-tests of the mechanism that were given.
         data: The data set and the unit, name and value.
         tuning: What the choice of settings cost.
         trust: Who is trusted.
@@ -206,6 +246,7 @@ class Work:
     mechanisms: list[dict[str, str]]
     proofs: list[str]
     audits: list[KeptAudit]
+    self_tests: list[KeptSelfTest]
     data: dict[str, str]
     tuning: str
     trust: list[Party]
@@ -253,16 +294,18 @@ def write_dossier(
     Args:
         runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
             says that checks are on its record; a private loop in the program that trains says that it checked.
-        out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one. PDF and JSON stand
+        out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
+            `private-dossier.html` next to the audits if their figures forbid that it is published. PDF and JSON stand
             next to it.
-        audits: Folders of audits that are not in the run's own, as those of a release run; for one run only.
+        audits: Folders of audits and of self-tests that are not in the run's own, as those of a release run; for one
+            run only.
 
     Returns:
         The paths of HTML, PDF and JSON.
 
     Raises:
-        RunFolderError: A folder holds no such work, or was changed; an audit attacked another unit or mechanism; or the
-            dossier there has more hypotheses of the same work that code checked.
+        RunFolderError: A folder holds no such work, or was changed; an audit or a self-test is of another mechanism;
+            or the dossier there has more hypotheses of the same work that code checked.
         LedgerCorrupt: A ledger was changed, cut or reordered.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
         OSError: A file cannot be written.
@@ -280,7 +323,9 @@ def write_dossier(
     found = Dossier(
         title=f"Privacy dossier: {names}", date=time.strftime("%Y-%m-%d"), written_by=here, works=works
     )
-    default = facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
+    default = (
+        facts[0].private_page or facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
+    )
     page = default if out is None else Path(out)
     document, data = page.with_suffix(".pdf"), page.with_suffix(".json")
     _require_no_better(found, page, data)
@@ -328,8 +373,11 @@ class _Facts:
     name: str
     statement: Statement
     audits: Mapping[str, Audit]
+    others: Mapping[str, str]  # of audits of another run, by file, which one
+    self_tests: Mapping[str, MechanismAudit]
     run: StoredRun | None
     settings: PrivacySettings | None
+    program: Program
     from_folder: bool
 
     @property
@@ -343,6 +391,20 @@ class _Facts:
     def first(self) -> Guarantee:
         """Return the guarantee that the answers are about: a proven one, if there is one."""
         return next((one for one in self.statement.guarantees if one.is_proven), self.statement.guarantees[0])
+
+    @property
+    def private_page(self) -> Path | None:
+        """Where a dossier stands that must not be published: next to the audits, not in the folder of the release."""
+        if self.statement.mode != "release":
+            return None
+        found = (Path(file).parent for file, audit in self.audits.items() if audit.holds_private_records)
+        return next((folder / "private-dossier.html" for folder in found), None)
+
+    def attacked(self, file: str) -> str:
+        """Return what an audit attacked."""
+        return (
+            f"{self.audits[file].played} ({file}{', of ' + self.others[file] if file in self.others else ''})"
+        )
 
     @property
     def per_user(self) -> int | None:
@@ -376,13 +438,19 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     else:
         statement = stated(path) if settings is None else stated_loop(path)
     audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
+    places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
     for folder in elsewhere:
-        kept = kept_audits(RunFolder(folder), "experiment")
-        if not kept:
+        kept, tested = kept_audits(RunFolder(folder), "experiment"), kept_self_tests(folder)
+        if not kept and not tested:
             raise ValueError(
-                f"audits: {folder} holds no audit; give a folder that `opusim audit --out` wrote"
+                f"audits: {folder} holds neither audit nor self-test; give a folder that `opusim audit --out` wrote"
             )
+        places |= {str(folder / file): Path(folder) for file in kept}
         audits |= {str(folder / file): audit for file, audit in kept.items()}
+        self_tests |= {str(file): found for file, found in tested.items()}
+    for file, test in self_tests.items():
+        _require_like(test, file, statement, run)
+    others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
     audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
     return _Facts(
         path=path,
@@ -390,8 +458,11 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         name=name,
         statement=statement,
         audits=audits,
+        others={file: text for file, text in others.items() if text},
+        self_tests=self_tests,
         run=run,
         settings=settings,
+        program=Program() if settings is None else Program.stored(path),
         from_folder=not isinstance(source, PrivateTraining),
     )
 
@@ -424,6 +495,52 @@ def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Au
     return replace(audit, differs=f"{theirs.mechanism}, in place of {ours.mechanism}")
 
 
+def _another(audit: Audit, place: Path, path: Path) -> str:
+    """Return which run an audit attacked if that is not the one in a folder; empty if it is.
+
+    It is the same run if its ledger begins with the lines that the audited ledger had.
+
+    Args:
+        audit: The audit.
+        place: The folder that holds it.
+        path: The folder of the run.
+    """
+    origin = audit.origin
+    if origin is None and (place / LEDGER_FILE).exists():
+        origin = Origin.of(place)
+    if origin is None:
+        return "a run that it does not name"
+    begun = Witness(name=str(place), position=Position(lines=origin.lines, digest=origin.digest))
+    try:
+        read_ledger(path / LEDGER_FILE, witnesses=[begun])
+    except LedgerCorrupt:
+        return f"another run ({origin.mode}, folder {origin.folder}, ledger digest {origin.digest[:16]})"
+    return ""
+
+
+def _require_like(test: MechanismAudit, file: str, statement: Statement, run: StoredRun | None) -> None:
+    """Require that a self-test concerns trainer, protection, unit and mode of what is stated.
+
+    Raises:
+        RunFolderError: It does not.
+    """
+    by_losses = any(
+        hasattr(one, "directions") for one in statement.mechanisms
+    )  # a loop's steps are then those of zo
+    kind = run.config.trainer.kind if run is not None else "zo" if by_losses else "private-loop"
+    protection = "record" if run is None else run.config.protection.kind
+    users = any(one.unit is Unit.USER for one in statement.guarantees)
+    ours = kind, protection, "users" if users else "no users", statement.mode
+    theirs = test.kind, test.protection, "users" if "user" in test.accounted else "no users", test.mode
+    if ours != theirs:
+        unit = " --set protection.unit=user" if users else ""
+        raise RunFolderError(
+            f"audits: {file} tests {theirs[0]} with protection.kind = {theirs[1]} ({theirs[2]}) in {theirs[3]} mode, "
+            f"and this is {ours[0]} with {ours[1]} ({ours[2]}) in {ours[3]} mode; leave it out, or test this one: "
+            f"opusim audit --mechanism {kind} --mode {statement.mode} --set protection.kind={protection}{unit}"
+        )
+
+
 def _form(description: str) -> str:
     """Return the description of a mechanism without its numbers, and without what plurals depend on them."""
     return re.sub(r"s\b", "", re.sub(r"\d[\d,.]*(e[+-]?\d+)?", "#", description))
@@ -454,7 +571,19 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
         ],
         mechanisms=[{"what ran": each.describe(), **_parameters(each)} for each in statement.mechanisms],
         proofs=[explain_theorem(each) for each in _cited(statement)],
-        audits=[_kept(file, audit) for file, audit in facts.audits.items()],
+        audits=[
+            _kept(file, audit, facts.others.get(file, "this run")) for file, audit in facts.audits.items()
+        ],
+        self_tests=[
+            KeptSelfTest(
+                file=file,
+                accounted=test.accounted,
+                holds=test.holds,
+                paragraphs=[settings_text(test), result_text(test), limits_text(test)],
+                document=test.to_json(),
+            )
+            for file, test in facts.self_tests.items()
+        ],
         data=_data(facts, texts["unit"]),
         tuning=texts["tuning"],
         trust=[Party(**each) for each in _trust(common, texts)],
@@ -467,7 +596,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             )
             for each in common["standards"]
         ],
-        versions={} if facts.run is None else dict(facts.run.facts["versions"]),
+        versions=(_versions(facts) or [{}])[-1],
         files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
@@ -492,16 +621,22 @@ def _filled(texts: Mapping[str, str], values: Mapping[str, str]) -> dict[str, An
 
 
 _AUDITED = "Audit of"
+_TESTED = "Self-test of the mechanism"
 
 
 def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     """Return what stands above all else: failed audits, then what limits the statement."""
     statement, audits = facts.statement, facts.audits.items()
     leads = [
-        f"{_AUDITED} {audit.played} ({file}): {said}"
+        f"{_AUDITED} {facts.attacked(file)}: {said}"
         for file, audit in audits
         for said in (headline(audit), verdict(audit) if audit.refuted else "")
         if said
+    ]
+    leads += [
+        f"{_TESTED} ({file}): {result_text(test)}"
+        for file, test in facts.self_tests.items()
+        if not test.holds
     ]
     leads += [
         f"Status {each.status.value!r}: {_meaning(each)}"
@@ -509,7 +644,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
         if not each.is_proven
     ]
     leads += [f"{WARNINGS[code][0].upper()}{WARNINGS[code][1:]}" for code in statement.warnings]
-    leads += [] if audits else [common["audits"]]
+    leads += [] if audits or facts.self_tests else [common["audits"]]
     if statement.mode == "release" and any(audit.holds_private_records for _, audit in audits):
         leads.append(common["private_audit"])
     if facts.kind == "private loop" and facts.checks is None:
@@ -536,10 +671,11 @@ def _cited(statement: Statement) -> Iterator[Theorem]:
             waiting += re.findall(r"theorem ([a-z][a-z-]*)", f"{known[name].statement} {known[name].proof}")
 
 
-def _kept(file: str, audit: Audit) -> KeptAudit:
+def _kept(file: str, audit: Audit, attacked: str) -> KeptAudit:
     return KeptAudit(
         file=file,
         played=audit.played.value,
+        attacked=attacked,
         controls_hold=audit.controls_hold,
         refuted=audit.refuted,
         verdict=" ".join(filter(None, [headline(audit), verdict(audit)])),
@@ -598,13 +734,17 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         " ".join(
             text
             for text in (
-                f"{_AUDITED} {each.played} ({file}): {headline(each) or verdict(each)}",
+                f"{_AUDITED} {facts.attacked(file)}: {headline(each) or verdict(each)}",
                 power_text(each),
                 each.note,
             )
             if text
         )
         for file, each in facts.audits.items()
+    ]
+    audited += [
+        f"{_TESTED} ({file}; {test.accounted}): {result_text(test)}"
+        for file, test in facts.self_tests.items()
     ]
     terms = {key: text.format(noun=noun) for key, text in common["terms"].items()}
     sampled = any(isinstance(each, ClippedRecords) for each in statement.mechanisms)
@@ -627,9 +767,12 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
             "program": f" {common['program']}",
         }[facts.checks],
         "failing": "".join(f" Fails: {text}." for text in failed),
-        "versions": _versions_of_loop(statement)
-        if facts.run is None
-        else f"Started with {', '.join(' '.join(each) for each in facts.run.facts['versions'].items())}.",
+        "versions": " ".join(
+            f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
+            for place, one in enumerate(_versions(facts))
+        )
+        or _versions_of_loop(statement),
+        "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
         "ended": "" if statement.run is None or statement.run.finished else " The run has not ended.",
@@ -657,6 +800,23 @@ def _versions_of_loop(statement: Statement) -> str:
     if not statement.ledger.enforced_by:
         return "The folder keeps no versions of packages."
     return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
+
+
+def _versions(facts: _Facts) -> list[dict[str, str]]:
+    """Return the versions of the packages that the work was started with, then of those it was resumed with."""
+    if facts.run is not None:
+        return [dict(facts.run.facts["versions"])]
+    found = [one.versions for one in facts.program.starts]
+    return [one for place, one in enumerate(found) if one not in found[:place]]
+
+
+def _programs(facts: _Facts) -> str:
+    """Return the programs that ran a loop, as far as its folder names them."""
+    found = dict.fromkeys(
+        f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session"
+        for one in facts.program.starts
+    )
+    return "; then ".join(found) or "not named in the folder"
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
@@ -689,7 +849,7 @@ def _about_epsilon(facts: _Facts, noun: str, terms: str) -> Iterator[str]:
     if first.is_proven and facts.statement.mode == "experiment":
         yield "This holds for the same run in release mode only."
     if first.is_proven and count is not None:
-        yield f"Delta times the {count:,.0f} {noun}s is {first.delta * count:.2g}; it must be far below 1."
+        yield f"Delta times the {count:,.0f} {noun}s is {first.delta * count:.2g}; keep it below {LARGEST_EXPOSED:g}."
 
 
 def _about_rounding(first: Guarantee, absent: Mapping[str, str]) -> dict[str, str]:
@@ -761,7 +921,7 @@ def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> I
     """Yield the files that the statement rests on, and those that hold a model."""
     first, kinds = facts.first, texts[facts.statement.mode]
     kept = {"config.json": "settings", SETTINGS_FILE: "settings", LEDGER_FILE: "ledger"}
-    kept |= {"ledger.head": "ledger", "summary.json": "summary"}
+    kept |= {"ledger.head": "ledger", "summary.json": "summary", PROGRAM_FILE: "program"}
     paths = [(facts.path / name, kind) for name, kind in kept.items()]
     for path in _saves(facts):
         own = "save" if facts.kind == "private loop" and path.name == CHECKPOINT_FILE else "other"
@@ -769,6 +929,7 @@ def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> I
     paths += [
         (facts.path / file if Path(file).name == file else Path(file), "audit") for file in facts.audits
     ]
+    paths += [(Path(file), "self_test") for file in facts.self_tests]
     model = "yes" if first.is_proven else "no: no proof covers it"
     if first.is_proven and first.release is Release.LAST_ITERATE:
         model = "yes, of a finished run the last one only"
@@ -810,7 +971,9 @@ def _command(facts: _Facts) -> str:
             given["max_grad_norm"] = list(rule.layer_norms)
         own.append(f"clipping=opusim.training.{replace(rule, layer_norms=None)!r}")
     values = [f"{key}={value!r}" for key, value in given.items() if value is not None]
-    return f"opusim.make_private({', '.join([*own, *values])})  # Python; the program is not kept"
+    of = [f"{one.module}, {one.optimizer}" for one in facts.program.starts[-1:]]
+    comment = "; ".join(["Python", *of, "the program is not kept"])
+    return f"opusim.make_private({', '.join([*own, *values])})  # {comment}"
 
 
 # The page and the PDF
@@ -883,11 +1046,24 @@ def _of_work(work: Work) -> Iterator[Section]:
     )
     blocks: list[Block] = []
     for audit in work.audits:
-        blocks.append(("text", f"{audit.file}: {audit.played}. Question 8 has its result and its power."))
+        said = f"{audit.file}: {audit.played} of {audit.attacked}. Question 8 has the result and the power."
+        blocks.append(("text", said))
         rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
         note = audit.document.get("note")
         more = [text for text in audit.paragraphs if not text.startswith("Power: ") and text != note]
         blocks += [("table", rows), *(("text", text) for text in more)]
+    for test in work.self_tests:
+        rows = [
+            {
+                "check": each["name"],
+                "observed": f"{float(each['observed']):.3g}",
+                "p-value": f"{each['p_value']:.2g}",
+                "finds": each["finds"],
+            }
+            for each in test.document["checks"]
+        ]
+        settings, _, limits = test.paragraphs  # question 8 has the result
+        blocks += [("text", f"{test.file}: {settings}"), ("table", rows), ("text", limits)]
     yield Section(title="Audits", blocks=blocks or [("text", "None was found.")])
     yield Section(title="Who is trusted", blocks=[("table", _rows(work.trust))])
     yield Section(title="Side channels", blocks=[("table", _rows(work.side_channels))])

@@ -40,7 +40,7 @@ WRITTEN = frozenset(
         *("report.html", "steps.zo", "steps.mark.json", "base.safetensors", "final-model-scores.json"),
         *(
             f"{name}.{ending}"
-            for name in ("audit", "one-run", "final-model", "dossier")
+            for name in ("audit", "one-run", "final-model", "dossier", "private-dossier")
             for ending in ("json", "html", "pdf")
         ),
         LOCK_FILE,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from opusim.accounting.anytime import AnytimePlan
 from opusim.accounting.audit import AuditPlan, audit, estimated
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
 from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
-from opusim.training.attacks.findings import Audit, Finding, Played, Role, paragraphs, verdict
+from opusim.training.attacks.findings import Audit, Finding, Played, Role, paragraphs, power_text, verdict
+from opusim.training.attacks.replay import coins
+from opusim.training.attacks.run_audit import forecast, read_as_games
 
 DELTA = 1e-5
 CLAIM = Guarantee(
@@ -78,6 +82,7 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)
     assert says is None or says in verdict(found)
     assert "none infinite" not in verdict(found)
+    assert power is None or "in as many trials, by errors alone" in power_text(found)
     weak = power is not None and power < 0.5
     assert ("This audit is weak" in "\n".join(paragraphs(found))) is weak
 
@@ -111,6 +116,37 @@ def test_an_estimate_above_the_claim_is_not_left_without_a_word(place: str, cana
     texts = [text for text in paragraphs(found) if text.startswith("Estimates above the claim")]
     assert len(texts) == (place == "between")
     assert all("the lower bound, at its stated confidence, decides" in text for text in texts)
+
+
+@pytest.mark.parametrize("trials", [60, 100])
+def test_forecast_ceiling_and_power_of_a_step_agree(trials: int) -> None:
+    """By errors alone all say the same number, and the forecast's ratio is at most 2 if half of the noise is found."""
+    generator = np.random.default_rng(trials)
+    tossed = coins(3, trials)[:, 0]
+    claim = replace(CLAIM, epsilon=2.2)
+    games = AnytimePlan(delta=DELTA, claimed=claim.epsilon, law=Law.GAUSSIAN, confidence=0.95)
+    text = forecast(games, tossed)
+    scores = generator.standard_normal(trials) + 99.0 * tossed
+    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
+    worlds = scores[tossed], scores[~tossed]
+    finding = Finding.of(
+        Role.RUN,
+        "difference",
+        worlds,
+        audit(*worlds, plan),
+        claim=claim,
+        **read_as_games(scores, tossed, games, 0.0),
+    )
+    found = Audit(
+        findings=(finding,), guarantees=(claim,), trials=trials, seed=1, steps=1, played=Played.STEP
+    )
+    ceiling = f"{finding.result.ceiling:.2f}"
+    assert f"by errors alone a perfect attack shows epsilon {ceiling}" in text
+    assert f"By errors alone, a perfect attack would have shown {ceiling}" in "\n".join(paragraphs(found))
+    ratio = re.search(r"noise ([\d.]+) times too small\) with probability 0.9 by the e-value", text)
+    assert ratio is not None
+    assert (float(ratio[1]) <= 2) is (found.power >= 0.9)
+    assert "by the e-value or by errors alone" in power_text(found)
 
 
 def test_results_of_the_older_schemas_are_read() -> None:

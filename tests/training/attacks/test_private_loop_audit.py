@@ -91,24 +91,31 @@ def test_loops_that_cannot_be_audited_are_refused(tmp_path: Path) -> None:
 def test_an_audit_names_the_numbers_that_count_its_canaries(tmp_path: Path) -> None:
     calibrated: dict[str, Any] = {"noise_multiplier": None, "target_epsilon": 8.0, "epochs": 1}
     rate = {"sample_rate": 0.2}
-    for name, given, arguments in (
+    given_noise = {"noise_multiplier": 1.0, "target_epsilon": 8.0, "epochs": 1}
+    noises = []
+    for name, given, computed in (
         ("own", rate, None),
-        ("rate", {}, "sample_rate"),
-        ("noise", {**calibrated, **rate}, "noise_multiplier"),
-        ("both", calibrated, "noise_multiplier and sample_rate"),
+        ("rate", {}, "q and the steps were computed anew"),
+        ("noise", {**calibrated, **rate}, None),
+        ("both", calibrated, "z is calibrated to target_epsilon, and all were computed anew"),
+        ("given", {**given_noise, **rate}, None),
     ):
         found = opusim.audit_private_loop(builder(tmp_path / name, **given), run_epoch, canaries=20, seed=1)
         text = " ".join(str(found).split())
-        assert ("the run's own sampler" in text) is (arguments is None), name
+        assert ("the run's own sampler" in text) is (computed is None), name
         assert "AUC" in text or "ceiling" in text
-        if arguments is None:
+        settings = PrivacySettings.stored(tmp_path / name)
+        noises.append(settings.noise_multiplier)
+        if computed is None:
             assert found.differs == ""
             continue
-        settings = PrivacySettings.stored(tmp_path / name)
         assert f"z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}" in found.differs
         assert f"{found.steps} steps" in found.differs
-        assert found.differs.endswith(f"with canaries; give {arguments} as in your loop")
+        assert computed in found.differs
+        assert found.differs.endswith("with canaries; give sample_rate=20/100, as in your loop")
         assert found.differs in text
+    with builder(tmp_path / "loop", **calibrated)(lambda own: own) as loop:  # the loop that was not planted
+        assert noises[2] == loop.settings.noise_multiplier != noises[3]
 
 
 def test_an_audited_loop_of_fixed_batches_gives_weight_zero_to_what_fills_them(tmp_path: Path) -> None:

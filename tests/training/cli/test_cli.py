@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opusim.training.cli.train import Announced, small_batch
+from opusim.training.cli.train import Announced, small_batch, unused_records
 from opusim.training.config.run import RunConfig
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
 
@@ -241,3 +241,18 @@ def test_what_is_said_before_training_is_as_wide_as_the_output(
     lines = capsys.readouterr().err.splitlines()
     assert " ".join(lines) == text.strip()
     assert 60 < max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("mode", "held_out", "said"), [("release", 0.1, True), ("release", 0, False), ("experiment", 0.1, False)]
+)
+def test_a_release_says_that_held_out_records_serve_nothing(mode: str, held_out: float, said: bool) -> None:
+    config = RunConfig.model_validate(
+        {
+            "mode": mode,
+            "data": {"validation_fraction": held_out},
+            "protection": {"kind": "record", "epsilon": 3.0},
+            "trainer": {"kind": "bp"},
+        }
+    )
+    assert ("validation_fraction = 0.1" in str(unused_records(config))) is said

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import runpy
+import sys
 import tomllib
 from importlib.metadata import version
 from importlib.resources import files
@@ -15,16 +16,20 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import opusim
 from opusim import training
 from opusim.accounting.explanation import Statement
 from opusim.training.attacks import run_audit
+from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
+from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
@@ -43,6 +48,21 @@ GUARANTEE = "1. Which guarantee is proven: epsilon, delta, unit?"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     config = {**SMALL, "protection": {"kind": "record", "noise_multiplier": 2.0}}
     return training.train(config, folder=tmp_path_factory.mktemp("record") / "run")
+
+
+@pytest.fixture(scope="module")
+def audit(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an audit of that run."""
+    folder = tmp_path_factory.mktemp("of_run") / "audit"
+    training.audit_run(run.folder.path, trials=40, seed=1, out=folder)
+    return folder
+
+
+def released(folder: Path) -> Path:
+    """The folder of a release run with the constants of `run`."""
+    config = {**SMALL, "mode": "release", "protection": {"kind": "record", "noise_multiplier": 2.0}}
+    del config["seed"]
+    return training.train(config, folder=folder).folder.path
 
 
 @pytest.fixture
@@ -135,9 +155,8 @@ def told_twice(page: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, tmp_path: Path) -> None:
-    training.audit_run(run.folder.path, trials=40, seed=1, out=tmp_path / "audit")
-    page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit"])
+def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, audit: Path, tmp_path: Path) -> None:
+    page, content = written(run, out=tmp_path / "d.html", audits=[audit])
     links = re.findall(r'<li><a href="#(s\d+)">([^<]*)</a>', page)
     assert links == re.findall(r'<h2 id="(s\d+)">([^<]*)</h2>', page)
     assert page.index(links[0][1]) < page.index("<h2")
@@ -148,6 +167,72 @@ def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, tmp_path: 
     assert page.count("<table") == page.count('<table class="stacked">') + page.count("<table><tr><th style")
     told = content["works"][0]["answers"][7]["answer"]
     assert "would refute the claim with probability" in told
+    assert "by the e-value or by errors alone" in told
+    assert "another run" not in page
+    assert content["works"][0]["audits"][0]["attacked"] == "this run"
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_an_audit_of_a_rehearsal_is_named_and_leaves_the_dossier_for_publication(
+    run: Run, audit: Path, tmp_path: Path
+) -> None:
+    folder = released(tmp_path / "released")
+    written(folder)
+    kept = (folder / "dossier.json").read_bytes()
+    page, content = written(folder, audits=[audit])
+    assert (folder / "dossier.json").read_bytes() == kept
+    assert (audit / "private-dossier.html").read_text() == page
+    (work,) = content["works"]
+    assert any(lead.startswith("Do not publish this dossier") for lead in work["leads"])
+    digest = run.folder.read_ledger().position.digest[:16]
+    another = f"another run (experiment, folder run, ledger digest {digest})"
+    assert work["audits"][0]["attacked"] == another
+    assert f"audit.json, of {another}): " in work["answers"][7]["answer"]
+    assert f"audit.json: one step of {another}." in page
+
+
+def self_test(**changes: Any) -> MechanismAudit:
+    """A self-test of the mechanism of `run`."""
+    checks = shared([Check.normal("noise: mean", 0.1, 0.0, 1.0, "a bias")], 1e-4)
+    facts: dict[str, Any] = {
+        **{"kind": "bp", "protection": "record", "mode": "experiment", "accounted": "records clipped to 1"},
+        **{"runs": 2, "steps": 40, "records": 20, "coordinates": 9, "seed": 1, "level": 1e-4, "cpu_s": 1.0},
+    }
+    return MechanismAudit(**{**facts, "checks": checks, **changes})
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    self_test().keep(tmp_path / "mechanism.json")
+    page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path])
+    (work,) = content["works"]
+    assert "mechanism.json; records clipped to 1): No alarm" in work["answers"][7]["answer"]
+    assert not any("No audit was found" in lead for lead in work["leads"])
+    assert [(one["file"], one["holds"]) for one in work["self_tests"]] == [
+        (str(tmp_path / "mechanism.json"), True)
+    ]
+    assert MechanismAudit.from_json(work["self_tests"][0]["document"]) == self_test()
+    assert "noise: mean" in page
+    assert "mechanism.json" in [one["name"] for one in work["files"]]
+    alarm = shared([Check.normal("noise: mean", 9.0, 0.0, 1.0, "a bias")], 1e-4)
+    self_test(checks=alarm).keep(tmp_path / "mechanism.json")
+    (work,) = written(run, out=tmp_path / "d.html", audits=[tmp_path])[1]["works"]
+    assert "ALARM: the runs did not release" in work["leads"][0]
+    for changes, told in (
+        ({"kind": "pdfa"}, "tests pdfa with"),
+        ({"mode": "release", "seed": None}, "in release mode, and this is bp with record"),
+        ({"protection": "label-amplified"}, "protection.kind = label-amplified"),
+        ({"accounted": "users clipped to 1"}, "(users)"),
+    ):
+        self_test(**changes).keep(tmp_path / "mechanism.json")
+        with pytest.raises(RunFolderError, match=re.escape(told)):
+            written(run, out=tmp_path / "d.html", audits=[tmp_path])
+    content = json.loads((tmp_path / "mechanism.json").read_bytes()) | {"steps": 41}
+    (tmp_path / "mechanism.json").write_text(json.dumps(content))
+    with pytest.raises(RunFolderError, match=r"mechanism\.json"):
+        written(run, out=tmp_path / "d.html", audits=[tmp_path])
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -243,6 +328,47 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
 
 
 @pytest.mark.usefixtures("without_pdf")
+def test_a_loop_names_its_program_and_nothing_of_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("first")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    module, optimizer, criterion, loader = parts()
+    x, y = loader.dataset.tensors  # type: ignore[attr-defined]
+    other = DataLoader(TensorDataset(x[:48] + 9.0, y[:48]), batch_size=12)
+    for name, data in (("loop", loader), ("other", other)):
+        with private_loop(tmp_path / name, (module, optimizer, criterion, data)) as private:
+            run_epoch(private, steps=1)
+            private.save()
+    told = (tmp_path / "loop" / PROGRAM_FILE).read_bytes()
+    assert told == (tmp_path / "other" / PROGRAM_FILE).read_bytes()
+    digest = hashlib.sha256(b"first").hexdigest()
+    (start,) = Program.stored(tmp_path / "loop").starts
+    assert (start.script, start.sha256) == (str(script), digest)
+    assert (start.module, start.optimizer) == ("Sequential(Linear, Tanh, Linear)", "SGD(lr=0.5)")
+    (work,) = written(tmp_path / "loop")[1]["works"]
+    answers = [one["answer"] for one in work["answers"]]
+    assert f"torch {torch.__version__}" in answers[12]
+    assert work["versions"] == start.versions
+    assert answers[13].startswith("Not from this document")
+    assert f"{script} (SHA-256 {digest})" in answers[13]
+    assert "Sequential(Linear, Tanh, Linear), SGD(lr=0.5)" in work["command"]
+    assert PROGRAM_FILE in [one["name"] for one in work["files"]]
+    script.write_text("second")
+    for _ in range(2):
+        with private_loop(tmp_path / "loop", (module, optimizer, criterion, loader), resume=True):
+            pass
+    first, second = Program.stored(tmp_path / "loop").starts
+    assert first == start
+    assert second.sha256 == hashlib.sha256(b"second").hexdigest()
+    (tmp_path / "loop" / PROGRAM_FILE).unlink()  # as a version before 0.3 left it
+    (work,) = written(tmp_path / "loop")[1]["works"]
+    assert "keeps no versions of packages" in work["answers"][12]["answer"]
+    assert "not named in the folder" in work["answers"][13]["answer"]
+
+
+@pytest.mark.usefixtures("without_pdf")
 @pytest.mark.parametrize("device", [False, True])
 def test_a_loop_without_a_device_says_nothing_of_one(tmp_path: Path, device: bool) -> None:
     module = network()
@@ -288,9 +414,7 @@ def test_the_saves_of_a_loop_are_named_with_digest_and_content(tmp_path: Path, m
 def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
     run: Run, tmp_path: Path
 ) -> None:
-    released = {**SMALL, "mode": "release", "protection": {"kind": "record", "noise_multiplier": 1.0}}
-    del released["seed"]
-    other = training.train(released, folder=tmp_path / "released").folder.path
+    other = released(tmp_path / "released")
 
     def call(*arguments: str | Path) -> tuple[int, str]:
         found = CliRunner().invoke(app, ["dossier", *map(str, arguments)], env={"COLUMNS": "80"})
@@ -310,7 +434,7 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
         ([], "RUN is missing"),
         ([other, other], "is given twice"),
         ([tmp_path], "holds no run"),
-        ([other, "--audits", tmp_path], "holds no audit"),
+        ([other, "--audits", tmp_path], "holds neither audit nor self-test"),
         ([other, run.folder.path, "--audits", tmp_path], "one run at a time"),
     ):
         code, text = call(*arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +18,13 @@ from scipy.special import kolmogorov, ndtr
 
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from opusim.tables import Shown, wrapped
-from opusim.training.runs.storage import record_from_json, record_json
+from opusim.training.runs.storage import (
+    read_json,
+    read_record,
+    record_from_json,
+    record_json,
+    write_record,
+)
 
 SCHEMA_VERSION = 1
 _WIDTH = 80
@@ -164,6 +171,29 @@ class MechanismAudit(Shown):
         """
         return record_from_json(cls, content, SCHEMA_VERSION)
 
+    def keep(self, file: Path) -> None:
+        """Write the self-test into a file."""
+        write_record(file, self, SCHEMA_VERSION)
+
+
+def kept_self_tests(folder: Path) -> dict[Path, MechanismAudit]:
+    """Read the self-tests in a folder, by file; `opusim audit --mechanism KIND --out FILE` names the file.
+
+    Raises:
+        RunFolderError: One was changed, or is of another version.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            content = read_json(file)
+        except ValueError:
+            continue
+        if isinstance(content, Mapping) and {"accounted", "checks", "holds"} <= content.keys():
+            found[file] = read_record(
+                file, MechanismAudit, SCHEMA_VERSION, what="a self-test", remedy="run opusim audit again"
+            )
+    return found
+
 
 def report_text(found: MechanismAudit) -> str:
     """Return the settings, a table of the checks, the result, and what the checks cannot detect."""
@@ -179,13 +209,14 @@ def report_text(found: MechanismAudit) -> str:
         "A check of several comparisons, such as any two steps, shows the least likely one; its p-value is corrected "
         f"for their number. A check raises an alarm if its p-value is below {found.checks[0].level:.2g}."
     )
-    texts = (how_to_read, _result(found), _limits(found))
+    texts = (how_to_read, result_text(found), limits_text(found))
     shown = "\n\n".join(wrapped(text, widest=_WIDTH) for text in texts)
-    settings = wrapped(_settings(found), widest=_WIDTH)
+    settings = wrapped(settings_text(found), widest=_WIDTH)
     return "\n".join([settings, "", header, "-" * len(header), *rows, "", shown])
 
 
-def _settings(found: MechanismAudit) -> str:
+def settings_text(found: MechanismAudit) -> str:
+    """Say what ran, how long, and as what it was accounted."""
     seeds = "nothing seeded" if found.seed is None else f"seed {found.seed}"
     trained = "" if found.model == "mlp" else f" on model = {found.model!r}"
     length = "labels read once" if found.one_look else f"{found.steps} steps"
@@ -197,7 +228,8 @@ def _settings(found: MechanismAudit) -> str:
     )
 
 
-def _result(found: MechanismAudit) -> str:
+def result_text(found: MechanismAudit) -> str:
+    """Say whether a check raised an alarm, and which."""
     if found.holds:
         return (
             "No alarm: the released numbers agree with the accounted mechanism. If the mechanism is correct, one "
@@ -212,7 +244,7 @@ def _result(found: MechanismAudit) -> str:
     )
 
 
-def _limits(found: MechanismAudit) -> str:
+def limits_text(found: MechanismAudit) -> str:
     """Say what an agreeing self-test does not prove."""
     text = "Not tested: faults that appear only with other data, settings or run lengths"
     if not found.single_records:

@@ -30,7 +30,7 @@ from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_on
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
-from opusim.training.attacks.findings import Audit, Finding, Played, Role
+from opusim.training.attacks.findings import Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.one_run.observers import (
     ALL_UPDATES,
     CONSECUTIVE,
@@ -130,8 +130,7 @@ def audit_one_training(
     canaries, text = planned_canaries(plan, canaries, delta=delta)
     on_forecast(text)
     found = play_one_run(plan, canaries, seed=seed, delta=delta, progress=progress)
-    keep(found, place, run)
-    return found
+    return keep(found, place, folder)
 
 
 def started_again(run: AuditedRun, seed: int) -> RunPlan:
@@ -188,7 +187,7 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
     guessed = max(found.ceiling(method) for method in found.methods if method.guesses)
     return canaries, (
         f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "
-        f"normality; guesses show at most epsilon {guessed:.2f}."
+        f"normality; guesses of ideal scores typically show epsilon {guessed:.2f}."
     )
 
 
@@ -544,10 +543,10 @@ def audit_private_loop(
     """Run a private loop once with canaries, bound epsilon from their scores, and keep it there as `one-run.json`.
 
     An independent fair coin puts each canary in or leaves it out. A canary has a crafted gradient at every step, far
-    longer than the clip. Sampler, clip, noise and ledger are the loop's own. What `make_private` computes from the
-    number n of records or users counts the canaries: `sample_rate` if it is left out, and the noise for
-    `target_epsilon`. The result then says in `differs` which numbers were audited; give `noise_multiplier` and
-    `sample_rate` as in your loop to audit those::
+    longer than the clip. Sampler, clip, noise and ledger are the loop's own. If `sample_rate` is left out,
+    `make_private` computes it, and with it the noise for `target_epsilon`, from a number n of records or users that
+    counts the canaries. The result then says in `differs` which numbers were audited; give `sample_rate` as in your
+    loop to audit its own::
 
         def build(plant):
             loader = DataLoader(plant(records), batch_size=64)
@@ -655,32 +654,37 @@ def audit_private_loop(
         steps=observer.steps,
         cpu_s=spent,
         arrival=observer.arrival(mechanism),
-        differs=_computed_anew(settings, len(private.data_loader.users or planted), observer.steps),
+        differs=_computed_anew(
+            settings, len(private.data_loader.users or planted), int(inside.sum()), observer.steps
+        ),
     )
     found.keep(Path(private.folder))
     return found
 
 
-def _computed_anew(settings: PrivacySettings, count: int, steps: int) -> str:
+def _computed_anew(settings: PrivacySettings, count: int, canaries: int, steps: int) -> str:
     """Return which numbers of an audited loop count its canaries, and the remedy; empty if none does.
+
+    The calibrated noise depends on n by the sampling probability only, so a loop that is given that has its own noise.
 
     Args:
         settings: Of the loop.
         count: n, of its records or users with the canaries.
+        canaries: How many of them are canaries.
         steps: How many it made.
     """
-    arguments = []
-    if settings.is_calibrated:
-        arguments.append("noise_multiplier")
-    if settings.sample_rate == settings.batch_size / count:
-        arguments.append("sample_rate")
-    if not arguments:
+    if settings.sample_rate != settings.batch_size / count:
         return ""
     unit = "records" if settings.records_per_user is None else "users"
-    noise = "calibrated to target_epsilon and " if "noise_multiplier" in arguments else ""
+    noise = (
+        "z is calibrated to target_epsilon, and all were"
+        if settings.is_calibrated
+        else "q and the steps were"
+    )
     return (
-        f"noise multiplier z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}, {steps} steps were "
-        f"{noise}computed anew for n = {count:,} {unit} with canaries; give {' and '.join(arguments)} as in your loop"
+        f"noise multiplier z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}, {steps} steps, of "
+        f"which {noise} computed anew for n = {count:,} {unit} with canaries; give sample_rate={settings.batch_size}/"
+        f"{count - canaries}, as in your loop"
     )
 
 
@@ -768,7 +772,7 @@ def audit_private_folder(
 
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
-    found = replace(found, note=_STAND_IN, stand_in=True)
+    found = replace(found, note=_STAND_IN, stand_in=True, origin=Origin.of(folder))
     found.keep(place)
     return found
 

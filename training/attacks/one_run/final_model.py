@@ -48,6 +48,7 @@ from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Played
 from opusim.training.attacks.one_run.audit import CONFIDENCE, audit_of_scores, started_again, with_records
 from opusim.training.attacks.run_audit import audit_place, drawn_seed, read_run
+from opusim.training.attacks.run_audit import keep as keep_audit
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
@@ -267,9 +268,7 @@ def audit_final_model(
 
         play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
-    found = replace(found, looks=scores.looked(look))
-    found.keep(place)
-    return found
+    return keep_audit(replace(found, looks=scores.looked(look)), place, folder)
 
 
 class Look(NamedTuple):

@@ -771,7 +771,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
             f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
             for place, one in enumerate(_versions(facts))
         )
-        or _versions_of_loop(statement),
+        or "The folder keeps no versions of packages.",
         "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
@@ -793,13 +793,6 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "parties": _grouped(parties, "trusted", "party", common["trusted"]),
         "open_channels": _grouped(open_ones, "state", "channel", {}),
     }
-
-
-def _versions_of_loop(statement: Statement) -> str:
-    """Return what the folder of a private loop says of versions."""
-    if not statement.ledger.enforced_by:
-        return "The folder keeps no versions of packages."
-    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
 
 
 def _versions(facts: _Facts) -> list[dict[str, str]]:

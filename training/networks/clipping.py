@@ -183,10 +183,10 @@ def are_all(kept: Tensor) -> bool:
 
 
 class Measured(NamedTuple):
-    """Float32 norms, and how far they may be off: the exact norm is at most norms (1 + relative) + absolute.
+    """Norms, and how far they may be off: the exact norm is at most norms (1 + relative) + absolute.
 
     Attributes:
-        norms: float32, shape (batch,).
+        norms: float32 or float64, shape (batch,).
         relative: Of a sum of n squares in any order: (n + 8) 2^-24.
         absolute: For squares that vanish: sqrt(n) 2^-62.
     """

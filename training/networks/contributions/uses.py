@@ -466,12 +466,21 @@ def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
     unit = 2.0**-24
     if s.dtype == torch.float64 or positions * terms * unit > _GRAM_RAISES:
         s, u, unit = s.double(), u.double(), 2.0**-53
-    own, other = (s.mT @ s).double(), (u.mT @ u).double()
-    # what vanishes, products below 2^-126, changes |s|^2 by less than P 2^-100 after the factor
-    sizes = [gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) + positions * 2.0**-100 for gram in (own, other)]
+    # 1. Both matrices of every record and group, in float64.
+    groups = s.shape[:-2].numel()
+    grams = s.new_empty(2, groups, positions, positions)
+    for columns, gram in zip((s, u), grams.unbind(0), strict=True):
+        flat = columns.reshape(groups, columns.shape[-2], positions)
+        torch.bmm(flat.mT, flat, out=gram)
+    own, other = grams = grams.double()
+    # 2. |s|^2 and |u|^2; products below 2^-126 vanish, which changes them by less than P 2^-100 after the factor.
+    sizes = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1) + positions * 2.0**-100
+    # 3. The sum of the products with its error, and so at least 0.
     error = 1.02 * terms * unit + positions**2 * 2.0**-52
     squares = torch.addcmul((own * other).sum(dim=(-2, -1)), *sizes, value=error)
-    return Measured(squares.clamp_min(0.0).sum(dim=-1).sqrt().float(), 2.0**-22, 0.0)
+    if groups > len(s):
+        squares = squares.view(len(s), -1).sum(dim=1)
+    return Measured(squares.sqrt(), 2.0**-22, 0.0)
 
 
 def _merged(columns: Tensor, records: int) -> Tensor:

@@ -112,36 +112,29 @@ class Kinds:
     everything: bool = False
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Call:
     """One call of a torch function on parameters, and the gradients at its outputs.
 
-    Args:
-        site: What it has in common with other calls.
-        leaves: Its arguments, flattened.
-
     Attributes:
-        wrt: The parameters among them, with the graph that led to them.
-        leaves: The arguments, detached.
-        deltas: The gradients that arrived at each output, one for each backward pass.
+        site: What it has in common with other calls.
+        wrt: The parameters among its arguments, with the graph that led to them.
+        leaves: The arguments, flattened and detached.
         autocast: Whether torch.autocast was on, and its type.
+        versions: Of the tensors among the arguments, which in-place functions count up.
+        deltas: The gradients that arrived at each output, one for each backward pass.
         group: Neighbouring records of the batch that count as one, such as those of a user.
         statistics: Of a group norm, the mean and 1 / standard deviation of each group; None if they were not kept.
     """
 
-    __slots__ = ("_versions", "autocast", "deltas", "group", "leaves", "site", "statistics", "wrt")
-
-    def __init__(self, site: Site, leaves: Sequence[Any]) -> None:
-        self.site = site
-        self.wrt: list[Tensor] = [leaves[n] for n in site.places]
-        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if site.in_place:
-            self.leaves[0] = self.leaves[0].clone()
-        place = self.leaves[site.places[0]].device.type
-        self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
-        self._versions = [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.deltas: list[list[Tensor]] = []
-        self.group = 1
-        self.statistics: tuple[Tensor, Tensor] | None = None
+    site: Site
+    wrt: list[Tensor]
+    leaves: list[Any]
+    autocast: tuple[bool, torch.dtype]
+    versions: list[int]
+    deltas: list[list[Tensor]] = field(default_factory=list)
+    group: int = 1
+    statistics: tuple[Tensor, Tensor] | None = None
 
     def split_records(
         self,
@@ -202,7 +195,7 @@ def require_inputs_kept(calls: Sequence[Call]) -> None:
         RuntimeError: One was.
     """
     for call in calls:
-        if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call._versions:
+        if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call.versions:
             raise RuntimeError(
                 f"model: an input of {call.site.where} was modified in place after its use; take the operation that is "
                 "not in place (inplace=False)"

@@ -174,11 +174,7 @@ class ModuleUse(Use):
         self.wrt, self.records = list(named.values()), len(delta)
         self._names = list(named)
         self._module, self._delta, self._h = module, delta, h
-
-    @property
-    @override
-    def numbers(self) -> int:
-        return 8 * sum(tensor.numel() for tensor in self.wrt) + self._delta[:1].numel()
+        self.numbers = 8 * sum(tensor.numel() for tensor in self.wrt) + delta[:1].numel()
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: J_i^T delta_i by torch.func.vjp."""

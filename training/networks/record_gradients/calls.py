@@ -212,12 +212,8 @@ class CallUse(Use):
 
     def __init__(self, call: Call, records: int) -> None:
         self.call, self.records, self.wrt = call, records, call.wrt
-
-    @property
-    def numbers(self) -> int:
-        """See Use: the parameters, and the inputs of a record."""
-        inputs = [leaf.numel() for leaf in self.call.leaves if isinstance(leaf, Tensor)]
-        return sum(t.numel() for t in self.wrt) + sum(inputs) // max(1, self.records)
+        inputs = sum(leaf.numel() for leaf in call.leaves if isinstance(leaf, Tensor))
+        self.numbers = sum(t.numel() for t in self.wrt) + inputs // max(1, records)
 
 
 class Bound(NamedTuple):

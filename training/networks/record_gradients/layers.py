@@ -44,11 +44,7 @@ class NormalisationUse(Use):
         # Sums run over all dimensions but the record and those of the parameter, of which the first is `keep`.
         shape, ndim = call.wrt[0].shape, self._delta.ndim
         self._summed = [d for d in range(1, ndim) if not 0 <= d - keep % ndim < len(shape)]
-
-    @property
-    def numbers(self) -> int:
-        """See Use: the signals, the inputs and their products."""
-        return 3 * self._delta[:1].numel()
+        self.numbers = 3 * self._delta.numel() // records  # signals, inputs and their products
 
     @override
     def rows(self, part: slice) -> list[Tensor]:

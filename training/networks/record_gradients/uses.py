@@ -87,6 +87,10 @@ class FunctionUse(CallUse):
 class CopiesUse(CallUse):
     """A tensor computed from parameters that holds a copy for each record, such as an expanded class token."""
 
+    def __init__(self, call: Call, records: int) -> None:
+        super().__init__(call, records)
+        self.numbers = sum(delta.numel() for delta in call.deltas[0][:1])
+
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: the signal of one record, zero elsewhere, for some records at once."""
         (delta,) = self.call.split_records(self.records, (0,))
@@ -101,11 +105,6 @@ class CopiesUse(CallUse):
             )
         # Undo `split_records`: (some, records, ..., group, ...) to (some, ..., records x group, ...).
         return [single.movedim(1, 1 + layout.dim).flatten(1 + layout.dim, 2 + layout.dim)]
-
-    @property
-    @override
-    def numbers(self) -> int:
-        return sum(delta.numel() for delta in self.call.deltas[0][:1])
 
 
 def copies(values: Tensor) -> Tensor:

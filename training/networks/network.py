@@ -123,7 +123,8 @@ class ConvolutionJacobian(Jacobian):
         """See Jacobian: the convolution's weight gradient."""
         ones = torch.ones(len(delta), dtype=torch.float64, device=delta.device)
         use = self.use(delta, h)
-        totals = use.totals(Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None))
+        clip = Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None)
+        (totals,) = use.totals_of([(use, clip)])
         for parameter, total in zip(use.wrt, totals, strict=True):
             parameter.grad = total.div_(divisor)
 

@@ -200,9 +200,9 @@ def test_planted_fault_statistics_of_another_record_are_caught(monkeypatch: pyte
     wanted = recorded(model, x, signal).record_gradients()
     keep = GroupNormUse.__init__
 
-    def rolled(use: GroupNormUse, call: Call, *facts: Any) -> None:
+    def rolled(use: GroupNormUse, call: Call, *facts: Any, **others: Any) -> None:
         call.statistics = tuple(values.roll(1, 0) for values in call.statistics or ())
-        keep(use, call, *facts)
+        keep(use, call, *facts, **others)
 
     monkeypatch.setattr(GroupNormUse, "__init__", rolled)
     found = recorded(model, x, signal).record_gradients()

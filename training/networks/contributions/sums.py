@@ -94,6 +94,11 @@ class Contributions:
                     self._layers.append(_Joint(parameters, outer, records) if several else outer[0])
                     continue
             self._layers.append(_Formed(parameters, uses, records, several=several))
+        # Layers of a kind are measured and summed together.
+        self._kinds: dict[type[OuterUse | _Formed | _Joint], list[int]] = {}
+        for number, layer in enumerate(self._layers):
+            if layer is not None:
+                self._kinds.setdefault(type(layer), []).append(number)
 
     def leave_out(self, padding: Tensor) -> None:
         """Give rows that only fill a batch the weight zero, whatever they hold; call it before anything is measured.
@@ -131,9 +136,13 @@ class Contributions:
         found: list[tuple[Tensor, Tensor]] = []
         with full_precision(self._place.type):
             clips = Clip.of_layers(factors, squares) if self.records else []
+            sums: dict[int, list[Tensor]] = {}
+            for kind, numbers in self._kinds.items():
+                own: list[Any] = [(self._layers[n], clips[n]) for n in numbers]
+                sums |= zip(numbers, kind.totals_of(own, into, block), strict=True)
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is not None:
-                    found += zip(layer.wrt, layer.totals(clips[number], into, block), strict=True)
+                    found += zip(layer.wrt, sums[number], strict=True)
                 if layer is None or len(layer.wrt) < len(parameters):
                     used = set() if layer is None else {id(tensor) for tensor in layer.wrt}
                     found += [(p, torch.zeros_like(p)) for p in parameters if id(p) not in used]
@@ -156,18 +165,13 @@ class Contributions:
     def _measured(self) -> Tensor:
         """Return the squared norms."""
         depth, records = len(self._layers), self.records
-        # 1. Measure the layers of a kind together.
-        kinds: dict[type[Any], list[int]] = {}
-        for number, layer in enumerate(self._layers):
-            if layer is not None:
-                kinds.setdefault(type(layer), []).append(number)
-        if not kinds:
+        # 1. Measure the layers, those of a kind together.
+        if not self._kinds:
             return torch.zeros(depth, records, dtype=torch.float64, device=self._place)
-        of_layers = {
-            number: parts
-            for kind, numbers in kinds.items()
-            for number, parts in zip(numbers, kind.parts_of([self._layers[n] for n in numbers]), strict=True)
-        }
+        of_layers: dict[int, list[Part]] = {}
+        for kind, numbers in self._kinds.items():
+            own: list[Any] = [self._layers[n] for n in numbers]
+            of_layers |= zip(numbers, kind.parts_of(own), strict=True)
         parts = [(number, part) for number in sorted(of_layers) for part in of_layers[number]]
         # 2. Number the measured norms; a norm that a part lacks is a row of zeros, or of ones in a product.
         first = next(m for _, part in parts for m in (part.formed, part.s) if m is not None)
@@ -218,14 +222,17 @@ class _Formed:
         self.numbers = 4 * self._size + max(use.numbers for use in uses)
         self._kept: list[list[Tensor]] = []
 
-    def rows(self) -> Iterator[list[Tensor]]:
-        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter."""
+    def rows(self, cut: Sequence[slice] = ()) -> Iterator[list[Tensor]]:
+        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter.
+
+        Args:
+            cut: Which records at a time, in their order, as `chunked` returns it.
+        """
         if self._kept:
             yield from self._kept
             return
         kept = []
-        (cut,) = chunked([self])
-        for part in cut:
+        for part in cut or chunked([self])[0]:
             found = self._joined(part) if self.several else {}
             # A parameter's gradient of one use is float32; sums over uses are float64.
             for use in () if found else self.uses:
@@ -254,7 +261,7 @@ class _Formed:
         s, u = _joined_pairs(outer, part)
         found = {id(weight): (s @ u.mT).flatten(1)}
         if biases:
-            signals = [use.signals(part).double() for use in biases]
+            signals = [use.pairs(part)[0].double().sum(dim=-1).flatten(1) for use in biases]
             found[id(biases[0].bias)] = torch.stack(signals).sum(dim=0)
         return found
 
@@ -264,9 +271,9 @@ class _Formed:
         counts = list[int]()  # of the parts of the batch of each layer
 
         def formed() -> Iterator[Tensor]:
-            for layer in layers:
+            for layer, cut in zip(layers, chunked(layers), strict=True):
                 counts.append(0)
-                for rows in layer.rows():
+                for rows in layer.rows(cut):
                     counts[-1] += 1
                     yield from rows
 
@@ -277,10 +284,18 @@ class _Formed:
             found.append([Part(each[0] if count == 1 else joined(each)) for each in zip(*own, strict=True)])
         return found
 
-    def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
-    ) -> list[Tensor]:
-        """Return sum_i f_i g_i, a tensor for each parameter; see OuterUse.totals.
+    @classmethod
+    def totals_of(
+        cls,
+        layers: Sequence[tuple[_Formed, Clip]],
+        into: Mapping[int, Tensor] = NOWHERE,
+        block: int | None = None,
+    ) -> list[list[Tensor]]:
+        """See OuterUse."""
+        return [layer._totals(clip, block) for layer, clip in layers]
+
+    def _totals(self, clip: Clip, block: int | None) -> list[Tensor]:
+        """Return sum_i f_i g_i, a tensor for each parameter.
 
         Gradients that were not kept are measured again, so that another rounding exceeds no norm.
         """
@@ -353,15 +368,23 @@ class _Joint:
         own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
         return [weight, Part(measured(signals)[0], own, None, CANCELLED + positions * 2.0**-23)]
 
-    def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
-    ) -> list[Tensor]:
-        """See _Formed; always in float64."""
-        totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.wrt}
-        for use in self.uses:
-            for tensor, total in zip(use.wrt, use.totals(clip, block=0), strict=True):
-                totals[id(tensor)] += total
-        return [totals[id(parameter)] for parameter in self.wrt]
+    @classmethod
+    def totals_of(
+        cls,
+        layers: Sequence[tuple[_Joint, Clip]],
+        into: Mapping[int, Tensor] = NOWHERE,
+        block: int | None = None,
+    ) -> list[list[Tensor]]:
+        """See OuterUse; always in float64."""
+        found = []
+        for layer, clip in layers:
+            totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in layer.wrt}
+            for use in layer.uses:
+                (own,) = use.totals_of([(use, clip)], block=0)
+                for tensor, total in zip(use.wrt, own, strict=True):
+                    totals[id(tensor)] += total
+            found.append([totals[id(parameter)] for parameter in layer.wrt])
+        return found
 
 
 def _merged(uses: Sequence[Use]) -> Sequence[Use]:

@@ -129,13 +129,17 @@ class OuterUse(Use):
             into: Tensors of the same type that may be overwritten and returned, by the id of the parameter.
         """
 
-    def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
-    ) -> list[Tensor]:
-        """Return sum_i f_i J_i^T delta_i, one tensor for each of `wrt`.
+    @classmethod
+    def totals_of(
+        cls,
+        uses: Sequence[tuple[Self, Clip]],
+        into: Mapping[int, Tensor] = NOWHERE,
+        block: int | None = None,
+    ) -> list[list[Tensor]]:
+        """Return sum_i f_i J_i^T delta_i of each use, one tensor for each of `wrt`.
 
         Args:
-            clip: The factors.
+            uses: The uses, and the factors of each.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
             block: Records whose products are summed at once in float32, if they have one position each, or are formed
                 (`formed_totals`); 0 for float64, whose sums go by blocks of some thousand rows. None sums all as they
@@ -144,32 +148,36 @@ class OuterUse(Use):
         Raises:
             ValueError: A record has more positions than `CountedSums` counts.
         """
-        if block is not None and self.positions > MOST_POSITIONS:
-            raise ValueError(
-                f"a record has {self.positions:,} positions in a layer, and rounding is counted for at most "
-                f"{MOST_POSITIONS:,}; cut records into shorter ones"
-            )
-        if block and self.forms_sums and self.positions >= _FORMED_POSITIONS:
-            return self.formed_totals(clip, block)
-        kept, inputs, signals = clip.kept, self.h, self.delta
-        exact = block == 0 or (block is not None and self.positions > 1)
-        if not exact:
-            signals = signals * clip.rounded.view(-1, *[1] * (signals.ndim - 1))
-        if kept is not None:
-            signals = finite_rows(signals, kept)
-            inputs = finite_rows(inputs, kept) if inputs.is_floating_point() else inputs
-        step = max(1, _EXACT_ROWS // max(1, self.positions) if exact else block or self.records)
-        totals: list[Tensor] = []
-        for start in range(0, max(1, self.records), step):  # also for no record
-            own, x = signals[start : start + step], inputs[start : start + step]
-            if exact:
-                own = own.double() * by_record(clip.factors[start : start + step], own)
-                x = x.double() if x.is_floating_point() else x
-            added = self.products(own, x, NOWHERE if exact or totals else into)
-            totals = (
-                [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
-            )
-        return totals
+        found = []
+        for use, clip in uses:
+            if block is not None and use.positions > MOST_POSITIONS:
+                raise ValueError(
+                    f"a record has {use.positions:,} positions in a layer, and rounding is counted for at most "
+                    f"{MOST_POSITIONS:,}; cut records into shorter ones"
+                )
+            if block and use.forms_sums and use.positions >= _FORMED_POSITIONS:
+                found.append(use.formed_totals(clip, block))
+                continue
+            kept, inputs, signals = clip.kept, use.h, use.delta
+            exact = block == 0 or (block is not None and use.positions > 1)
+            if not exact:
+                signals = signals * clip.rounded.view(-1, *[1] * (signals.ndim - 1))
+            if kept is not None:
+                signals = finite_rows(signals, kept)
+                inputs = finite_rows(inputs, kept) if inputs.is_floating_point() else inputs
+            step = max(1, _EXACT_ROWS // max(1, use.positions) if exact else block or use.records)
+            totals: list[Tensor] = []
+            for start in range(0, max(1, use.records), step):  # also for no record
+                own, x = signals[start : start + step], inputs[start : start + step]
+                if exact:
+                    own = own.double() * by_record(clip.factors[start : start + step], own)
+                    x = x.double() if x.is_floating_point() else x
+                added = use.products(own, x, NOWHERE if exact or totals else into)
+                totals = (
+                    [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
+                )
+            found.append(totals)
+        return found
 
     def formed_totals(self, clip: Clip, block: int) -> list[Tensor]:
         """Return the same, where gradients of some records at once are formed in float32, and then added.
@@ -200,7 +208,7 @@ class OuterUse(Use):
 
     @classmethod
     def parts_of(cls, uses: Sequence[Self]) -> list[list[Part]]:
-        """Return the parts of the norm of each record's contribution to each use, as `totals` forms it in float32."""
+        """Return the parts of the norm of each record's contribution as `totals_of` forms it in float32."""
         # 1. |s| and |u|: their product is the norm of a single product, and bounds the rounding of sums.
         single = [cls.single and use.positions == 1 for use in uses]
         sizes = {

@@ -7,6 +7,7 @@ here (`unread_masks`).
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import types
@@ -323,7 +324,7 @@ class Recorder:
             tensors = [*(kept[n] for n in site.others), *(found[n] for n in outputs)]
             site.layouts = self._layouts(key, site, tensors)
             if self._sites is not None:
-                site.made = CLOSED[site.func](site, kept) if site.func in CLOSED else None
+                site.made = CLOSED[site.func](call) if site.func in CLOSED else None
                 if signature is not None:
                     self._sites[signature] = site
         # 4. The gradients of the outputs.
@@ -485,7 +486,7 @@ def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:
     The function hands itself to an active TorchFunctionMode as a whole; the copy does not.
     """
     code = function.__code__
-    scope = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    scope = {**function.__globals__, "has_torch_function": operator.not_}  # of some tensors: no
     return types.FunctionType(code, scope, code.co_name, function.__defaults__)
 
 
@@ -493,7 +494,7 @@ _attention = _transparent(functional.multi_head_attention_forward)
 _REPLACED = {functional.multi_head_attention_forward, functional.one_hot, *RECURRENT, *CELLS}
 _FACTS = {
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]

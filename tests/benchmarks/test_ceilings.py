@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -29,15 +30,15 @@ def test_a_private_step_stays_below_its_ceilings(name: str) -> None:
 def test_planted_fault_a_wait_in_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from opusim.training.networks.contributions import uses
 
-    measured = uses.measured
+    measured = uses.measured_in_turn
 
-    def waiting(*rows: Tensor, coarsely: bool = False) -> object:
-        found = measured(*rows, coarsely=coarsely)
+    def waiting(values: Iterable[Tensor], *, coarsely: bool = False) -> object:
+        found = measured(values, coarsely=coarsely)
         for each in found:
             float(each.norms.sum())
         return found
 
-    monkeypatch.setattr(uses, "measured", waiting)
+    monkeypatch.setattr(uses, "measured_in_turn", waiting)
     assert operators.measured("mlp")["waits"] > 5
 
 

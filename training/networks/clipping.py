@@ -20,7 +20,7 @@ Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -182,10 +182,10 @@ def are_all(kept: Tensor) -> bool:
 
 
 class Measured(NamedTuple):
-    """Float32 norms, and how far they may be off: the exact norm is at most norms (1 + relative) + absolute.
+    """Norms, and how far they may be off: the exact norm is at most norms (1 + relative) + absolute.
 
     Attributes:
-        norms: float32, shape (batch,).
+        norms: float32 or float64, shape (batch,).
         relative: Of a sum of n squares in any order: (n + 8) 2^-24.
         absolute: For squares that vanish: sqrt(n) 2^-62.
     """
@@ -204,6 +204,11 @@ def measured(*values: Tensor, coarsely: bool = False) -> list[Measured]:
         *values: float32 or float64, shapes (batch, ...).
         coarsely: Whether the norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
     """
+    return measured_in_turn(values, coarsely=coarsely)
+
+
+def measured_in_turn(values: Iterable[Tensor], *, coarsely: bool = False) -> list[Measured]:
+    """Return the same of tensors that may be formed one after another, so that no two need be held."""
     found = []
     for each in values:
         flat, limit = each.flatten(1), _LONG_ROW if coarsely else _SHORT_ROW
@@ -225,6 +230,7 @@ def measured(*values: Tensor, coarsely: bool = False) -> list[Measured]:
             relative = (block + 8) * 2.0**-24 + 1.01 * relative
             absolute = terms**0.5 * _VANISHED + absolute
         found.append(Measured(torch.linalg.vector_norm(flat, dim=1).float(), relative, absolute))
+        del each, flat  # before the next is formed
     return found
 
 

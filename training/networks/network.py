@@ -123,7 +123,8 @@ class ConvolutionJacobian(Jacobian):
         """See Jacobian: the convolution's weight gradient."""
         ones = torch.ones(len(delta), dtype=torch.float64, device=delta.device)
         use = self.use(delta, h)
-        totals = use.totals(Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None))
+        clip = Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None)
+        (totals,) = use.totals_of([(use, clip)])
         for parameter, total in zip(use.wrt, totals, strict=True):
             parameter.grad = total.div_(divisor)
 
@@ -174,11 +175,7 @@ class ModuleUse(Use):
         self.wrt, self.records = list(named.values()), len(delta)
         self._names = list(named)
         self._module, self._delta, self._h = module, delta, h
-
-    @property
-    @override
-    def numbers(self) -> int:
-        return 8 * sum(tensor.numel() for tensor in self.wrt) + self._delta[:1].numel()
+        self.numbers = 8 * sum(tensor.numel() for tensor in self.wrt) + delta[:1].numel()
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: J_i^T delta_i by torch.func.vjp."""

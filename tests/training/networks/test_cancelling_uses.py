@@ -122,12 +122,15 @@ def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio:
 def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault is what was done before."""
 
-    totals = uses.OuterUse.totals
+    totals_of: Any = uses.OuterUse.totals_of.__func__  # type: ignore[attr-defined]
 
-    def float32(self: Any, clip: Any, into: Any = uses.NOWHERE, block: int | None = None) -> list[Tensor]:
-        return totals(self, clip, into)
+    def float32(
+        cls: type, found: Any, into: Any = uses.NOWHERE, block: int | None = None
+    ) -> list[list[Tensor]]:
+        summed: list[list[Tensor]] = totals_of(cls, found, into)
+        return summed
 
-    monkeypatch.setattr(uses.OuterUse, "totals", float32)
+    monkeypatch.setattr(uses.OuterUse, "totals_of", classmethod(float32))
     monkeypatch.setattr(sums, "CANCELLED", 2.0**-20)
     monkeypatch.setattr(uses, "MILD", 0.0)
     monkeypatch.setattr(uses, "_GRAM_RAISES", 0.0)  # Gram matrices in float32 bound the cancelling, too

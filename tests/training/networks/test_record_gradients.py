@@ -262,8 +262,8 @@ def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest
     model = nn.Linear(4, 3)
     assert largest_share(model, features(4), scale=1e-3) <= 1 + ROUNDING
 
-    parts = uses.LinearUse.parts
-    monkeypatch.setattr(uses.LinearUse, "parts", lambda use: parts(use)[:1])
+    parts_of = uses.LinearUse.parts_of
+    monkeypatch.setattr(uses.LinearUse, "parts_of", lambda found: [parts[:1] for parts in parts_of(found)])
     assert largest_share(model, features(4), scale=1e-3) > 10
 
 
@@ -277,12 +277,13 @@ def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
     assert largest_share(model, features(40), scale=1.0) <= 1 + ROUNDING
     monkeypatch.setattr(
         sums._Joint,
-        "parts",
+        "_parts",
         lambda layer: [
             part
             for half in (slice(0, 1), slice(1, 2))
             for own in [uses.LinearUse(layer.uses[0].delta[:, half], layer.uses[0].h[:, half], *layer.wrt)]
-            for part in own.parts()
+            for parts in own.parts_of([own])
+            for part in parts
         ],
     )
     assert largest_share(model, features(40), scale=1.0) == pytest.approx(2**0.5, rel=1e-3)

@@ -111,8 +111,8 @@ def test_no_record_adds_more_than_the_clip(name: str) -> None:
 
 
 def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = sums._Formed.parts
-    monkeypatch.setattr(sums._Formed, "parts", lambda layer: parts(layer)[:1])
+    parts_of = sums._Formed.parts_of
+    monkeypatch.setattr(sums._Formed, "parts_of", lambda found: [parts[:1] for parts in parts_of(found)])
     assert largest_share("linear", 60) > 2
 
 
@@ -200,9 +200,9 @@ def test_planted_fault_statistics_of_another_record_are_caught(monkeypatch: pyte
     wanted = recorded(model, x, signal).record_gradients()
     keep = GroupNormUse.__init__
 
-    def rolled(use: GroupNormUse, call: Call, *facts: Any) -> None:
+    def rolled(use: GroupNormUse, call: Call, *facts: Any, **others: Any) -> None:
         call.statistics = tuple(values.roll(1, 0) for values in call.statistics or ())
-        keep(use, call, *facts)
+        keep(use, call, *facts, **others)
 
     monkeypatch.setattr(GroupNormUse, "__init__", rolled)
     found = recorded(model, x, signal).record_gradients()

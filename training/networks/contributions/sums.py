@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from opusim.training.networks.clipping import (
     constants,
     full_precision,
     measured,
+    measured_in_turn,
     resolved,
 )
 from opusim.training.networks.contributions.uses import (
@@ -92,6 +94,11 @@ class Contributions:
                     self._layers.append(_Joint(parameters, outer, records) if several else outer[0])
                     continue
             self._layers.append(_Formed(parameters, uses, records, several=several))
+        # Layers of a kind are measured and summed together.
+        self._kinds: dict[type[OuterUse | _Formed | _Joint], list[int]] = {}
+        for number, layer in enumerate(self._layers):
+            if layer is not None:
+                self._kinds.setdefault(type(layer), []).append(number)
 
     def leave_out(self, padding: Tensor) -> None:
         """Leave out rows that only fill the batch, whatever they hold; call this before anything is measured.
@@ -130,9 +137,13 @@ class Contributions:
         found: list[tuple[Tensor, Tensor]] = []
         with full_precision(self._place.type):
             clips = Clip.of_layers(factors, squares) if self.records else []
+            sums: dict[int, list[Tensor]] = {}
+            for kind, numbers in self._kinds.items():
+                own: list[Any] = [(self._layers[n], clips[n]) for n in numbers]
+                sums |= zip(numbers, kind.totals_of(own, into, block), strict=True)
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is not None:
-                    found += zip(layer.wrt, layer.totals(clips[number], into, block), strict=True)
+                    found += zip(layer.wrt, sums[number], strict=True)
                 if layer is None or len(layer.wrt) < len(parameters):
                     used = set() if layer is None else {id(tensor) for tensor in layer.wrt}
                     found += [(p, torch.zeros_like(p)) for p in parameters if id(p) not in used]
@@ -155,15 +166,15 @@ class Contributions:
     def _measured(self) -> Tensor:
         """Return the squared norms."""
         depth, records = len(self._layers), self.records
-        parts = [
-            (number, part)
-            for number, layer in enumerate(self._layers)
-            if layer is not None
-            for part in layer.parts()
-        ]
-        if not parts:
+        # 1. Measure the layers, those of a kind together.
+        if not self._kinds:
             return torch.zeros(depth, records, dtype=torch.float64, device=self._place)
-        # 1. Number the measured norms; a norm that a part lacks is a row of zeros, or of ones in a product.
+        of_layers: dict[int, list[Part]] = {}
+        for kind, numbers in self._kinds.items():
+            own: list[Any] = [self._layers[n] for n in numbers]
+            of_layers |= zip(numbers, kind.parts_of(own), strict=True)
+        parts = [(number, part) for number in sorted(of_layers) for part in of_layers[number]]
+        # 2. Number the measured norms; a norm that a part lacks is a row of zeros, or of ones in a product.
         first = next(m for _, part in parts for m in (part.formed, part.s) if m is not None)
         zero = Measured(torch.zeros_like(first.norms), 0.0, 0.0)
         one = Measured(torch.ones_like(first.norms), 0.0, 0.0)
@@ -176,7 +187,7 @@ class Contributions:
             found |= {id(each.norms): each for each in chosen}
             rows.append(tuple(id(each.norms) for each in chosen))  # type: ignore[arg-type]
         order = {key: number for number, key in enumerate(found)}
-        # 2. Resolve them all in float64, and pick those of each part.
+        # 3. Resolve them all in float64, and pick those of each part.
         bounds = resolved(list(found.values()))
         formed, s_norms, u_norms = (
             bounds.index_select(0, index)
@@ -184,7 +195,7 @@ class Contributions:
                 tuple(zip(*[[order[key] for key in row] for row in rows], strict=True)), self._place
             )
         )
-        # 3. max(formed + slack |s| |u|, least |s| |u|), squared, and summed over the parts of each layer.
+        # 4. max(formed + slack |s| |u|, least |s| |u|), squared, and summed over the parts of each layer.
         slack, least = constants(
             (tuple(part.slack for _, part in parts), tuple(part.least for _, part in parts)), self._place
         )
@@ -209,17 +220,30 @@ class _Formed:
     ) -> None:
         self.wrt, self.uses, self.records, self.several = parameters, uses, records, several
         self._size = sum(parameter.numel() for parameter in parameters) * (1 + several)  # counted in float32
+        self.numbers = 4 * self._size + max(use.numbers for use in uses)
         self._kept: list[list[Tensor]] = []
 
-    def rows(self) -> Iterator[list[Tensor]]:
-        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter."""
+    def rows(self, cut: Sequence[slice] = ()) -> Iterator[list[Tensor]]:
+        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter.
+
+        Args:
+            cut: Which records at a time, in their order, as `chunked` returns it.
+        """
         if self._kept:
             yield from self._kept
             return
         kept = []
-        needed = 4 * self._size + max(use.numbers for use in self.uses)
-        for part in chunked(self.records, needed, self.wrt[0].device):
-            rows = _rows_of(self.uses, self.wrt, part, several=self.several)
+        for part in cut or chunked([self])[0]:
+            found = self._joined(part) if self.several else {}
+            # A parameter's gradient of one use is float32; sums over uses are float64.
+            for use in () if found else self.uses:
+                for tensor, formed in zip(use.wrt, use.rows(part), strict=True):
+                    leaf = isinstance(tensor, nn.Parameter)
+                    for parameter, own in [(tensor, formed)] if leaf else _pulled(tensor, formed, self.wrt):
+                        before, flat = found.get(id(parameter)), own.reshape(len(own), -1)
+                        found[id(parameter)] = flat if before is None else before.double() + flat
+            count = part.stop - part.start
+            rows = [found[id(p)] if id(p) in found else p.new_zeros(count, p.numel()) for p in self.wrt]
             if self.records * self._size <= _CACHE_LIMIT:
                 kept.append(rows)
             yield rows
@@ -227,15 +251,52 @@ class _Formed:
         if kept:
             self.uses = ()  # the signals and the inputs are not needed any more
 
-    def parts(self) -> list[Part]:
-        """Return the parts of each record's norm."""
-        found = [measured(*rows) for rows in self.rows()]
-        return [Part(own[0] if len(own) == 1 else joined(own)) for own in zip(*found, strict=True)]
+    def _joined(self, part: slice) -> dict[int, Tensor]:
+        """Return the gradients of some records by parameter, float64, if all uses are of one weight; else nothing."""
+        outer = [use for use in self.uses if isinstance(use, OuterUse)]
+        if len(outer) < len(self.uses) or len({id(use.weight) for use in outer}) > 1:
+            return {}
+        weight, biases = outer[0].weight, [use for use in outer if use.bias is not None]
+        if not weight.is_leaf or len({id(use.bias) for use in biases}) > 1:
+            return {}
+        s, u = _joined_pairs(outer, part)
+        found = {id(weight): (s @ u.mT).flatten(1)}
+        if biases:
+            signals = [use.pairs(part)[0].double().sum(dim=-1).flatten(1) for use in biases]
+            found[id(biases[0].bias)] = torch.stack(signals).sum(dim=0)
+        return found
 
-    def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
-    ) -> list[Tensor]:
-        """Return sum_i f_i g_i, a tensor for each parameter; see OuterUse.totals.
+    @classmethod
+    def parts_of(cls, layers: Sequence[_Formed]) -> list[list[Part]]:
+        """Return the parts of each record's norm in each layer."""
+        counts = list[int]()  # of the parts of the batch of each layer
+
+        def formed() -> Iterator[Tensor]:
+            for layer, cut in zip(layers, chunked(layers), strict=True):
+                counts.append(0)
+                for rows in layer.rows(cut):
+                    counts[-1] += 1
+                    yield from rows
+
+        norms = iter(measured_in_turn(formed()))
+        found = []
+        for layer, count in zip(layers, counts, strict=True):
+            own = [[next(norms) for _ in layer.wrt] for _ in range(count)]
+            found.append([Part(each[0] if count == 1 else joined(each)) for each in zip(*own, strict=True)])
+        return found
+
+    @classmethod
+    def totals_of(
+        cls,
+        layers: Sequence[tuple[_Formed, Clip]],
+        into: Mapping[int, Tensor] = NOWHERE,
+        block: int | None = None,
+    ) -> list[list[Tensor]]:
+        """See OuterUse."""
+        return [layer._totals(clip, block) for layer, clip in layers]
+
+    def _totals(self, clip: Clip, block: int | None) -> list[Tensor]:
+        """Return sum_i f_i g_i, a tensor for each parameter.
 
         Gradients that were not kept are measured again, so that another rounding cannot exceed the clip.
         """
@@ -275,17 +336,22 @@ class _Joint:
 
     def __init__(self, parameters: Sequence[nn.Parameter], uses: Sequence[OuterUse], records: int) -> None:
         self.wrt, self.uses, self.records = parameters, uses, records
+        self.numbers = 4 * sum(use.numbers for use in uses)
 
     def rows(self) -> Iterator[list[Tensor]]:
         """See _Formed."""
         return _Formed(self.wrt, self.uses, self.records, several=True).rows()
 
-    def parts(self) -> list[Part]:
-        """See _Formed; the share `CANCELLED` of the products' magnitudes bounds the rounding of the sum."""
+    @classmethod
+    def parts_of(cls, layers: Sequence[_Joint]) -> list[list[Part]]:
+        """See _Formed."""
+        return [layer._parts() for layer in layers]
+
+    def _parts(self) -> list[Part]:
+        """Return the parts of one layer; `CANCELLED` of the products' magnitudes bounds the rounding of the sum."""
         uses = self.uses
-        numbers = 4 * sum(use.numbers for use in uses)
-        parts = chunked(self.records, numbers, self.wrt[0].device)
-        found = [measured_by_gram(*_joined_pairs(uses, part)) for part in parts]
+        (cut,) = chunked([self])
+        found = [measured_by_gram(*_joined_pairs(uses, part)) for part in cut]
         positions = sum(use.positions for use in uses)
         magnitudes = []
         for use in uses:
@@ -303,15 +369,23 @@ class _Joint:
         own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
         return [weight, Part(measured(signals)[0], own, None, CANCELLED + positions * 2.0**-23)]
 
-    def totals(
-        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, block: int | None = None
-    ) -> list[Tensor]:
-        """See _Formed; always in float64."""
-        totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.wrt}
-        for use in self.uses:
-            for tensor, total in zip(use.wrt, use.totals(clip, block=0), strict=True):
-                totals[id(tensor)] += total
-        return [totals[id(parameter)] for parameter in self.wrt]
+    @classmethod
+    def totals_of(
+        cls,
+        layers: Sequence[tuple[_Joint, Clip]],
+        into: Mapping[int, Tensor] = NOWHERE,
+        block: int | None = None,
+    ) -> list[list[Tensor]]:
+        """See OuterUse; always in float64."""
+        found = []
+        for layer, clip in layers:
+            totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in layer.wrt}
+            for use in layer.uses:
+                (own,) = use.totals_of([(use, clip)], block=0)
+                for tensor, total in zip(use.wrt, own, strict=True):
+                    totals[id(tensor)] += total
+            found.append([totals[id(parameter)] for parameter in layer.wrt])
+        return found
 
 
 def _merged(uses: Sequence[Use]) -> Sequence[Use]:
@@ -330,32 +404,6 @@ def _joined_pairs(uses: Sequence[OuterUse], part: slice) -> tuple[Tensor, Tensor
     pairs = [use.pairs(part) for use in uses]
     s, u = (torch.cat(columns, dim=-1).double() for columns in zip(*pairs, strict=True))
     return s, u
-
-
-def _rows_of(
-    uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: slice, *, several: bool
-) -> list[Tensor]:
-    """Return the gradients of some records as rows for each parameter: float32 of one use, else sums in float64."""
-    outer = [use for use in uses if isinstance(use, OuterUse)]
-    if several and len(outer) == len(uses) and len({id(use.weight) for use in outer}) == 1:
-        weight, biases = outer[0].weight, [use for use in outer if use.bias is not None]
-        if weight.is_leaf and len({id(use.bias) for use in biases}) <= 1:
-            s, u = _joined_pairs(outer, part)
-            found = {id(weight): (s @ u.mT).flatten(1)}
-            if biases:
-                signals = [use.pairs(part)[0].double().sum(dim=-1).flatten(1) for use in biases]
-                found[id(biases[0].bias)] = torch.stack(signals).sum(dim=0)
-            count = part.stop - part.start
-            return [found[id(p)] if id(p) in found else p.new_zeros(count, p.numel()) for p in parameters]
-    sums: dict[int, Tensor] = {}
-    for use in uses:
-        for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
-            leaf = isinstance(tensor, nn.Parameter)
-            for parameter, own in [(tensor, rows)] if leaf else _pulled(tensor, rows, parameters):
-                before, flat = sums.get(id(parameter)), own.reshape(len(own), -1)
-                sums[id(parameter)] = flat if before is None else before.double() + flat
-    count = part.stop - part.start
-    return [sums[id(p)] if id(p) in sums else p.new_zeros(count, p.numel()) for p in parameters]
 
 
 def _pulled(

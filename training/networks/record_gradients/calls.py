@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Site:
         in_place: Whether the function overwrites its first argument.
         layouts: Where the records stand in the other tensors among the arguments, then in the outputs; empty until it
             is known.
-        made: Returns the use of a call, for functions of closed form; None for others.
+        made: How the use of a call is made, for functions of closed form; None for others.
     """
 
     func: Callable[..., Any]
@@ -55,11 +55,23 @@ class Site:
     roots: frozenset[int]
     in_place: bool = False
     layouts: Sequence[Layout | None] = ()
-    made: Callable[[Call, int], Use] | None = None
+    made: Form | Callable[[Call, int], Use] | None = None
 
     def layout(self, leaf: int) -> Layout | None:
         """Return where the records stand in an argument; None if nowhere, or if it is not among `others`."""
         return self.layouts[self.others.index(leaf)] if leaf in self.others else None
+
+
+class Form(NamedTuple):
+    """How the use of a call with one output is made from its signals and one argument, record by record.
+
+    Attributes:
+        of: Takes both; on its own, as parameters of a site are those of all its calls.
+        h: The argument.
+    """
+
+    of: Callable[[Tensor, Tensor], Use]
+    h: int
 
 
 class Key(NamedTuple):
@@ -112,87 +124,80 @@ class Kinds:
     everything: bool = False
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Call:
     """One call of a torch function on parameters, and the gradients at its outputs.
 
-    Args:
-        site: What it has in common with other calls.
-        leaves: Its arguments, flattened.
-
     Attributes:
-        wrt: The parameters among them, with the graph that led to them.
-        leaves: The arguments, detached.
-        deltas: The gradients that arrived at each output, one for each backward pass.
+        site: What it has in common with other calls.
+        wrt: The parameters among its arguments, with the graph that led to them.
+        leaves: The arguments, flattened and detached.
         autocast: Whether torch.autocast was on, and its type.
+        versions: Of the tensors among the arguments, which in-place functions count up.
+        deltas: The gradients that arrived at each output, one for each backward pass.
         group: Neighbouring records of the batch that count as one, such as those of a user.
         statistics: Mean and 1 / standard deviation of each group of a group norm; None if they were not kept.
     """
 
-    __slots__ = ("_versions", "autocast", "deltas", "group", "leaves", "site", "statistics", "wrt")
+    site: Site
+    wrt: list[Tensor]
+    leaves: list[Any]
+    autocast: tuple[bool, torch.dtype]
+    versions: list[int]
+    deltas: list[list[Tensor]] = field(default_factory=list)
+    group: int = 1
+    statistics: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, site: Site, leaves: Sequence[Any]) -> None:
-        self.site = site
-        self.wrt: list[Tensor] = [leaves[n] for n in site.places]
-        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if site.in_place:
-            self.leaves[0] = self.leaves[0].clone()
-        place = self.leaves[site.places[0]].device.type
-        self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
-        self._versions = [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.deltas: list[list[Tensor]] = []
-        self.group = 1
-        self.statistics: tuple[Tensor, Tensor] | None = None
 
-    def split_records(
-        self,
-        records: int,
-        outputs: Sequence[int] = (),
-        leaves: Sequence[int] = (),
-        like: Sequence[tuple[int, Tensor]] = (),
-    ) -> list[Tensor]:
-        """View tensors record by record, shapes (records, ...), where each record keeps the number of dimensions.
+def split_records(
+    records: int,
+    outputs: Iterable[tuple[Call, int]] = (),
+    leaves: Iterable[tuple[Call, int]] = (),
+    like: Iterable[tuple[Call, int, Tensor]] = (),
+) -> list[Tensor]:
+    """View tensors of calls record by record, shapes (records, ...), where each record keeps the number of dimensions.
 
-        The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-        `opusim.training.networks.record_gradients.followed.tracking` led to it.
+    The number of rows of a record is the size of the dimension over the number of records, as only the operators of
+    `opusim.training.networks.record_gradients.followed.tracking` led to it.
 
-        Args:
-            records: Number of records, or of groups of them.
-            outputs: At which outputs the gradients are returned, first.
-            leaves: Which arguments follow.
-            like: Further tensors, with the argument whose records stand where theirs do.
+    Args:
+        records: Number of records, or of groups of them.
+        outputs: Calls and their outputs at which the gradients are returned, first.
+        leaves: Calls and their arguments, which follow.
+        like: Further tensors, with the call and the argument whose records stand where theirs do.
 
-        Raises:
-            RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it
-                did when it was prepared.
-            ValueError: An argument belongs to no record.
-        """
-        site, group, parts = self.site, self.group, list[tuple[Tensor, Layout]]()
-        for n in outputs:
-            found, layout = self.deltas[n], site.layouts[len(site.others) + n]
-            if not found or layout is None:
-                raise RuntimeError(f"{site.where} has no gradient by record")
-            parts.append((found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0), layout))
-        for n, values in (*((n, self.leaves[n]) for n in leaves), *like):
-            layout = site.layouts[site.others.index(n)]
-            if layout is None:
-                raise ValueError(f"model: the input of {site.where} holds no records")
-            parts.append((values, layout))
-        apart = []
-        for values, (dim, outer, inner) in parts:
-            size = values.shape[dim]
-            rows, rest = divmod(size, records)
-            if rest or rows % group or (outer * inner == 1 and rows != group):
-                raise RuntimeError(
-                    f"model: an operator sees {size} rows for {records * group} records, other than when the model was "
-                    "prepared; let its Python code take the same path in every pass"
-                )
-            if outer > 1:
-                cut = values.unflatten(dim, (rows // group, records, group)).movedim(dim + 1, 0)
-                apart.append(cut.flatten(dim + 1, dim + 2))
-                continue
-            cut = values.unflatten(dim, (records, rows))
-            apart.append(cut.movedim(dim, 0) if dim else cut)
-        return apart
+    Raises:
+        RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it did
+            when it was prepared.
+        ValueError: An argument belongs to no record.
+    """
+    parts = list[tuple[Call, Tensor, Layout]]()
+    for call, n in outputs:
+        found, layout = call.deltas[n], call.site.layouts[len(call.site.others) + n]
+        if not found or layout is None:
+            raise RuntimeError(f"{call.site.where} has no gradient by record")
+        parts.append((call, found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0), layout))
+    for call, n, values in (*((call, n, call.leaves[n]) for call, n in leaves), *like):
+        layout = call.site.layouts[call.site.others.index(n)]
+        if layout is None:
+            raise ValueError(f"model: the input of {call.site.where} holds no records")
+        parts.append((call, values, layout))
+    apart = []
+    for call, values, (dim, outer, inner) in parts:
+        size, group = values.shape[dim], call.group
+        rows, rest = divmod(size, records)
+        if rest or rows % group or (outer * inner == 1 and rows != group):
+            raise RuntimeError(
+                f"model: an operator sees {size} rows for {records * group} records, other than when the model was "
+                "prepared; let its Python code take the same path in every pass"
+            )
+        if outer > 1:
+            cut = values.unflatten(dim, (rows // group, records, group)).movedim(dim + 1, 0)
+            apart.append(cut.flatten(dim + 1, dim + 2))
+            continue
+        cut = values.unflatten(dim, (records, rows))
+        apart.append(cut.movedim(dim, 0) if dim else cut)
+    return apart
 
 
 def require_inputs_kept(calls: Sequence[Call]) -> None:
@@ -202,7 +207,7 @@ def require_inputs_kept(calls: Sequence[Call]) -> None:
         RuntimeError: An input was overwritten.
     """
     for call in calls:
-        if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call._versions:
+        if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call.versions:
             raise RuntimeError(
                 f"model: an input of {call.site.where} was modified in place after its use; take the operation that is "
                 "not in place (inplace=False)"
@@ -219,12 +224,8 @@ class CallUse(Use):
 
     def __init__(self, call: Call, records: int) -> None:
         self.call, self.records, self.wrt = call, records, call.wrt
-
-    @property
-    def numbers(self) -> int:
-        """See Use: the parameters, and the inputs of a record."""
-        inputs = [leaf.numel() for leaf in self.call.leaves if isinstance(leaf, Tensor)]
-        return sum(t.numel() for t in self.wrt) + sum(inputs) // max(1, self.records)
+        inputs = sum(leaf.numel() for leaf in call.leaves if isinstance(leaf, Tensor))
+        self.numbers = sum(t.numel() for t in self.wrt) + inputs // max(1, records)
 
 
 class Bound(NamedTuple):

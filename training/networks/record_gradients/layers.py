@@ -23,7 +23,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from opusim.training.networks.contributions.uses import Use
-from opusim.training.networks.record_gradients.calls import Bound, Call, Site
+from opusim.training.networks.record_gradients.calls import Bound, Call, Form, split_records
 
 
 class NormalisationUse(Use):
@@ -31,24 +31,20 @@ class NormalisationUse(Use):
 
     def __init__(
         self,
-        call: Call,
-        records: int,
-        h: int,
+        delta: Tensor,
+        h: Tensor,
+        wrt: list[Tensor],
         weight: Tensor | None,
         normalise: Callable[[Tensor], Tensor],
         keep: int,
     ) -> None:
-        self.wrt, self.records = call.wrt, records
+        self.wrt, self.records = wrt, len(delta)
         self._weight, self._normalise = weight, normalise
-        self._delta, self._h = call.split_records(records, (0,), (h,))
+        self._delta, self._h = delta, h
         # Sums run over all dimensions but the record and those of the parameter, of which the first is `keep`.
-        shape, ndim = call.wrt[0].shape, self._delta.ndim
+        shape, ndim = wrt[0].shape, delta.ndim
         self._summed = [d for d in range(1, ndim) if not 0 <= d - keep % ndim < len(shape)]
-
-    @property
-    def numbers(self) -> int:
-        """See Use: the signals, the inputs and their products."""
-        return 3 * self._delta[:1].numel()
+        self.numbers = 3 * delta.numel() // self.records  # signals, inputs and their products
 
     @override
     def rows(self, part: slice) -> list[Tensor]:
@@ -75,14 +71,14 @@ class GroupNormUse(NormalisationUse):
         eps: float,
     ) -> None:
         normalise = partial(functional.group_norm, num_groups=groups, eps=eps)
-        super().__init__(call, records, h, weight, normalise, 2)
-        self._statistics: list[Tensor] | None = None
-        if call.statistics is not None:
-            self._statistics = call.split_records(records, like=[(h, values) for values in call.statistics])
+        further = [(call, h, values) for values in call.statistics or ()]
+        delta, x, *statistics = split_records(records, [(call, 0)], [(call, h)], further)
+        super().__init__(delta, x, call.wrt, weight, normalise, 2)
+        self._statistics = statistics
 
     @override
     def rows(self, part: slice) -> list[Tensor]:
-        if self._statistics is None:
+        if not self._statistics:
             return super().rows(part)
         delta, h = self._delta[part], self._h[part]  # (some, rows, channels, ...)
         lead, channels = h.shape[:3], h.shape[:3].numel()
@@ -133,28 +129,26 @@ def group_norm(
     return output
 
 
-def normalisation(site: Site, leaves: Sequence[Any]) -> Callable[[Call, int], Use] | None:
+def normalisation(call: Call) -> Form | Callable[[Call, int], Use] | None:
     """Return the uses of a norm's parameters, or None if the records stand in another dimension than the first."""
+    site = call.site
     grouped, rms = site.func is functional.group_norm, site.func is functional.rms_norm
     second = "num_groups" if grouped else "normalized_shape"
     names = ("input", second, "weight", "eps") if rms else ("input", second, "weight", "bias", "eps")
-    found = Bound.of(site, leaves, names, {"eps": None if rms else 1e-5})
+    found = Bound.of(site, call.leaves, names, {"eps": None if rms else 1e-5})
     h, size, eps = found.places["input"], found.values[second], found.values["eps"]
-    weight = found.learnt(site, "weight")
+    number = found.learnt(site, "weight")
+    weight = None if number is None else call.wrt[number]
     layout = site.layout(h)
     if layout is None or (grouped and layout.dim != 0):
         return None
-    plain = functional.rms_norm if rms else functional.layer_norm
-
-    def made(call: Call, records: int) -> Use:
-        w = None if weight is None else call.wrt[weight]
-        if grouped:
-            return GroupNormUse(call, records, h, w, size, eps)
-        shape = tuple(size)
-        normalise = partial(plain, normalized_shape=shape, eps=eps)
-        return NormalisationUse(call, records, h, w, normalise, -len(shape))
-
-    return made
+    if grouped:
+        return partial(GroupNormUse, h=h, weight=weight, groups=size, eps=eps)
+    plain, shape = functional.rms_norm if rms else functional.layer_norm, tuple(size)
+    normalise = partial(plain, normalized_shape=shape, eps=eps)
+    return Form(
+        partial(NormalisationUse, wrt=call.wrt, weight=weight, normalise=normalise, keep=-len(shape)), h
+    )
 
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]

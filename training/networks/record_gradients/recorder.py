@@ -7,6 +7,7 @@ their `is_tracing` return True.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import types
@@ -96,10 +97,10 @@ class _Everything(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See Recorder.called."""
+        """See _handed."""
         if not all(kind in _OWN for kind in types):
             self._recorder.kinds.everything = True  # a tensor class of the user has functions of its own
-        return self._recorder.called(func, args, dict(kwargs or {}))
+        return _handed(Tensor, func, types, args, kwargs, self._recorder)
 
 
 class _Local(threading.local):
@@ -117,13 +118,52 @@ def _handed(
     types: Collection[type],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
+    recorder: Recorder | None = None,
 ) -> Any:
-    """Hand a torch function with a watched tensor among its arguments to the recorder."""
-    recorder = _LOCAL.recorder
-    if recorder is None:
+    """Call a torch function, and record it if a parameter is among its arguments.
+
+    Args:
+        cls: See torch, as the arguments that follow.
+        func: See torch.
+        types: See torch.
+        args: See torch.
+        kwargs: See torch.
+        recorder: What records it, if it is not that of the thread's innermost block.
+    """
+    options, self = kwargs or {}, recorder or _LOCAL.recorder
+    if self is None:
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-    return recorder.called(func, args, kwargs or {})
+            return func(*args, **options)
+    if func in _REPLACED:
+        return self._replaced(func, args, options)
+    with self._uncaught():
+        if func in _FACTS or not torch.is_grad_enabled():
+            return func(*args, **options)
+        # 1. Flatten the arguments; functions of closed form take no tensors in containers.
+        closed = func in CLOSED
+        leaves: list[Any]
+        spec: FlatSpec | TreeSpec
+        if closed:
+            leaves, spec = [*args, *options.values()], FlatSpec(len(args), tuple(options))
+        elif self._mode is None or self._takes_known((args, options)):
+            leaves, spec = tree_flatten((args, dict(options)))
+        else:
+            return func(*args, **options)
+        places = tuple(n for n, leaf in enumerate(leaves) if id(leaf) in self._known)
+        if not places:
+            return func(*args, **options)
+        # 2. A call that an earlier step made, with the same parameters and options, is known.
+        signature: tuple[Any, ...] | None = None
+        if closed and self._sites is not None and all(leaves[n].is_leaf for n in places):
+            facts = [
+                id(leaf) if n in places else (Tensor, leaf.ndim) if isinstance(leaf, Tensor) else leaf
+                for n, leaf in enumerate(leaves)
+            ]
+            signature = func, spec, *(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
+            if (site := self._sites.get(signature)) is not None:
+                return self._recorded(site, leaves)
+        # 3. Any other one has to be of a kind that the probe has met.
+        return self._settled(func, spec, leaves, places, signature)
 
 
 class _WatchedParameter(nn.Parameter):
@@ -198,40 +238,6 @@ class Recorder:
                 parameter.__class__ = kind
         block.close()
 
-    def called(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Call a torch function, and record it if a parameter is among its arguments."""
-        if func in _REPLACED:
-            return self._replaced(func, args, options)
-        with self._uncaught():
-            if not torch.is_grad_enabled():
-                return func(*args, **options)
-            # 1. Flatten the arguments; functions of closed form take no tensors in containers.
-            closed = func in CLOSED
-            leaves: list[Any]
-            spec: FlatSpec | TreeSpec
-            if closed:
-                leaves, spec = [*args, *options.values()], FlatSpec(len(args), tuple(options))
-            elif self._mode is None or self._takes_known((args, options)):
-                leaves, spec = tree_flatten((args, options))
-            else:
-                return func(*args, **options)
-            places = tuple(n for n, leaf in enumerate(leaves) if id(leaf) in self._known)
-            if not places:
-                return func(*args, **options)
-            # 2. A call that an earlier step made, with the same parameters and options, is known.
-            signature: tuple[Any, ...] | None = None
-            if closed and self._sites is not None and all(leaves[n].is_leaf for n in places):
-                facts = [
-                    id(leaf) if n in places else (Tensor, leaf.ndim) if isinstance(leaf, Tensor) else leaf
-                    for n, leaf in enumerate(leaves)
-                ]
-                signature = func, spec, *(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
-                if (site := self._sites.get(signature)) is not None:
-                    call = Call(site, leaves)
-                    return self._watched(call, _run(call, leaves))
-            # 3. Any other one has to be of a kind that the probe has met.
-            return self._settled(func, spec, leaves, places, signature)
-
     def _settled(
         self,
         func: Any,
@@ -263,44 +269,77 @@ class Recorder:
         site = Site(func, spec, key, places, others, roots, in_place)
         if func in EMBEDDINGS:
             require_separate_records(site, leaves)
-        call = Call(site, leaves)
-        return self._recorded(call, key, _run(call, leaves), signature)
+        return self._recorded(site, leaves, key, signature)
 
-    def _recorded(self, call: Call, key: Key, result: Any, signature: tuple[Any, ...] | None = None) -> Any:
-        """Find out where the records stand in the tensors of a call, and let it receive its gradients."""
-        site, found = call.site, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in found if leaf.is_floating_point()]
-        if any(leaf.is_complex() for leaf in found):
-            raise ValueError(
-                f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it from "
-                "real and imaginary parts (torch.view_as_real)"
+    def _recorded(
+        self, site: Site, leaves: list[Any], key: Key | None = None, signature: tuple[Any, ...] | None = None
+    ) -> Any:
+        """Call a function with its parameters detached, and let the call receive the gradients of its outputs.
+
+        Args:
+            site: What the call has in common with others.
+            leaves: Its arguments, flattened, with their graph.
+            key: Its kind, unless it is known where the records stand.
+            signature: By which later calls find the site, or None.
+
+        Raises:
+            ValueError: It mixes records, returns complex numbers, or draws random ones.
+        """
+        # 1. The arguments without their graph.
+        kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if site.in_place:
+            kept[0] = kept[0].clone()
+        place = kept[site.places[0]].device.type
+        call = Call(
+            site=site,
+            wrt=[leaves[n] for n in site.places],
+            leaves=kept,
+            autocast=(torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)),
+            versions=[leaf._version for leaf in kept if isinstance(leaf, Tensor)],
+        )
+        # 2. The function; one of closed form draws no random numbers.
+        free = list(leaves)
+        for n in site.places:
+            free[n] = kept[n]
+        if isinstance(site.spec, FlatSpec):
+            count = site.spec.positional
+            options = dict(zip(site.spec.names, free[count:], strict=True))
+            grouped = site.func is functional.group_norm
+            result = (
+                group_norm(call, *free[:count], **options) if grouped else site.func(*free[:count], **options)
             )
-        if not outputs:
-            return result
-        tensors = [*(call.leaves[n] for n in site.others), *outputs]
-        site.layouts = self._layouts(key, site, tensors)
-        if self._sites is not None:
-            site.made = CLOSED[site.func](site, call.leaves) if site.func in CLOSED else None
-            if signature is not None:
-                self._sites[signature] = site
-        return self._watched(call, result)
-
-    def _watched(self, call: Call, result: Any) -> Any:
-        """Keep a call, and let it receive the gradients of its outputs."""
-        leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
-        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        for place in places:
-            output = leaves[place]
+        else:
+            result = _called_once(site, free, call.wrt[0].device)
+        found, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+        outputs = [n for n, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        # 3. Where the records stand.
+        if key is not None:
+            if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in found):
+                raise ValueError(
+                    f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it "
+                    "from real and imaginary parts (torch.view_as_real)"
+                )
+            if not outputs:
+                return result
+            tensors = [*(kept[n] for n in site.others), *(found[n] for n in outputs)]
+            site.layouts = self._layouts(key, site, tensors)
+            if self._sites is not None:
+                site.made = CLOSED[site.func](call) if site.func in CLOSED else None
+                if signature is not None:
+                    self._sites[signature] = site
+        # 4. The gradients of the outputs.
+        for n in outputs:
+            output = found[n]
             if not output.requires_grad:
                 fresh = output.clone() if output._is_view() else output
                 output = _Anchored.apply(fresh, self._anchor)
-            elif len(places) > 1:  # one output may be computed from another, whose gradient here is its own
+            elif len(outputs) > 1:  # one output may be computed from another, whose gradient here is its own
                 output = output.clone()
             call.deltas.append([])
             output.register_hook(call.deltas[-1].append)
-            leaves[place] = output
+            found[n] = output
         self.calls.append(call)
-        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+        return found[0] if spec is None else tree_unflatten(found, spec)
 
     def _replaced(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Call the replacement of a function whose own arithmetic hides uses of parameters."""
@@ -323,7 +362,7 @@ class Recorder:
         if self._mode is not None and torch.overrides.has_torch_function((x, weight)):
             with self._mode:  # a subclass has functions of its own
                 return functional.linear(x, weight, bias)
-        output: Tensor = self.called(functional.linear, (x, weight, bias), {})
+        output: Tensor = _handed(Tensor, functional.linear, (), (x, weight, bias), recorder=self)
         return output
 
     def _takes_known(self, arguments: Iterable[Any]) -> bool:
@@ -357,8 +396,7 @@ class Recorder:
             name = f"{key}[{n}]" if len(leaves) > 1 else str(key)
             if key in self.kinds.copied:
                 site = Site(copies, FlatSpec(1, ()), name, (0,), (), roots)
-                call = Call(site, [leaf])
-                leaves[n] = self._recorded(call, Key("copies", (name,)), _run(call, [leaf]))
+                leaves[n] = self._recorded(site, [leaf], Key("copies", (name,)))
                 continue
             self._known[id(leaf)] = _Known(leaf, name, roots)
             if self._mode is None:
@@ -403,36 +441,25 @@ class _Anchored(torch.autograd.Function):
         return None, None
 
 
-def _run(call: Call, leaves: Sequence[Any]) -> Any:
-    """Call the function with its parameters detached.
+def _called_once(site: Site, leaves: Sequence[Any], place: torch.device) -> Any:
+    """Call a function that may have to be called again for each record.
 
     Args:
-        call: The call.
-        leaves: Its arguments, flattened, with their graph.
+        site: Of the call.
+        leaves: Its arguments, flattened, with the parameters detached.
+        place: Where these are.
 
     Raises:
-        ValueError: It draws random numbers and would have to be called again for each record.
+        ValueError: It draws random numbers.
     """
-    func, spec, free = call.site.func, call.site.spec, list(leaves)
-    for n in call.site.places:
-        free[n] = call.leaves[n]
-    if isinstance(spec, FlatSpec):  # of closed form, and so without random numbers
-        count = spec.positional
-        options = dict(zip(spec.names, free[count:], strict=True))
-        return (
-            group_norm(call, *free[:count], **options)
-            if func is functional.group_norm
-            else func(*free[:count], **options)
-        )
-    args, kwargs = spec.unflatten(free)
-    place = call.wrt[0].device
+    args, kwargs = site.spec.unflatten(leaves)
     before = _random_state(place)
-    result = func(*args, **kwargs)
+    result = site.func(*args, **kwargs)
     with _unfollowed():
         draws = not torch.equal(before, _random_state(place))
     if draws:
         raise ValueError(
-            f"model: {call.site.where} draws random numbers, which a second call would not repeat; move dropout into a "
+            f"model: {site.where} draws random numbers, which a second call would not repeat; move dropout into a "
             "module of its own"
         )
     return result
@@ -459,9 +486,18 @@ def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:
     The function hands itself to an active TorchFunctionMode as a whole; the copy does not.
     """
     code = function.__code__
-    scope = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    scope = {**function.__globals__, "has_torch_function": operator.not_}  # of some tensors: no
     return types.FunctionType(code, scope, code.co_name, function.__defaults__)
 
 
 _attention = _transparent(functional.multi_head_attention_forward)
 _REPLACED = {functional.multi_head_attention_forward, functional.one_hot, *RECURRENT, *CELLS}
+_FACTS = {
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+}
+"""Functions that tell of a tensor what no record changes, and return no tensor."""

@@ -24,7 +24,7 @@ from opusim import checks
 from opusim.training.networks.clipping import bounded_factors
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import Use
-from opusim.training.networks.record_gradients.calls import Kinds, require_inputs_kept
+from opusim.training.networks.record_gradients.calls import Form, Kinds, require_inputs_kept, split_records
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from opusim.training.networks.record_gradients.recorder import Recorder
@@ -192,10 +192,15 @@ class RecordTape:
         self._uses = [[] for _ in self.layers]
         calls = [call for call in recorder.calls if records and any(call.deltas)]  # which a gradient reached
         require_inputs_kept(calls)
+        forms = [(call, call.site.made.h) for call in calls if isinstance(call.site.made, Form)]
         for call in calls:
             call.group = self._group
+        apart = split_records(records, ((call, 0) for call, _ in forms), forms)
+        pairs = zip(apart[: len(forms)], apart[len(forms) :], strict=True)
+        for call in calls:
             made = call.site.made or FunctionUse
-            self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
+            use = made.of(*next(pairs)) if isinstance(made, Form) else made(call, records)
+            self._uses[self._layer_of[min(call.site.roots)]].append(use)
         # longer records than the probe's may use a parameter again
         if any(len(uses) > 1 for uses in self._uses):
             self.several_uses = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from torch.nn import functional
 from typing_extensions import override
 
 from opusim.training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
-from opusim.training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
+from opusim.training.networks.record_gradients.calls import (
+    Bound,
+    Call,
+    CallUse,
+    Form,
+    Site,
+    real_tensors,
+    split_records,
+)
 from opusim.training.networks.record_gradients.layers import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -39,7 +48,8 @@ class FunctionUse(CallUse):
         self._varying = [
             n for n, layout in zip(site.others, site.layouts, strict=False) if layout is not None
         ]
-        found = call.split_records(records, self._used, self._varying)
+        outputs, leaves = (((call, n) for n in numbers) for numbers in (self._used, self._varying))
+        found = split_records(records, outputs, leaves)
         self._deltas, self._values = found[: len(self._used)], found[len(self._used) :]
         self._vectorised = True
 
@@ -87,9 +97,13 @@ class FunctionUse(CallUse):
 class CopiesUse(CallUse):
     """A tensor computed from parameters that holds a copy for each record, such as an expanded class token."""
 
+    def __init__(self, call: Call, records: int) -> None:
+        super().__init__(call, records)
+        self.numbers = sum(delta.numel() for delta in call.deltas[0][:1])
+
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: the signal of one record, zero elsewhere, for some records at once."""
-        (delta,) = self.call.split_records(self.records, (0,))
+        (delta,) = split_records(self.records, [(self.call, 0)])
         numbers = range(self.records)[part]
         single = delta.new_zeros(len(numbers), *delta.shape)
         for row, number in enumerate(numbers):
@@ -101,11 +115,6 @@ class CopiesUse(CallUse):
             )
         # Undo `split_records`: (some, records, ..., group, ...) to (some, ..., records x group, ...).
         return [single.movedim(1, 1 + layout.dim).flatten(1 + layout.dim, 2 + layout.dim)]
-
-    @property
-    @override
-    def numbers(self) -> int:
-        return sum(delta.numel() for delta in self.call.deltas[0][:1])
 
 
 def copies(values: Tensor) -> Tensor:
@@ -133,37 +142,29 @@ def require_separate_records(site: Site, leaves: Sequence[Any]) -> None:
         )
 
 
-Made = Callable[[Call, int], Use]
-"""Returns the use of a call on a number of records."""
+Made = Form | Callable[[Call, int], Use]
+"""How the use of a call is made: from its signals and an argument, or from the call and the number of records."""
 
 
-def _linear(site: Site, leaves: Sequence[Any]) -> Made | None:
+def _linear(call: Call) -> Made | None:
+    site, leaves, wrt = call.site, call.leaves, call.wrt
     found = Bound.of(site, leaves, ("input", "weight", "bias"), {})
     h, weight, bias = found.places["input"], found.learnt(site, "weight"), found.learnt(site, "bias")
     if weight is None or leaves[found.places["weight"]].ndim != 2 or h in site.places:
         return None
-
-    def made(call: Call, records: int) -> Use:
-        delta, inputs = call.split_records(records, (0,), (h,))
-        return LinearUse(delta, inputs, call.wrt[weight], None if bias is None else call.wrt[bias])
-
-    return made
+    return Form(partial(LinearUse, weight=wrt[weight], bias=None if bias is None else wrt[bias]), h)
 
 
-def _embedding(site: Site, leaves: Sequence[Any]) -> Made | None:
-    found = Bound.of(site, leaves, _EMBEDDING, {"padding_idx": None})
-    ids, padding = found.places["input"], found.values["padding_idx"]
-
-    def made(call: Call, records: int) -> Use:
-        delta, inputs = call.split_records(records, (0,), (ids,))
-        return EmbeddingUse(delta, inputs, call.wrt[0], padding)
-
-    return made
+def _embedding(call: Call) -> Made | None:
+    found = Bound.of(call.site, call.leaves, _EMBEDDING, {"padding_idx": None})
+    padding = found.values["padding_idx"]
+    return Form(partial(EmbeddingUse, weight=call.wrt[0], padding=padding), found.places["input"])
 
 
-def _convolution(site: Site, leaves: Sequence[Any]) -> Made | None:
+def _convolution(call: Call) -> Made | None:
+    site, wrt = call.site, call.wrt
     defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    found = Bound.of(site, leaves, ("input", "weight", "bias", *defaults), defaults)
+    found = Bound.of(site, call.leaves, ("input", "weight", "bias", *defaults), defaults)
     h, weight, bias = found.places["input"], found.learnt(site, "weight"), found.learnt(site, "bias")
     if weight is None or h in site.places or isinstance(found.values["padding"], str):
         return None
@@ -171,16 +172,11 @@ def _convolution(site: Site, leaves: Sequence[Any]) -> Made | None:
     if layout is None or layout.dim != 0:
         return None
     options = {name: found.values[name] for name in defaults}
-
-    def made(call: Call, records: int) -> Use:
-        delta, inputs = call.split_records(records, (0,), (h,))
-        own = None if bias is None else call.wrt[bias]
-        return ConvolutionUse(delta, inputs, call.wrt[weight], own, options)
-
-    return made
+    own = None if bias is None else wrt[bias]
+    return Form(partial(ConvolutionUse, weight=wrt[weight], bias=own, options=options), h)
 
 
-CLOSED: dict[Callable[..., Any], Callable[[Site, Sequence[Any]], Made | None]] = {
+CLOSED: dict[Callable[..., Any], Callable[[Call], Made | None]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     functional.conv1d: _convolution,
@@ -189,6 +185,6 @@ CLOSED: dict[Callable[..., Any], Callable[[Site, Sequence[Any]], Made | None]] =
     functional.layer_norm: normalisation,
     functional.group_norm: normalisation,
     functional.rms_norm: normalisation,
-    copies: lambda site, leaves: CopiesUse,
+    copies: lambda call: CopiesUse,
 }
 """Makers of the uses of functions in closed form; other functions are called again for each record."""

@@ -1,4 +1,4 @@
-"""Per-record clipping against per-record gradients written out, and the noise against its law."""
+"""A protected step against that of Opacus, and what protected runs state."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from opusim.training.protections.record import RecordGradients
 CLIP, DIVISOR = 0.27, 17.0
 
 
-def new_network(*, bias: bool = True) -> FullyConnected:
+def new_network() -> FullyConnected:
     torch.manual_seed(3)
     return FullyConnected(
-        nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4))
+        nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4))
     )
 
 
@@ -48,25 +48,6 @@ def protection(noise_multiplier: float = 0.0, seed: int = 5) -> RecordGradients:
         divisor=DIVISOR,
         noise=noise_stream("experiment", seed, "central-noise"),
     )
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_clipped_sum_equals_loops_over_records(bias: bool) -> None:
-    network = new_network(bias=bias)
-    deltas, inputs = parts()
-    expected = [torch.zeros_like(parameter) for parameter in network.parameters]
-    for i in range(13):
-        contribution = []
-        for layer, linear in enumerate(network.linears):
-            contribution.append(torch.outer(deltas[layer][i], inputs[layer][i]))
-            if linear.bias is not None:
-                contribution.append(deltas[layer][i])
-        norm = torch.cat([g.flatten() for g in contribution]).norm()
-        for total, g in zip(expected, contribution, strict=True):
-            total += g * min(1.0, CLIP / float(norm)) / DIVISOR
-    protection().set_gradients([network.contributions(deltas, inputs)])
-    for parameter, total in zip(network.parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, total)
 
 
 def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
@@ -103,34 +84,6 @@ def test_a_batch_in_parts_adds_noise_once() -> None:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="parts"):
         writer.set_gradients([])
-
-
-def test_one_record_changes_the_sum_by_at_most_the_clip() -> None:
-    network = new_network()
-    for scale in (1e-3, 1.0, 1e6, 1e15):
-        deltas, inputs = parts()
-        deltas = [scale * delta for delta in deltas]
-        totals = []
-        for rows in (slice(None), slice(1, None)):
-            protection().set_gradients(
-                [network.contributions([d[rows] for d in deltas], [h[rows] for h in inputs])]
-            )
-            totals.append(torch.cat([p.grad.double().flatten() for p in network.parameters]))
-        assert float((totals[0] - totals[1]).norm()) * DIVISOR <= CLIP * (1 + 1e-5)
-
-
-def test_noise_has_the_stated_deviation() -> None:
-    """Variance of 18,000 entries against (z C / divisor)^2, five standard errors; 10 % more noise is caught."""
-    network = FullyConnected(nn.Sequential(nn.Linear(99, 180), nn.Tanh(), nn.Linear(180, 4)))
-    inputs = [torch.zeros(0, 99), torch.zeros(0, 180)]
-    deltas = [torch.zeros(0, 180), torch.zeros(0, 4)]
-    protection(noise_multiplier=2.7).set_gradients([network.contributions(deltas, inputs)])
-    noise = torch.cat([p.grad.flatten() for p in network.parameters]).double()
-    claimed = (2.7 * CLIP / DIVISOR) ** 2
-    standard_error = claimed * (2 / len(noise)) ** 0.5
-    assert abs(float(noise.square().mean()) - claimed) < 5 * standard_error
-    assert abs(float((1.1 * noise).square().mean()) - claimed) > 5 * standard_error
-    assert abs(float(noise.mean())) < 5 * (claimed / len(noise)) ** 0.5
 
 
 def test_one_records_nan_does_not_stop_a_protected_step() -> None:

@@ -53,7 +53,7 @@ def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
     for holds, heading in (
         (False, "Not true here:"),
         (None, "Taken on trust, not checked:"),
-        (True, "Checked:"),
+        (True, "Checked by the code that ran:"),
     ):
         lines += _listed(heading, [each.text for each in guarantee.assumptions if each.holds is holds])
     return "\n".join([*lines, f"Source: {guarantee.source}."])
@@ -259,8 +259,7 @@ WARNINGS: dict[WarningCode, str] = {
         "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
     ),
     "unwitnessed": (
-        "not checked: no checkpoint and no summary says how long this ledger was, so an older or altered one would go "
-        "unnoticed"
+        "This ledger may be an older copy, or altered: no checkpoint, save or summary next to it says how long it was."
     ),
     "unaudited": (
         "Not audited: no audit of opusim attacks the code behind one of these mechanisms. Only the proof and the tests "
@@ -294,6 +293,7 @@ class LedgerFacts:
         steps_paid: Steps paid for; in release mode a repeated step counts again.
         releases_paid: Names of the releases that happen once.
         checked_against: Files of the run that name a length and a digest, which the ledger fits.
+        enforced_by: The code that says in the ledger which hypotheses it checked, if it says so by name.
 
     Raises:
         ValueError: Delta is outside of [0, 1).
@@ -307,6 +307,7 @@ class LedgerFacts:
     steps_paid: int
     releases_paid: tuple[str, ...]
     checked_against: tuple[str, ...]
+    enforced_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         checks.in_unit_interval(closed="left", delta=self.delta)
@@ -330,6 +331,17 @@ class LedgerFacts:
             steps_paid=sum(steps),
             releases_paid=tuple(once),
             checked_against=tuple(checked_against),
+            enforced_by=tuple(dict.fromkeys(one.by for one in content.enforcements if one is not None)),
+        )
+
+    @property
+    def record(self) -> str:
+        """What says that hypotheses were checked, and what a reading of the ledger tests of that."""
+        by = " and ".join(self.enforced_by) or "the code that ran"
+        fits = f" and fits {' and '.join(self.checked_against)}" if self.checked_against else ""
+        return (
+            f"The checks are on record: {by} noted them in the ledger (digest {self.digest[:12]}) as it ran. Reading "
+            f"the ledger shows that it is whole{fits}; it repeats no check."
         )
 
 
@@ -425,7 +437,9 @@ class Statement(Shown):
         )
         shown = [code for code in self.warnings if code not in ("experiment", *without)]
         mode = wrapped(f"mode: {self.mode} ({_MODES[self.mode]})", indent="  ")
-        return "\n".join([mode, stated, *(wrapped(WARNINGS[code], indent="  ") for code in shown)])
+        checked = any(one.holds for each in self.guarantees for one in each.assumptions)
+        notes = [*([self.ledger.record] if checked else []), *(WARNINGS[code] for code in shown)]
+        return "\n".join([mode, stated, *(wrapped(note, indent="  ") for note in notes)])
 
     def __str__(self) -> str:
         """Return `text()`; `to_json` has every fact."""

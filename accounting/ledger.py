@@ -22,6 +22,7 @@ Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta`
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
 | `certificate` | mechanisms that name its digest rest on it |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
+| `enforcement`: `by`, `processes`, `hypotheses` | what the code that pays from here on checks at each step |
 | `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; read, and not used |
 
 Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
@@ -32,6 +33,10 @@ Payments cover what is computed, in release mode also each repetition of a step,
 3. A kill before the line is complete returns nothing. A kill after it stops a process that computes nothing any more.
 4. The reader accepts a return only as the end, and never as the whole, of the block in the line directly before, so
    each block is shortened at most once, and by steps that were paid for. Earlier versions refuse the line.
+
+`enforced` says that the code checks whatever code can check of its mechanisms. A private loop checks less of some and
+more of others, so it names each hypothesis. A hypothesis counts as checked only if every such line names it and no step
+was paid for before the first one. A line that was added later, or a loop that an earlier version began, thus adds none.
 
 Certificates and alarms are about the device whose noise is credited. A statement that rests on a certificate lists it
 among its assumptions. An alarm that speaks against the certified noise divides a run: what was released before the last
@@ -161,6 +166,24 @@ class Alarm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Enforcement:
+    """What code that pays for steps checks at each of them; a step that fails a check releases nothing.
+
+    Attributes:
+        by: The code and its version, such as "make_private of opusim 0.3.0".
+        processes: How many processes take the steps together, at least 1.
+        hypotheses: What it checks, as the texts of assumptions.
+    """
+
+    by: str
+    processes: int
+    hypotheses: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        checks.integer(minimum=1, processes=self.processes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Payment:
     """A line of a ledger that pays.
 
@@ -201,6 +224,8 @@ class LedgerContent:
         payments: Every line that pays, less the steps that were returned.
         certificates: The certificates that mechanisms rest on.
         alarms: What the device's monitor stopped the run for.
+        enforcements: What the code that paid says that it checked, in the order of lines; None in front of them if
+            steps were paid for before the first one.
         position: How far the file reached when it was read.
     """
 
@@ -210,7 +235,14 @@ class LedgerContent:
     payments: tuple[Payment, ...]
     certificates: tuple[CertificateFacts, ...] = ()
     alarms: tuple[Alarm, ...] = ()
+    enforcements: tuple[Enforcement | None, ...] = ()
     position: Position = field(default_factory=Position)
+
+    @property
+    def checked(self) -> frozenset[str]:
+        """The hypotheses that every line of enforcement names; none if a step was paid for before the first one."""
+        named = [frozenset(() if one is None else one.hypotheses) for one in self.enforcements]
+        return frozenset.intersection(*named) if named else frozenset()
 
     @property
     def mechanisms(self) -> list[Mechanism]:
@@ -335,6 +367,7 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     payments: list[Payment] = []
     certificates: list[CertificateFacts] = []
     alarms: list[Alarm] = []
+    enforcements: list[Enforcement | None] = []
     block_before = False
     for number, entry in enumerate(entries, start=1):
         try:
@@ -352,6 +385,9 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
                 certificates.append(from_json(CertificateFacts, entry["certificate"]))
             elif "alarm" in entry:
                 alarms.append(from_json(Alarm, entry["alarm"]))
+            elif "enforcement" in entry:
+                enforcement = from_json(Enforcement, entry["enforcement"])
+                enforcements += [*_unenforced(payments, enforcements), enforcement]
             elif "stopped" not in entry and "resumed" not in entry:
                 mechanisms = tuple(mechanism_from_json(each) for each in entry["mechanisms"])
                 if not mechanisms:
@@ -378,7 +414,13 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
         payments=tuple(payments),
         certificates=tuple(certificates),
         alarms=tuple(alarms),
+        enforcements=tuple(enforcements),
     )
+
+
+def _unenforced(payments: Sequence[Payment], enforcements: Sequence[Enforcement | None]) -> list[None]:
+    """Return what stands in front of the first line of enforcement if steps were paid for before it."""
+    return [None] if payments and not enforcements else []
 
 
 def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[CertificateFacts]) -> None:
@@ -494,6 +536,7 @@ class Ledger:
         content = content_of(self._journal.path, self._journal.entries)
         self._payments = list(content.payments)
         self._certificates, self._alarms = list(content.certificates), list(content.alarms)
+        self._enforcements = list(content.enforcements)
         self._spent = content.mechanisms if self._budget else []  # what a budget compares, kept up to date
         self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
@@ -529,6 +572,7 @@ class Ledger:
             payments=tuple(self._payments),
             certificates=tuple(self._certificates),
             alarms=tuple(self._alarms),
+            enforcements=tuple(self._enforcements),
             position=self.position,
         )
 
@@ -622,6 +666,14 @@ class Ledger:
         if all(known.digest != certificate.digest for known in self._certificates):
             self._journal.append({"certificate": to_json(certificate)})
             self._certificates.append(certificate)
+            self._noted()
+
+    def note_enforcement(self, enforcement: Enforcement) -> None:
+        """Record what the code that pays from here on checks; if the last such line says the same, write none."""
+        self._require_current()
+        if self._enforcements[-1:] != [enforcement]:
+            self._journal.append({"enforcement": to_json(enforcement)})
+            self._enforcements += [*_unenforced(self._payments, self._enforcements), enforcement]
             self._noted()
 
     def note_alarm(self, alarm: Alarm) -> None:

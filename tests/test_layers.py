@@ -362,6 +362,26 @@ def test_a_comparison_of_kinds_is_caught(statement: str) -> None:
     assert kind_comparisons(statement) == [1]
 
 
+def to_json_of_other_types(source: str) -> list[str]:
+    """What functions named `to_json` return, if it is no mapping of plain values."""
+    found = [
+        node.returns
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "to_json"
+    ]
+    types = ["" if each is None else ast.unparse(each) for each in found]
+    return [each for each in types if each not in ("dict[str, Any]", "JsonObject")]
+
+
+def test_everything_named_to_json_returns_plain_values() -> None:
+    found = {name: to_json_of_other_types(path.read_text()) for name, path in product_files().items()}
+    assert not {name: types for name, types in found.items() if types}
+
+
+def test_a_text_named_to_json_is_caught() -> None:
+    assert to_json_of_other_types("class A:\n    def to_json(self) -> str: ...") == ["str"]
+
+
 def test_naming_a_kind_in_a_message_is_no_comparison() -> None:
     assert not kind_comparisons("'protection.kind'\nf'{config.protection.kind!r} takes no clip'")
 

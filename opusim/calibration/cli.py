@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -188,7 +189,8 @@ def _calibrate_recorded(
         report = CameraReport.of(transfer, require_lawful(transfer), confidence, base)
     typer.echo(report.text())
     (out / "camera.txt").write_text(f"{report.text()}\n", encoding="utf-8")
-    (out / "camera.json").write_text(report.to_json(), encoding="utf-8")
+    content = json.dumps(report.to_json(), indent=2, ensure_ascii=False)
+    (out / "camera.json").write_text(f"{content}\n", encoding="utf-8")
     report.figure().savefig(out / "camera.png", dpi=110)
     typer.echo(f"report: {out / 'camera.txt'}, camera.json and camera.png")
     if base is None:

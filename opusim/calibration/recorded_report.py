@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +92,8 @@ class CameraReport:
         table = table_text(columns, rows)
         return "\n".join([wrapped(self.summary()), table.rstrip(), *map(wrapped, self.remarks)])
 
-    def to_json(self) -> str:
-        """Return everything that was found as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that was found as plain JSON values."""
         transfer, frames = self.transfer, self.transfer.frames
         used = set(transfer.used.tolist())
         levels = [
@@ -111,7 +110,7 @@ class CameraReport:
             }
             for i, each in enumerate(transfer.levels)
         ]
-        content: dict[str, Any] = {
+        return {
             "frames": str(frames.path),
             "layout": frames.layout,
             "date": self.date,
@@ -127,7 +126,6 @@ class CameraReport:
             "levels": levels,
             "remarks": list(self.remarks),
         }
-        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
     def figure(self) -> Figure:
         """Draw photon transfer with its limits, the response, the dark mean, and the variance over pixels."""

@@ -111,7 +111,7 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
             code, out, _ = account("run", str(path))
             assert code == 0
             assert f"{expected:.3f}" in out
-            assert "Checked:" in out
+            assert "Checked by the code that ran:" in out
             assert ("This run stored its seed" in " ".join(out.split())) is (mode == "experiment")
         content = json.loads(account("run", str(folder), "--json", "--delta", "1e-6")[1])
         assert content["guarantees"][0]["epsilon"] > expected

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
+from opusim.accounting.journal import Journal, read_positioned
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor], DataLoader[Any]]
 
@@ -64,3 +65,20 @@ def run_epoch(private: opusim.PrivateTraining, *, steps: int | None = None) -> i
         if number == steps:
             break
     return seen
+
+
+def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Write the ledger with other entries, and with digests that fit them, as a forger may."""
+    file = folder / "ledger.jsonl"
+    entries, _ = read_positioned(file)
+    file.unlink()
+    file.with_suffix(".head").unlink()
+    journal = Journal(file)
+    for entry in change(entries):
+        journal.append(entry)
+    journal.close()
+
+
+def unrecorded(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries as opusim 0.2 wrote them."""
+    return [entry for entry in entries if "enforcement" not in entry]

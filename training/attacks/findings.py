@@ -228,6 +228,13 @@ class Finding:
             return bool(self.result.refuting)
         return self.claim is not None and self.result.verdict(self.claim) is Verdict.REFUTED
 
+    @property
+    def estimates(self) -> tuple[float, ...]:
+        """What its scores say of epsilon without the margin of a bound."""
+        read = [one for one in (self.result, self.beside) if isinstance(one, OneRunResult)]
+        normal = [bound.epsilon for one in read for bound in one.bounds if not bound.method.is_bound]
+        return (*([] if self.estimate is None else [self.estimate.epsilon]), *normal)
+
     @computed_field  # type: ignore[prop-decorator]  # mypy does not know decorated properties
     @property
     def says(self) -> str:
@@ -442,6 +449,7 @@ class Audit(Shown):
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
         differs: In which numbers the audited mechanism differs from that of the run it speaks for; empty if in none.
         origin: What was audited; None if an older version kept it, or it is the loop in the same folder.
+        stand_in: Whether records, module and loop were the auditor's own.
     """
 
     findings: tuple[Finding, ...]
@@ -459,6 +467,7 @@ class Audit(Shown):
     note: str = ""
     differs: str = ""
     origin: Origin | None = None
+    stand_in: bool = False
 
     def __post_init__(self) -> None:
         if not self.of(Role.RUN):
@@ -526,8 +535,8 @@ class Audit(Shown):
 
     @property
     def holds_private_records(self) -> bool:
-        """Whether it holds figures of the run's records; those of a game on a protection are the auditor's own."""
-        return self.played is not Played.PROTECTION
+        """Whether it holds figures of the run's records, not of the auditor's own."""
+        return self.played is not Played.PROTECTION and not self.stand_in
 
     @property
     def failed_controls(self) -> list[Finding | Arrival]:
@@ -634,6 +643,7 @@ def paragraphs(audit: Audit) -> list[str]:
         *_statements(audit),
         _anytime(audit),
         _beside(audit),
+        _above_the_claim(audit),
         f"{power_text(audit)} {_weakness(audit)}".strip(),
     ]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
@@ -867,6 +877,23 @@ def _beside(audit: Audit) -> str:
     return (
         f"The same scores read as one run's canaries, each bound with 95 % confidence: {'; '.join(texts)}. What "
         "assumes normal scores is an estimate, no proof."
+    )
+
+
+def _above_the_claim(audit: Audit) -> str:
+    """Return a sentence on estimates above a claim that no bound refutes; empty if there is none."""
+    above = [
+        f"{estimate:.2f} ({one.attack}, {one.role.value}) over {number(one.claim.epsilon)}"
+        for one in audit.findings
+        if one.claim is not None and one.role in (Role.RUN, Role.PROTECTED) and not one.refutes
+        for estimate in one.estimates
+        if estimate > one.claim.epsilon
+    ]
+    if not above:
+        return ""
+    return (
+        f"Estimates above the claim: {'; '.join(above)}. An estimate may exceed the true epsilon by chance; the lower "
+        "bound, at its stated confidence, decides."
     )
 
 

@@ -298,28 +298,29 @@ def account_run(
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from opusim.accounting.explanation import WARNINGS
+    from opusim.accounting.ledger import LEDGER_FILE
     from opusim.tables import wrapped
     from opusim.training.errors import RunFolderError
     from opusim.training.runs.folder import RunFolder, StoredRun, stated
     from opusim.training.runs.storage import kind_of
 
-    statement = stated(path, delta=delta)
+    folder = path if path.is_dir() else path.parent
+    if kind_of(folder) == "private loop" and path in (folder, folder / LEDGER_FILE):
+        from opusim.training.private_loop.folder import stated_loop  # torch, which no run's statement needs
+
+        statement = stated_loop(folder, delta=delta)
+    else:
+        statement = stated(path, delta=delta)
     if as_json:
         typer.echo(json.dumps(statement.to_json(), indent=2, allow_nan=False))
         return
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
-    folder = path if path.is_dir() else path.parent
     with suppress(RunFolderError):  # a damaged configuration
         note = StoredRun(RunFolder(folder), 0).device_note if RunFolder(folder).started else None
         if note is not None:
             typer.echo(wrapped(note, indent="  "))
-    if kind_of(folder) == "private loop":
-        typer.echo(
-            "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
-            "what the loop checked as checked."
-        )
 
 
 DeviceArgument = Annotated[

@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,9 +34,10 @@ from torch import Tensor
 
 from opusim import checks
 from opusim.accounting.composition import Budget, calibrate_noise
-from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee, Unit
-from opusim.accounting.journal import Position
-from opusim.accounting.ledger import LEDGER_FILE, Mode
+from opusim.accounting.explanation import LedgerFacts, Statement
+from opusim.accounting.guarantee import Adjacency, Assumption, Unit
+from opusim.accounting.journal import Position, Witness
+from opusim.accounting.ledger import LEDGER_FILE, Enforcement, LedgerContent, Mode, read_ledger
 from opusim.accounting.mechanisms.records import (
     ADAPTIVE_RECORDS,
     ADAPTIVE_USERS,
@@ -49,6 +51,7 @@ from opusim.randomness.seeds import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
 from opusim.training.protections.clipping import FLAT, Clipping
+from opusim.training.runs.folder import versions
 from opusim.training.runs.storage import (
     digest_of,
     read_record,
@@ -291,28 +294,77 @@ class PrivacySettings:
         return stored
 
 
-def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
-    """Return a guarantee whose assumptions say what the loop enforced and what it takes on trust.
-
-    Args:
-        guarantee: Of the ledger.
-        several: Whether several processes shared the loop.
-    """
-    of_users, unit = guarantee.unit is Unit.USER, guarantee.unit
+def enforcement(settings: PrivacySettings, *, processes: int) -> Enforcement:
+    """Return what `make_private` checks at each step, for the ledger; a loop that fails a check releases nothing."""
+    unit = Unit.RECORD if settings.records_per_user is None else Unit.USER
+    theorem = (
+        ADAPTIVE_RECORDS if unit is Unit.RECORD else ADAPTIVE_USERS
+    )  # names what the others do, and more
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True, unit=unit)
     rounding += about_rounding(True, enforced=True)
-    theorem = ADAPTIVE_USERS if of_users else ADAPTIVE_RECORDS  # which names what the others do, and more
-    checked = (*theorem.checked_by_code, *ZEROTH_ORDER_GAUSSIAN.checked_by_code)
-    enforced = {text for text in checked if text != STANDARDISED}
-    enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
-    assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
-    trusted = (
+    texts = (*theorem.checked_by_code, *ZEROTH_ORDER_GAUSSIAN.checked_by_code)
+    texts += tuple(one.text for one in rounding if one.holds)  # what is on trust stays so
+    found = dict.fromkeys(text for text in (*texts, *_CHECKED) if text != STANDARDISED)
+    by = f"make_private of opusim {version('opusim')}"
+    return Enforcement(by=by, processes=processes, hypotheses=tuple(found))
+
+
+def loop_statement(
+    content: LedgerContent,
+    settings: PrivacySettings,
+    checked_against: Sequence[str],
+    *,
+    delta: float | None = None,
+) -> Statement:
+    """Return what the ledger of a private loop may state: what the loop checked, and all that it takes on trust.
+
+    A hypothesis counts as checked if the ledger says so (`LedgerContent.checked`) and this version checks it, too.
+
+    Args:
+        content: The ledger.
+        settings: Of the loop.
+        checked_against: Names of the witnesses that it was read with.
+        delta: At which the guarantees are stated; None takes the loop's.
+    """
+    ours = enforcement(settings, processes=1).hypotheses
+    checked = content.checked.intersection(ours)
+    trusted = [
         *_TRUSTED,
-        *((_TRUSTED_IF_SHARED,) if several else ()),
-        *((_TRUSTED_OF_USERS,) if of_users else ()),
+        *([_TRUSTED_IF_SHARED] if any(one and one.processes > 1 for one in content.enforcements) else []),
+        *([] if settings.records_per_user is None else [_TRUSTED_OF_USERS]),
+    ]
+    further = [Assumption(text=text, holds=True if text in checked else None) for text in _CHECKED]
+    further += [Assumption(text=text) for text in trusted]
+    guarantees = []
+    for one in content.guarantees(delta=delta):
+        own = [replace(each, holds=True) if each.text in checked else each for each in one.assumptions]
+        guarantees.append(replace(one, assumptions=(*own, *further)))
+    return Statement(
+        mode=content.mode,
+        guarantees=tuple(guarantees),
+        mechanisms=tuple(content.mechanisms),
+        ledger=LedgerFacts.of(content, checked_against),
+        run=None,
+        versions={name: number for name, number in versions().items() if name in ("python", "opusim")},
     )
-    also = (Assumption(text=text, holds=True) for text in _CHECKED)
-    return replace(guarantee, assumptions=(*assumptions, *also, *(Assumption(text=text) for text in trusted)))
+
+
+def stated_loop(folder: Path, *, delta: float | None = None) -> Statement:
+    """Return what the folder of a private loop may state; its ledger is checked against the last save.
+
+    Args:
+        folder: The folder.
+        delta: At which the guarantees are stated; None takes the loop's.
+
+    Raises:
+        LedgerCorrupt: The ledger was changed, cut or reordered, is older than the save, or is missing.
+        RunFolderError: Settings or save were changed, or are something else.
+    """
+    settings, witnesses = PrivacySettings.stored(folder), []
+    if (folder / CHECKPOINT_FILE).exists():
+        witnesses.append(Witness(name=CHECKPOINT_FILE, position=_read_outer(folder / CHECKPOINT_FILE)[1]))
+    content = read_ledger(folder / LEDGER_FILE, witnesses=witnesses)
+    return loop_statement(content, settings, [each.name for each in witnesses], delta=delta)
 
 
 def _seed(mode: str, seed: int | None) -> int | None:
@@ -396,28 +448,40 @@ def read_save(folder: Path) -> tuple[dict[str, Any], Position]:
     file = folder / CHECKPOINT_FILE
     if not file.exists():
         raise RunFolderError(f"folder {folder} has no save to resume from; start a new folder")
-    try:
-        require_regular(file)
-        outer = torch.load(file, map_location="cpu", weights_only=True)
-        version = outer["version"]
-    except Exception as error:  # torch.load has no error of its own
-        raise _unreadable_save(file, error) from error
-    if version == _WITHOUT_DIGEST:
-        state, ledger, inode = _without_digest(file, outer)
-    elif version == VERSION:
-        state, ledger, inode = _checked(file, outer)
-    else:
-        raise RunFolderError(f"{file} is of another version; resume it with the opusim that wrote it")
+    content, ledger, inode = _read_outer(file)
     if inode not in (None, folder.stat().st_ino):
         raise RunFolderError(
             f"folder {folder} is a copy, and no ledger counts what two copies release; resume in the folder "
             "where the loop was started, or start a new one"
         )
-    return state, ledger
+    if isinstance(content, dict):
+        return content, ledger
+    return _decoded(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)), ledger
 
 
-def _checked(file: Path, outer: Mapping[str, Any]) -> tuple[dict[str, Any], Position, int | None]:
-    """Return state, ledger and inode of a save whose digests fit."""
+def _read_outer(file: Path) -> tuple[dict[str, Any] | memoryview, Position, int | None]:
+    """Return the content of a save, how far the ledger reached, and the inode of a release's folder.
+
+    The content is the state itself in a version before 0.3, else the bytes of a file of torch.
+
+    Raises:
+        RunFolderError: The save cannot be read or was changed.
+    """
+    try:
+        require_regular(file)
+        outer = torch.load(file, map_location="cpu", weights_only=True)
+        number = outer["version"]
+    except Exception as error:  # torch.load has no error of its own
+        raise _unreadable_save(file, error) from error
+    if number == _WITHOUT_DIGEST:
+        return _without_digest(file, outer)
+    if number == VERSION:
+        return _checked(file, outer)
+    raise RunFolderError(f"{file} is of another version; resume it with the opusim that wrote it")
+
+
+def _checked(file: Path, outer: Mapping[str, Any]) -> tuple[memoryview, Position, int | None]:
+    """Return content, ledger and inode of a save whose digests fit."""
     try:
         raw = outer["content"].numpy().data
         facts = {**parse_json(outer["facts"]), "content": digest_of(raw)}
@@ -427,8 +491,7 @@ def _checked(file: Path, outer: Mapping[str, Any]) -> tuple[dict[str, Any], Posi
     settings = file.with_name(SETTINGS_FILE)
     if seal.get("settings") != digest_of(read_bytes(settings)):
         raise RunFolderError(f"{settings} is not the file that {file.name} was written under; {_REMEDY}")
-    state = _decoded(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True))
-    return state, Position.from_json(seal["ledger"]), seal["inode"]
+    return raw, Position.from_json(seal["ledger"]), seal["inode"]
 
 
 def _without_digest(file: Path, state: dict[str, Any]) -> tuple[dict[str, Any], Position, int | None]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from opusim import plugins
-from opusim.accounting.explanation import LedgerFacts, Statement
+from opusim.accounting.explanation import Statement
 from opusim.accounting.guarantee import Assumption, Guarantee, NoGuarantee, Status
 from opusim.accounting.journal import Witness
 from opusim.accounting.ledger import LEDGER_FILE, Ledger
@@ -50,8 +50,9 @@ from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
     TAKES_NO_GRADIENTS,
     PrivacySettings,
-    as_enforced,
+    enforcement,
     generator_states,
+    loop_statement,
     read_save,
     set_generator_states,
     write_save,
@@ -60,7 +61,6 @@ from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_numb
 from opusim.training.private_loop.loader import PrivateLoader
 from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
-from opusim.training.runs.folder import versions
 
 ENTRY_POINT_GROUP = "opusim.accountants"
 
@@ -361,7 +361,7 @@ class PrivateTraining(Shown):
         settings, budget = self.settings, self.settings.budget
         if budget is not None and settings.total_steps is not None:
             budget.would_exceed([], [settings.mechanism.repeated(settings.total_steps)])  # known from then on
-        return Ledger(
+        ledger = Ledger(
             self.folder / LEDGER_FILE,
             mode=settings.mode,
             delta=settings.target_delta,
@@ -369,6 +369,12 @@ class PrivateTraining(Shown):
             budget=budget,
             witnesses=self._witnesses,
         )
+        try:
+            ledger.note_enforcement(enforcement(settings, processes=self._steps.ranks.world))
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
 
     def _shown(self) -> dict[str, object]:
         settings = self.settings
@@ -435,7 +441,7 @@ class PrivateTraining(Shown):
     def statement(self) -> Statement:
         """Return the guarantee with everything that it rests on; printed, it reads as `opusim account run` shows it.
 
-        Its `to_json` gives the document for a reviewer.
+        Its `to_json` returns the document for a reviewer as plain values; `json.dump` writes them.
 
         If `make_private` was given an accountant, a second guarantee has its epsilon, with the status claimed.
 
@@ -443,22 +449,16 @@ class PrivateTraining(Shown):
             NoGuarantee: Nothing was paid for yet.
             ValueError: The accountant given raises an error, or returns no epsilon.
         """
-        content, several = self._steps.content, self._steps.ranks.world > 1
+        content = self._steps.content
         if not content.payments:
             raise NoGuarantee(
                 "statement: no step was paid for yet; train on a batch of the private loader first"
             )
-        stated = [as_enforced(guarantee, several=several) for guarantee in content.guarantees()]
-        if self._accountant is not None:
-            stated += [self._accountant.claimed(content.mechanisms, ours) for ours in stated]
-        return Statement(
-            mode=content.mode,
-            guarantees=tuple(stated),
-            mechanisms=tuple(content.mechanisms),
-            ledger=LedgerFacts.of(content, [witness.name for witness in self._witnesses]),
-            run=None,
-            versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
-        )
+        found = loop_statement(content, self.settings, [witness.name for witness in self._witnesses])
+        if self._accountant is None:
+            return found
+        claimed = [self._accountant.claimed(content.mechanisms, ours) for ours in found.guarantees]
+        return replace(found, guarantees=(*found.guarantees, *claimed))
 
     def save(self, extra: Any = None) -> Path:
         """Save module, optimizer and step, for `make_private(..., resume=True)`; replaces the last save.

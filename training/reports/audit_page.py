@@ -23,7 +23,6 @@ from matplotlib.figure import Figure
 from opusim.accounting.audit import AuditPlan
 from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows, number
 from opusim.accounting.guarantee import Guarantee, to_json
-from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
 from opusim.training.attacks.findings import (
@@ -39,7 +38,7 @@ from opusim.training.attacks.findings import (
     perfect_guesses,
     verdict,
 )
-from opusim.training.private_loop.folder import PrivacySettings
+from opusim.training.private_loop.folder import PrivacySettings, stated_loop
 from opusim.training.reports.run_report import NOT_FOR_RELEASE, kept_audits, run_name, shown_values
 from opusim.training.runs.drawing import new_figure, style
 from opusim.training.runs.folder import RunFolder, StoredRun
@@ -393,10 +392,11 @@ def write_loop_report(path: Path) -> Path:
         LedgerCorrupt: The ledger was changed, cut or reordered.
         OSError: The folder is not writable.
     """
-    settings, ledger, folder = PrivacySettings.stored(path), read_ledger(path / LEDGER_FILE), RunFolder(path)
+    settings, statement, folder = PrivacySettings.stored(path), stated_loop(path), RunFolder(path)
     name, audits = f"private loop {path.resolve().name}", kept_audits(folder, settings.mode)
-    steps = sum(payment.steps for payment in ledger.payments)
-    stated = guarantee_rows(ledger.guarantees(), seed_stored=settings.mode == "experiment")
+    stated = guarantee_rows(
+        statement.guarantees, seed_stored=settings.mode == "experiment", count=statement.public_number
+    )
     absent = dict.fromkeys(
         ("pictures", "devices", "takes", "data_sets", "device_notes", "fresh_noise", "commands", "versions"),
         (),
@@ -405,7 +405,13 @@ def write_loop_report(path: Path) -> Path:
         "report.html",
         **absent,
         title=name,
-        rows=[{"loop": name, "steps paid for": f"{steps:,}", "planned": str(settings.total_steps or "–")}],
+        rows=[
+            {
+                "loop": name,
+                "steps paid for": f"{statement.ledger.steps_paid:,}",
+                "planned": str(settings.total_steps or "–"),
+            }
+        ],
         guarantees=[{"run": name, **row} for row in stated],
         folders=[shlex.quote(str(path))],
         audits=[(f"{name}, {each.played}", audit_rows(each), paragraphs(each)) for each in audits.values()],

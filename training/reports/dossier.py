@@ -58,7 +58,12 @@ from opusim.training.attacks.mechanism.checks import (
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
-from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, PrivacySettings
+from opusim.training.private_loop.folder import (
+    CHECKPOINT_FILE,
+    SETTINGS_FILE,
+    PrivacySettings,
+    stated_loop,
+)
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.protections.clipping import FLAT
@@ -89,10 +94,18 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A hypothesis of a guarantee; `holds` is True if code checked it, False if it fails, None if it is on trust."""
+    """A hypothesis of a guarantee.
+
+    Attributes:
+        text: The hypothesis, as a sentence.
+        holds: True if the code that ran checked it, False if it fails, None if it is on trust.
+        checked: Where this document has that from: the program that trained and wrote it, or the record that this
+            program left in the folder; None without a check.
+    """
 
     text: str
     holds: bool | None
+    checked: Literal["program", "record"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,8 +292,8 @@ def write_dossier(
     """Write the dossier of a run, or of several on one page.
 
     Args:
-        runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. A private loop in the
-            program that trains says what it checked; its folder alone takes that on trust.
+        runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
+            says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
             `private-dossier.html` next to the audits if their figures forbid that it is published. PDF and JSON stand
             next to it.
@@ -368,6 +381,13 @@ class _Facts:
     from_folder: bool
 
     @property
+    def checks(self) -> Literal["program", "record"] | None:
+        """What says that hypotheses were checked; None if none was."""
+        if not any(one.holds for each in self.statement.guarantees for one in each.assumptions):
+            return None
+        return "record" if self.from_folder else "program"
+
+    @property
     def first(self) -> Guarantee:
         """Return the guarantee that the answers are about: a proven one, if there is one."""
         return next((one for one in self.statement.guarantees if one.is_proven), self.statement.guarantees[0])
@@ -413,7 +433,10 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     else:
         run = read_run(path)
         name = run_name(run)
-    statement = source.statement() if isinstance(source, PrivateTraining) else stated(path)
+    if isinstance(source, PrivateTraining):
+        statement = source.statement()
+    else:
+        statement = stated(path) if settings is None else stated_loop(path)
     audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
     places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
     for folder in elsewhere:
@@ -542,7 +565,10 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
         leads=_leads(facts, common["absent"]),
         answers=[Answer(**_filled(each, texts)) for each in common["questions"]],
         statement=statement.to_json(),
-        hypotheses=[Hypothesis(text=text, holds=holds) for text, holds in assumed],
+        hypotheses=[
+            Hypothesis(text=text, holds=holds, checked=facts.checks if holds else None)
+            for text, holds in assumed
+        ],
         mechanisms=[{"what ran": each.describe(), **_parameters(each)} for each in statement.mechanisms],
         proofs=[explain_theorem(each) for each in _cited(statement)],
         audits=[
@@ -621,7 +647,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     leads += [] if audits or facts.self_tests else [common["audits"]]
     if statement.mode == "release" and any(audit.holds_private_records for _, audit in audits):
         leads.append(common["private_audit"])
-    if facts.kind == "private loop" and facts.from_folder:
+    if facts.kind == "private loop" and facts.checks is None:
         leads.append(common["checks"])
     return leads
 
@@ -705,7 +731,15 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         [each.text for each in first.assumptions if each.holds is holds] for holds in (True, None, False)
     )
     audited = [
-        f"{_AUDITED} {facts.attacked(file)}: {headline(each) or verdict(each)} {power_text(each)}".strip()
+        " ".join(
+            text
+            for text in (
+                f"{_AUDITED} {facts.attacked(file)}: {headline(each) or verdict(each)}",
+                power_text(each),
+                each.note,
+            )
+            if text
+        )
         for file, each in facts.audits.items()
     ]
     audited += [
@@ -725,14 +759,19 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "mechanism": f"What ran: {'; '.join(each.describe() for each in statement.mechanisms)}. "
         f"{terms['sampled'] if sampled else ''} Proven by: {first.source}. "
         f"{terms['interval'] if 'interval' in first.source else ''}",
-        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}, "
-        f"{len(on_trust)} are taken on trust, {len(failed)} fail.",
+        "checked": f"Of {len(first.assumptions)} hypotheses the code that ran checked {len(checked)}; "
+        f"{len(on_trust)} are taken on trust, and {len(failed)} fail.",
+        "evidence": {
+            None: "",
+            "record": f" {statement.ledger.record}",
+            "program": f" {common['program']}",
+        }[facts.checks],
         "failing": "".join(f" Fails: {text}." for text in failed),
         "versions": " ".join(
             f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
             for place, one in enumerate(_versions(facts))
         )
-        or "The folder keeps no versions of packages.",
+        or _versions_of_loop(statement),
         "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
@@ -771,6 +810,13 @@ def _programs(facts: _Facts) -> str:
         for one in facts.program.starts
     )
     return "; then ".join(found) or "not named in the folder"
+
+
+def _versions_of_loop(statement: Statement) -> str:
+    """Return what the folder of a private loop says of versions."""
+    if not statement.ledger.enforced_by:
+        return "The folder keeps no versions of packages."
+    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
@@ -845,6 +891,10 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
             found["standardised with"] = "nothing: features are used as they are given"
     else:
         found["data set"] = "that of the program, which the folder does not name"
+        count = facts.statement.public_number
+        if facts.per_user is None:
+            told = "their number is private" if hidden else "their number is not known here"
+            found["records"] = told if count is None else f"{count:,.0f} (divisor over probability)"
     mechanism = facts.statement.mechanisms[0]
     if facts.per_user is not None:
         users = facts.statement.public_number
@@ -961,7 +1011,11 @@ def _sections(dossier: Dossier, several: str) -> Iterator[Section]:
 
 def _of_work(work: Work) -> Iterator[Section]:
     """Yield the sections on one run."""
-    states = {True: "checked by the code that ran", None: "taken on trust", False: "does not hold"}
+    states = {None: "taken on trust", False: "does not hold"}
+    checks = {
+        "program": "checked by the program that wrote this",
+        "record": "recorded as checked",
+    }
     yield Section(
         title="Questions and answers",
         blocks=[("pairs", [(each.question, each.answer) for each in work.answers])],
@@ -976,7 +1030,13 @@ def _of_work(work: Work) -> Iterator[Section]:
     hidden = {"what ran"} if len(work.mechanisms) == 1 else set[str]()  # question 5 says it
     mechanisms = [[pair for pair in each.items() if pair[0] not in hidden] for each in work.mechanisms]
     yield Section(title="Mechanism, as the ledger names it", blocks=[("pairs", each) for each in mechanisms])
-    hypotheses = [{"state": states[each.holds], "hypothesis": each.text} for each in work.hypotheses]
+    hypotheses = [
+        {
+            "state": states[each.holds] if each.checked is None else checks[each.checked],
+            "hypothesis": each.text,
+        }
+        for each in sorted(work.hypotheses, key=lambda each: (False, None, True).index(each.holds))
+    ]
     if hypotheses:
         yield Section(title="Hypotheses", blocks=[("table", hypotheses)])
     yield Section(
@@ -986,10 +1046,11 @@ def _of_work(work: Work) -> Iterator[Section]:
     )
     blocks: list[Block] = []
     for audit in work.audits:
-        said = f"{audit.file}: {audit.played} of {audit.attacked}. Question 8 has the result and the power."
+        said = f"{audit.file}: {audit.played} of {audit.attacked}. Question 8 has its result and its power."
         blocks.append(("text", said))
         rows = [{name: row[key] for key, name in AUDIT_COLUMNS.items()} for row in audit.bounds]
-        more = [text for text in audit.paragraphs if not text.startswith("Power: ")]
+        note = audit.document.get("note")
+        more = [text for text in audit.paragraphs if not text.startswith("Power: ") and text != note]
         blocks += [("table", rows), *(("text", text) for text in more)]
     for test in work.self_tests:
         rows = [

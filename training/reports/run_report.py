@@ -185,7 +185,14 @@ def _page(
             (
                 f"{name}, {each.played}",
                 audit_rows(each),
-                [*paragraphs(each), *([NOT_FOR_RELEASE] if run.config.mode == "release" else [])],
+                [
+                    *paragraphs(each),
+                    *(
+                        [NOT_FOR_RELEASE]
+                        if run.config.mode == "release" and each.holds_private_records
+                        else []
+                    ),
+                ],
             )
             for (name, run), found in zip(named, audits, strict=True)
             for each in found.values()

@@ -657,7 +657,7 @@ def stated(path: Path, *, delta: float | None = None) -> Statement:
     """Return what a ledger may state; in a run folder it is checked against the newest checkpoint and the summary.
 
     Args:
-        path: The folder of a run or of a private loop, or a ledger.
+        path: The folder of a run, or a ledger. A private loop has `private_loop.folder.stated_loop`.
         delta: At which the guarantees are stated; None takes the run's.
 
     Raises:

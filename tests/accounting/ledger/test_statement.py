@@ -51,7 +51,7 @@ Paid = part("allow", kind=str, schema_version=Literal[1], steps=int, description
 Paying = part(
     **dict.fromkeys(("lines", "payments", "steps_paid"), int),
     **{"digest": str, "delta": float, "enforced": bool},
-    **dict.fromkeys(("releases_paid", "checked_against"), list[str]),
+    **dict.fromkeys(("releases_paid", "checked_against", "enforced_by"), list[str]),
 )
 Certified = part(
     **dict.fromkeys(("digest", "device", "date", "law"), str),

@@ -74,7 +74,7 @@ def test_both_relations_have_one_number_and_each_names_what_it_rests_on(make: Ma
 def test_the_printed_statement_names_the_public_number(make: Maker) -> None:
     text = explain(only(make(NULL), enforced=True))
     assert "or its place was empty" in text
-    trusted = text.partition("Taken on trust, not checked:")[2].partition("Checked:")[0]
+    trusted = text.partition("Taken on trust, not checked:")[2].partition("Checked by the code")[0]
     assert NUMBER_IS_PUBLIC in trusted
     assert "or its place was empty" not in explain(only(make(ADDED)))
     (row,) = guarantee_rows([only(make(NULL))])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from opusim.accounting.anytime import AnytimePlan
-from opusim.accounting.audit import AuditPlan, audit
+from opusim.accounting.audit import AuditPlan, audit, estimated
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
 from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.training.attacks.findings import Audit, Finding, Played, Role, paragraphs, power_text, verdict
@@ -115,6 +116,37 @@ def test_forecast_ceiling_and_power_of_a_step_agree(trials: int) -> None:
     assert ratio is not None
     assert (float(ratio[1]) <= 2) is (found.power >= 0.9)
     assert "by the e-value or by errors alone" in power_text(found)
+
+
+@pytest.mark.parametrize("canaries", [False, True])
+@pytest.mark.parametrize("place", ["below the bound", "between", "above the estimate"])
+def test_an_estimate_above_the_claim_is_not_left_without_a_word(place: str, canaries: bool) -> None:
+    """A claim that a bound refutes needs no such sentence."""
+    scores, inside = np.random.default_rng(1).standard_normal(60), np.arange(60) % 2 == 0
+    scores[inside] += 2
+    halves = scores[inside], scores[~inside]
+    result: Any = audit(*halves, AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA))
+    shown: Any = {"estimate": estimated(*halves, result)}
+    plan = OneRunPlan(adversary="sees all", canaries=60, delta=DELTA, claimed=None, law=Law.GAUSSIAN)
+    if canaries:
+        result, shown = audit_one_run(scores, inside, plan), {}
+    (estimate,) = Finding.of(Role.RUN, "difference", halves, result, **shown).estimates
+    low, middle = result.epsilon_lower, (result.epsilon_lower + estimate) / 2
+    assert low < middle < estimate
+    epsilon = {"below the bound": 0.9 * low, "between": middle, "above the estimate": estimate + 1}[place]
+    if canaries:
+        result = audit_one_run(scores, inside, replace(plan, claimed=epsilon))
+    claim = replace(CLAIM, epsilon=epsilon)
+    found = Audit(
+        findings=(Finding.of(Role.RUN, "difference", halves, result, claim=claim, **shown),),
+        guarantees=(claim,),
+        played=Played.TRAINING if canaries else Played.STEP,
+        **{"trials": 60, "seed": 1, "steps": 3},
+    )
+    assert found.refuted is (place == "below the bound")
+    texts = [text for text in paragraphs(found) if text.startswith("Estimates above the claim")]
+    assert len(texts) == (place == "between")
+    assert all("the lower bound, at its stated confidence, decides" in text for text in texts)
 
 
 def test_results_of_the_older_schemas_are_read() -> None:

@@ -245,6 +245,7 @@ def test_the_folder_of_a_private_loop_is_audited_by_its_constants(tmp_path: Path
     found = audit_private_folder(tmp_path, canaries=40, seed=1, progress=False)
     assert found.scores()["all updates"].auc > 0.99
     assert found.steps == private.step
+    assert not found.holds_private_records
     assert found.guarantees[0].epsilon == pytest.approx(private.epsilon, rel=1e-6)
     assert "users (at most 2 records each a step)" in found.game
     assert read_audit(tmp_path / "one-run.json") == found

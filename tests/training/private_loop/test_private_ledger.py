@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import opusim
-from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.explanation import Statement
+from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import Ledger, read_ledger
+from opusim.training.cli.app import app
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
-from opusim.training.private_loop.folder import read_save
+from opusim.training.private_loop.folder import enforcement, read_save, stated_loop
 from opusim.training.private_loop.loader import PrivateLoader
 from tests.support.killing import skip_syncs, start_child
-from tests.support.private_loops import Parts, parts, private_loop, run_epoch
+from tests.support.private_loops import Parts, parts, private_loop, rewritten, run_epoch, unrecorded
 
 
 def steps_paid(folder: Path) -> int:
@@ -169,7 +175,7 @@ def test_a_run_is_looked_for_in_the_folder_of_a_private_loop(tmp_path: Path) -> 
         run_epoch(private)
     with pytest.raises(opusim.RunFolderError, match="holds a private loop .*`opusim account run"):
         opusim.load_run(tmp_path)
-    assert "Checked:" in str(private.statement())
+    assert "Checked by the code that ran:" in str(private.statement())
 
 
 def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
@@ -262,6 +268,84 @@ def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     with pytest.raises(AssertionError, match=r"assert False"):
         require_covered(tmp_path, "release", 1)
+
+
+# What a folder says that its loop checked
+
+
+def checked(statement: Statement) -> set[str]:
+    return {one.text for each in statement.guarantees for one in each.assumptions if one.holds}
+
+
+def test_a_folder_states_what_its_loop_states(tmp_path: Path) -> None:
+    for name, given, more in (
+        ("records", None, {}),
+        ("users", parts(batch_size=5), {"user_ids": [n % 20 for n in range(60)], "records_per_user": 2}),
+    ):
+        with private_loop(tmp_path / name, given, **more) as private:
+            run_epoch(private, steps=2)
+            private.save()
+            own = private.statement()
+        for place in (tmp_path / name, tmp_path / name / "ledger.jsonl"):
+            shown = CliRunner().invoke(app, ["account", "run", str(place), "--json"])
+            assert json.loads(shown.output) == json.loads(json.dumps(own.to_json()))
+        page = CliRunner().invoke(app, ["report", str(tmp_path / name)]).output.strip()
+        assert f"{own.guarantees[0].epsilon:.3f}" in Path(page).read_text()
+        assert len(checked(own)) >= 7
+        assert own.ledger.enforced_by == (f"make_private of opusim {version('opusim')}",)
+        assert "repeats no check" in own.ledger.record
+        assert own.ledger.checked_against == ("private.pt",)
+        assert "unwitnessed" not in own.warnings
+        lines = len((tmp_path / name / "ledger.jsonl").read_text().splitlines())
+        with private_loop(tmp_path / name, given, resume=True, **more):
+            pass  # says what the last line says, and writes none
+        assert len((tmp_path / name / "ledger.jsonl").read_text().splitlines()) == lines
+
+
+def test_an_older_folder_and_one_whose_record_comes_late_have_no_checks(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private:
+        run_epoch(private, steps=2)
+        kept = checked(private.statement())
+        trusted = {one.text for one in private.statement().guarantees[0].assumptions} - kept
+    rewritten(tmp_path, unrecorded)
+    older = stated_loop(tmp_path)
+    assert not checked(older)
+    assert {one.text for one in older.guarantees[0].assumptions} == kept | trusted
+    assert not older.ledger.enforced_by
+    assert "on record" not in older.text()
+    with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=1e-5) as ledger:
+        ledger.note_enforcement(enforcement(private.settings, processes=1))
+    assert not checked(stated_loop(tmp_path))
+
+
+def test_a_forged_record_is_refused_or_not_counted(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private:
+        run_epoch(private, steps=2)
+        kept = checked(private.statement())
+        trusted = private.statement().guarantees[0].assumptions[-1].text
+        private.save()
+    file = tmp_path / "ledger.jsonl"
+    whole = {path: path.read_bytes() for path in (file, file.with_suffix(".head"))}
+
+    def claims_more(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        entries[1]["enforcement"]["hypotheses"].append(trusted)
+        return entries
+
+    text = file.read_text()
+    file.write_text(text.replace("make_private of opusim", "make_private of Opusim", 1))
+    with pytest.raises(LedgerCorrupt, match="line 2: its digest does not fit"):
+        stated_loop(tmp_path)
+    for path, content in whole.items():
+        path.write_bytes(content)
+    rewritten(tmp_path, claims_more)
+    with pytest.raises(LedgerCorrupt, match=r"is not the line that private\.pt names"):
+        stated_loop(tmp_path)
+    (tmp_path / "private.pt").unlink()
+    assert trusted in read_ledger(tmp_path).checked  # what the planted line claims
+    assert checked(stated_loop(tmp_path)) == kept
+    for path, content in whole.items():
+        path.write_bytes(content)
+    assert checked(stated_loop(tmp_path)) == kept
 
 
 def test_no_statement_before_the_first_step(tmp_path: Path) -> None:

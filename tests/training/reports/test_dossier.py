@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import tomllib
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
 from opusim.training.runs.run import Run
-from tests.support.private_loops import network, parts, private_loop, run_epoch
+from tests.support.private_loops import network, parts, private_loop, rewritten, run_epoch, unrecorded
 
 SMALL: dict[str, Any] = {
     **{"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1, "seed": 1},
@@ -91,7 +92,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     answers = {one["question"]: one["answer"] for one in work["answers"]}
     assert f"epsilon {guarantee.epsilon:.3f} at delta 1e-05" in answers[GUARANTEE]
     assert "One record, features and label together" in answers[GUARANTEE]
-    assert answers["4. Does it hold for the run in this folder?"].startswith("No.")
+    assert answers["4. Does it hold for the training in this folder?"].startswith("No.")
     assert "standard deviation of the noise" in answers["5. Which mechanism, and who proves it?"]
     assert answers["11. Who is trusted?"].startswith("Trusted: Who collects the records")
     assert "Not covered: Choice of settings" in answers["12. Which side channels are open?"]
@@ -268,7 +269,10 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
     (tmp_path / "users" / "one-run.json").write_bytes((tmp_path / "of records" / "one-run.json").read_bytes())
     with pytest.raises(RunFolderError, match="is no audit of"):
         written(tmp_path / "users")
-    (own,) = written(tmp_path / "records", audits=[tmp_path / "of records"])[1]["works"][0]["audits"]
+    (work,) = written(tmp_path / "records", audits=[tmp_path / "of records"])[1]["works"]
+    assert [one["publish"] for one in work["files"] if one["name"] == "one-run.json"] == ["yes"]
+    assert "stand-ins of the auditor" in work["answers"][7]["answer"]
+    (own,) = work["audits"]
     assert "of the run; ideal" in own["verdict"]
     assert own["document"]["differs"] == ""
     (other,) = written(tmp_path / "records", audits=[tmp_path / "of other"])[1]["works"][0]["audits"]
@@ -280,28 +284,45 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_a_loop_counts_as_checked_what_its_program_checked_and_its_folder_alone_does_not(
+def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     tmp_path: Path,
 ) -> None:
     given = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
     with private_loop(tmp_path / "loop", parts(batch_size=5), **given) as private:
         run_epoch(private, steps=1)
         _, inside = written(private)
+    page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
+    rewritten(tmp_path / "loop", unrecorded)
+    (tmp_path / "loop" / PROGRAM_FILE).unlink()
     kept = (tmp_path / "loop" / "dossier.json").read_bytes()
     with pytest.raises(RunFolderError, match=r"checked hypotheses, this one would have 0; .*--out.*audits="):
         written(tmp_path / "loop")
     assert (tmp_path / "loop" / "dossier.json").read_bytes() == kept
-    page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
-    checked = [
-        sum(one["holds"] is True for one in content["works"][0]["hypotheses"])
-        for content in (inside, outside)
-    ]
-    for content, count in zip((inside, outside), checked, strict=True):
-        (row,) = [one for one in content["works"][0]["trust"] if one["party"] == "The code of opusim"]
+    _, older = written(tmp_path / "loop", out=tmp_path / "older.html")
+    checked = []
+    for content, said, told in (
+        (inside, "program", "The program that trained checked them"),
+        (
+            outside,
+            "record",
+            f"on record: make_private of opusim {version('opusim')} noted them in the ledger",
+        ),
+        (older, None, "checked 0;"),
+    ):
+        (work,) = content["works"]
+        found = [one for one in work["hypotheses"] if one["holds"]]
+        checked.append(len(found))
+        assert {one["checked"] for one in work["hypotheses"]} == {None, said}
+        (row,) = [one for one in work["trust"] if one["party"] == "The code of opusim"]
         assert row["trusted"] == "yes"
-        assert f"it checked {count} of" in row["why"]
-    assert checked[0] > checked[1]
-    assert any("from the folder only" in lead for lead in outside["works"][0]["leads"])
+        assert f"it checked {len(found)} of" in row["why"]
+        assert told in work["answers"][5]["answer"]
+        assert ("opusim" in work["answers"][12]["answer"].partition("The folder keeps")[0]) is (
+            said is not None
+        )
+        assert any("no record of what the loop checked" in lead for lead in work["leads"]) is (said is None)
+    assert checked[0] == checked[1] > checked[2] == 0
+    assert page.count("recorded as checked") == checked[1]
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
     assert "records_per_user=2" in outside["works"][0]["command"]
@@ -344,7 +365,7 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     assert second.sha256 == hashlib.sha256(b"second").hexdigest()
     (tmp_path / "loop" / PROGRAM_FILE).unlink()  # as a version before 0.3 left it
     (work,) = written(tmp_path / "loop")[1]["works"]
-    assert "keeps no versions of packages" in work["answers"][12]["answer"]
+    assert "The folder keeps no other versions" in work["answers"][12]["answer"]
     assert "not named in the folder" in work["answers"][13]["answer"]
 
 

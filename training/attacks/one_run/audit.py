@@ -772,7 +772,7 @@ def audit_private_folder(
 
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
-    found = replace(found, note=_STAND_IN, origin=Origin.of(folder))
+    found = replace(found, note=_STAND_IN, stand_in=True, origin=Origin.of(folder))
     found.keep(place)
     return found
 

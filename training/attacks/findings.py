@@ -672,8 +672,8 @@ def verdict(audit: Audit) -> str:
         weak = f"By errors alone, so few trials cannot show more than {ceiling:.2f}."
     ideal = ""
     if isinstance(best.result, OneRunResult):
-        method = best.result.strongest.method.value
-        ideal = f"; ideal scores would typically show {ceiling:.2f} by {method}"
+        most = max((one for one in best.result.bounds if one.method.is_bound), key=lambda one: one.ceiling)
+        ideal = f"; ideal scores would typically show {most.ceiling:.2f} by {_named(most)}"
     return (
         f"{start}Not refuted. {found}. That is {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} "
         f"of {whose}{ideal}.{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
@@ -947,12 +947,17 @@ def power_text(audit: Audit) -> str:
     return f"{text}, by {_refuting(audit)}."
 
 
+def _named(bound: OneRunBound) -> str:
+    return bound.method.value.removesuffix(", bound")
+
+
 def _refuting(audit: Audit) -> str:
     """Return the bounds that the power is about: the likeliest of the scores', or those of trials."""
     bounds = [bound for result in audit.scores().values() for bound in result.bounds]
     if bounds:
-        method = max(bounds, key=lambda bound: bound.power or 0.0).method
-        return method.value + ("" if method.guesses else " if the scores pass the test of normality then")
+        likeliest = max(bounds, key=lambda bound: bound.power or 0.0)
+        passing = "" if likeliest.method.guesses else " if they pass the test of normality then"
+        return _named(likeliest) + passing
     plan, games = audit.strongest.result.plan, audit.strongest.anytime
     drawn = isinstance(plan, AuditPlan) and plan.estimator is Estimator.DRAWN_NOISE
     alone = "the noise that was drawn" if drawn else "errors alone"

@@ -771,7 +771,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
             f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
             for place, one in enumerate(_versions(facts))
         )
-        or "The folder keeps no versions of packages.",
+        or _versions_of_loop(statement),
         "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",

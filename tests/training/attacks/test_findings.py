@@ -167,6 +167,9 @@ def test_results_of_the_older_schemas_are_read() -> None:
         played=Played.TRAINING,
         **{"trials": 60, "crafted": "gradients", "game": "a mechanism", "cpu_s": 1.0},
     )
+    most = max(bound.ceiling for bound in result.bounds if bound.method.is_bound)
+    assert f"ideal scores would typically show {most:.2f} by " in verdict(found)
+    assert "by normal scores if they pass the test of normality then." in power_text(found)
     content = found.to_json()
     (one,) = content["findings"]
     old = {

@@ -293,6 +293,7 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
         _, inside = written(private)
     page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
     rewritten(tmp_path / "loop", unrecorded)
+    (tmp_path / "loop" / PROGRAM_FILE).unlink()
     kept = (tmp_path / "loop" / "dossier.json").read_bytes()
     with pytest.raises(RunFolderError, match=r"checked hypotheses, this one would have 0; .*--out.*audits="):
         written(tmp_path / "loop")
@@ -361,7 +362,7 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     assert second.sha256 == hashlib.sha256(b"second").hexdigest()
     (tmp_path / "loop" / PROGRAM_FILE).unlink()  # as a version before 0.3 left it
     (work,) = written(tmp_path / "loop")[1]["works"]
-    assert "keeps no versions of packages" in work["answers"][12]["answer"]
+    assert "The folder keeps no other versions" in work["answers"][12]["answer"]
     assert "not named in the folder" in work["answers"][13]["answer"]
 
 

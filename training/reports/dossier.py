@@ -812,6 +812,13 @@ def _programs(facts: _Facts) -> str:
     return "; then ".join(found) or "not named in the folder"
 
 
+def _versions_of_loop(statement: Statement) -> str:
+    """Return what the folder of a private loop says of versions."""
+    if not statement.ledger.enforced_by:
+        return "The folder keeps no versions of packages."
+    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
+
+
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:
     """Return the names of rows after the words for their states."""
     found: dict[str, list[str]] = {}

@@ -57,7 +57,7 @@ class Operation:
     Attributes:
         func: The operator's overload.
         name: Its name, without the mark of an operator in place.
-        where: The operator and the submodule, for messages.
+        where: Names the operator and the submodule, for messages.
         arguments: Its arguments by name, defaults included.
         numbers: Arguments that are no tensors, without sizes that may grow with the batch.
         tensors: All tensors among them.
@@ -68,7 +68,7 @@ class Operation:
 
     func: Any
     name: str
-    where: str
+    where: Callable[[], str]
     arguments: dict[str, Any]
     numbers: tuple[Any, ...]
     tensors: list[Tensor]
@@ -90,7 +90,7 @@ class Operation:
 
     def mixed(self, reason: str, remedy: str = MIXES_REMEDY) -> Mixed:
         """Return the state of results that depend on several records."""
-        return Mixed(f"{self.where} {reason}", remedy)
+        return Mixed(f"{self.where()} {reason}", remedy)
 
     def require_none(self, *names: str) -> None:
         """Refuse records in arguments that every record shares."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -411,7 +412,7 @@ class RowTracker(TorchDispatchMode):
                 op = Operation(
                     func=func,
                     name=name,
-                    where=self._where(name),
+                    where=partial(self._where, name),
                     arguments=arguments,
                     numbers=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor | torch.Generator)),
                     tensors=tensors,
@@ -524,7 +525,7 @@ class RowTracker(TorchDispatchMode):
         for tensor in written:
             kept = self._kept.get(_memory(tensor)._cdata)
             if kept is not None:
-                raise _keeps(kept, op.where)
+                raise _keeps(kept, op.where())
         # 2. Find the operator of the first pass that corresponds to this one.
         number = len(self.survey.steps)
         step = first.steps[number] if number < len(first.steps) else None

@@ -661,7 +661,7 @@ class RowTracker(TorchDispatchMode):
         elif shape is not None and same:
             return None
         return Mixed(
-            f"{op.where} makes numbers that depend on the number of records or on their order",
+            f"{op.where()} makes numbers that depend on the number of records or on their order",
             "let no number depend on a record's place in the batch or on the batch's size",
             placed=True,
             counts=counts_on(op, output),

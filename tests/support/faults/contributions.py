@@ -49,10 +49,15 @@ def _wider_differences(clip: Callable[..., Any]) -> Callable[..., Any]:
     return lambda plus, minus, bound: clip(plus, minus, None if bound is None else 2**0.5 * bound)
 
 
-def _without_a_clip(totals: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    def summed(self: Any, *options: Any, **named: Any) -> list[Tensor]:
-        found, unclipped = totals(self, *options, **named), self.delta.sum(dim=(0, 1))
-        return [unclipped if each is self.bias else own for each, own in zip(self.wrt, found, strict=True)]
+def _without_a_clip(totals_of: Callable[..., list[list[Tensor]]]) -> Callable[..., list[list[Tensor]]]:
+    def summed(uses: Any, *options: Any, **named: Any) -> list[list[Tensor]]:
+        return [
+            [
+                use.delta.sum(dim=(0, 1)) if each is use.bias else total
+                for each, total in zip(use.wrt, own, strict=True)
+            ]
+            for (use, _), own in zip(uses, totals_of(uses, *options, **named), strict=True)
+        ]
 
     return summed
 
@@ -126,7 +131,7 @@ OF_ONE_RUN = (
         trainers=FEEDBACKS,
         checks=("contribution: norm over layers",),
         plant=lambda: replaced(
-            "opusim.training.networks.contributions.uses:LinearUse.totals", _without_a_clip
+            "opusim.training.networks.contributions.uses:LinearUse.totals_of", _without_a_clip
         ),
     ),
     Fault(

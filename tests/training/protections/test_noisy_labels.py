@@ -386,7 +386,7 @@ def test_a_look_that_was_paid_for_and_lost(
         with pytest.raises(KeyboardInterrupt):
             training.train({**ONCE, "mode": mode}, data=data(), folder=tmp_path)
     if mode == "release":
-        with pytest.raises(BudgetExceeded, match="more than epsilon 2"):
+        with pytest.raises(BudgetExceeded, match="exceed epsilon 2"):
             training.train(data=data(), folder=tmp_path, resume=True)
         assert not (tmp_path / "labels.safetensors").exists()
         return

@@ -13,7 +13,8 @@ are reserved in blocks, one line each, so that not every step waits for a sync.
 - release mode: a re-executed step draws new noise and is charged again. A kill also loses the rest of a block. A
   process that stops cleanly returns that rest (`Ledger.return_unused`).
 
-Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta` and `enforced`. The others are
+Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta` and `enforced`, and may have
+`enforcement`. The others are
 
 | keys | meaning |
 | --- | --- |
@@ -22,7 +23,7 @@ Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta`
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
 | `certificate` | mechanisms that name its digest rest on it |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
-| `enforcement`: `by`, `processes`, `hypotheses` | what the code that pays from here on checks at each step |
+| `enforcement`: `by`, `processes`, `hypotheses`, `program` | what pays from here on, and checks at each step |
 | `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; ignored |
 
 Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
@@ -166,6 +167,25 @@ class Alarm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a program is that takes the steps; names and public constants only.
+
+    Attributes:
+        versions: Of Python and of the packages that numbers depend on.
+        script: Path of the program's file; empty in an interactive session.
+        sha256: Digest of that file; empty without one.
+        module: Class of the module and of its parts.
+        optimizer: Class of the optimizer, with its learning rates.
+    """
+
+    versions: dict[str, str]
+    script: str
+    sha256: str
+    module: str
+    optimizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Enforcement:
     """What code that pays for steps checks at each of them; a step that fails a check releases nothing.
 
@@ -173,11 +193,13 @@ class Enforcement:
         by: The code and its version, such as "make_private of opusim 0.3.0".
         processes: How many processes take the steps together, at least 1.
         hypotheses: What it checks, as the texts of assumptions.
+        program: The program that calls it; None if the line does not name it.
     """
 
     by: str
     processes: int
     hypotheses: tuple[str, ...]
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         checks.integer(minimum=1, processes=self.processes)
@@ -376,6 +398,9 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
                 checks.choice(get_args(Mode), mode=mode)
                 checks.in_unit_interval(closed="left", delta=delta)
                 checks.instance(bool, enforced=enforced)
+            if "enforcement" in entry:
+                enforcement = from_json(Enforcement, entry["enforcement"])
+                enforcements += [*([None] if payments and not enforcements else []), enforcement]
             elif "returned" in entry:
                 if mode != "release" or not block_before:
                     raise ValueError("returns steps, but the line before reserves none in release mode")
@@ -385,10 +410,7 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
                 certificates.append(from_json(CertificateFacts, entry["certificate"]))
             elif "alarm" in entry:
                 alarms.append(from_json(Alarm, entry["alarm"]))
-            elif "enforcement" in entry:
-                enforcement = from_json(Enforcement, entry["enforcement"])
-                enforcements += [*_unenforced(payments, enforcements), enforcement]
-            elif "stopped" not in entry and "resumed" not in entry:
+            elif number > 1 and "stopped" not in entry and "resumed" not in entry:
                 mechanisms = tuple(mechanism_from_json(each) for each in entry["mechanisms"])
                 if not mechanisms:
                     raise ValueError("mechanisms = []: pays for nothing")
@@ -416,11 +438,6 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
         alarms=tuple(alarms),
         enforcements=tuple(enforcements),
     )
-
-
-def _unenforced(payments: Sequence[Payment], enforcements: Sequence[Enforcement | None]) -> list[None]:
-    """Return what stands in front of the first line of enforcement if steps were paid for before it."""
-    return [None] if payments and not enforcements else []
 
 
 def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[CertificateFacts]) -> None:
@@ -475,6 +492,7 @@ class Ledger:
         budget: Stops the run before the step that would exceed it.
         witnesses: Witnesses that the ledger must fit; an older or different ledger is refused.
         repeatable: Whether a re-executed step repeats its release in experiment mode. In release mode none does.
+        enforcement: What the caller checks from here on; if the last such line says the same, none is written.
 
     Raises:
         LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
@@ -492,6 +510,7 @@ class Ledger:
         budget: Budget | None = None,
         witnesses: Sequence[Witness] = (),
         repeatable: bool = True,
+        enforcement: Enforcement | None = None,
     ) -> None:
         checks.integer(minimum=1, block=block)
         if mode not in ("experiment", "release"):
@@ -501,16 +520,20 @@ class Ledger:
         self._block, self._budget = block, budget
         self._charges_again = mode == "release" or not repeatable
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
+        noted = {} if enforcement is None else {"enforcement": to_json(enforcement)}
         self._journal = Journal(path, witnesses=witnesses)
         try:
             if not self._journal.last:
-                self._journal.append(opening)
+                self._journal.append(opening | noted)
             self._content = self._load()
             kept = {key: getattr(self._content, key) for key in opening}
             if kept != opening:
                 raise ValueError(
                     f"{path}: the ledger was created with {kept}, not {opening}; start a new run folder"
                 )
+            if enforcement not in (None, *self._content.enforcements[-1:]):
+                self._journal.append(noted)
+                self._content = self._load()
         except BaseException:
             self._journal.close()
             raise
@@ -536,7 +559,6 @@ class Ledger:
         content = content_of(self._journal.path, self._journal.entries)
         self._payments = list(content.payments)
         self._certificates, self._alarms = list(content.certificates), list(content.alarms)
-        self._enforcements = list(content.enforcements)
         self._spent = content.mechanisms if self._budget else []  # what a budget compares, kept up to date
         self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
@@ -572,7 +594,6 @@ class Ledger:
             payments=tuple(self._payments),
             certificates=tuple(self._certificates),
             alarms=tuple(self._alarms),
-            enforcements=tuple(self._enforcements),
             position=self.position,
         )
 
@@ -666,14 +687,6 @@ class Ledger:
         if all(known.digest != certificate.digest for known in self._certificates):
             self._journal.append({"certificate": to_json(certificate)})
             self._certificates.append(certificate)
-            self._noted()
-
-    def note_enforcement(self, enforcement: Enforcement) -> None:
-        """Record what the code that pays from here on checks; if the last such line says the same, write none."""
-        self._require_current()
-        if self._enforcements[-1:] != [enforcement]:
-            self._journal.append({"enforcement": to_json(enforcement)})
-            self._enforcements += [*_unenforced(self._payments, self._enforcements), enforcement]
             self._noted()
 
     def note_alarm(self, alarm: Alarm) -> None:

@@ -81,4 +81,4 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[s
 
 def unrecorded(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries as opusim 0.2 wrote them."""
-    return [entry for entry in entries if "enforcement" not in entry]
+    return [{key: value for key, value in entry.items() if key != "enforcement"} for entry in entries]

@@ -92,7 +92,7 @@ class PaidSteps:
 
         def opened() -> LedgerContent | None:
             self._ledger = ledger()
-            if covered:
+            if covered and self.step:
                 self._ledger.require_covers(self.step)
             return self._ledger.content if self.ranks.world > 1 else None
 

@@ -17,27 +17,31 @@ value never spoils a good save. Values of numpy are kept as bytes, since torch r
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
+import os
+import sys
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opusim import checks
 from opusim.accounting.composition import Budget, calibrate_noise
 from opusim.accounting.explanation import LedgerFacts, Statement
 from opusim.accounting.guarantee import Adjacency, Assumption, Unit
 from opusim.accounting.journal import Position, Witness
-from opusim.accounting.ledger import LEDGER_FILE, Enforcement, LedgerContent, Mode, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, Enforcement, LedgerContent, Mode, Program, read_ledger
 from opusim.accounting.mechanisms.records import (
     ADAPTIVE_RECORDS,
     ADAPTIVE_USERS,
@@ -68,6 +72,8 @@ TAKES_NO_GRADIENTS = (
     "'zo' instead, whose steps are the same"
 )
 _VERSION = 1
+_LONGEST = 200
+"""Letters of the names of a module's parts, at most."""
 _HIDDEN_NUMBER = (
     "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records is "
     "private; give it, or take relation = 'zero_out', under which that number is public"
@@ -294,9 +300,16 @@ class PrivacySettings:
         return stored
 
 
-def enforcement(settings: PrivacySettings, *, processes: int) -> Enforcement:
+def enforcement(settings: PrivacySettings, *, processes: int, program: Program | None = None) -> Enforcement:
     """Return what `make_private` checks at each step, for the ledger; a loop that fails a check releases nothing."""
-    unit = Unit.RECORD if settings.records_per_user is None else Unit.USER
+    hypotheses = _hypotheses(Unit.RECORD if settings.records_per_user is None else Unit.USER)
+    by = f"make_private of opusim {version('opusim')}"
+    return Enforcement(by=by, processes=processes, hypotheses=hypotheses, program=program)
+
+
+@cache
+def _hypotheses(unit: Unit) -> tuple[str, ...]:
+    """Return what `make_private` checks if a unit is protected."""
     theorem = (
         ADAPTIVE_RECORDS if unit is Unit.RECORD else ADAPTIVE_USERS
     )  # names what the others do, and more
@@ -304,9 +317,22 @@ def enforcement(settings: PrivacySettings, *, processes: int) -> Enforcement:
     rounding += about_rounding(True, enforced=True)
     texts = (*theorem.checked_by_code, *ZEROTH_ORDER_GAUSSIAN.checked_by_code)
     texts += tuple(one.text for one in rounding if one.holds)  # what is on trust stays so
-    found = dict.fromkeys(text for text in (*texts, *_CHECKED) if text != STANDARDISED)
-    by = f"make_private of opusim {version('opusim')}"
-    return Enforcement(by=by, processes=processes, hypotheses=tuple(found))
+    return tuple(dict.fromkeys(text for text in (*texts, *_CHECKED) if text != STANDARDISED))
+
+
+def program_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Program:
+    """Return the program that runs in this process with a module and an optimizer."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = None if file is None or not Path(file).is_file() else Path(file).resolve()
+    parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
+    rates = dict.fromkeys(f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group)
+    return Program(
+        versions=versions(),
+        script="" if script is None else os.fsencode(script).decode(errors="backslashreplace"),
+        sha256="" if script is None else hashlib.sha256(script.read_bytes()).hexdigest(),
+        module=f"{type(module).__name__}({parts})",
+        optimizer=type(optimizer).__name__ + (f"(lr={' and '.join(rates)})" if rates else ""),
+    )
 
 
 def loop_statement(

@@ -53,6 +53,7 @@ from opusim.training.private_loop.folder import (
     enforcement,
     generator_states,
     loop_statement,
+    program_of,
     read_save,
     set_generator_states,
     write_save,
@@ -356,25 +357,21 @@ class PrivateTraining(Shown):
 
     def _opened(self, *, resume: bool) -> Ledger:
         """Return the open ledger, in the folder of a new private loop or of one that resumes."""
-        if not resume:
-            self.settings.begin(self.folder)
         settings, budget = self.settings, self.settings.budget
+        program = program_of(self.module, self.optimizer)
+        if not resume:
+            settings.begin(self.folder)
         if budget is not None and settings.total_steps is not None:
             budget.would_exceed([], [settings.mechanism.repeated(settings.total_steps)])  # known from then on
-        ledger = Ledger(
+        return Ledger(
             self.folder / LEDGER_FILE,
             mode=settings.mode,
             delta=settings.target_delta,
             block=STEPS_PAID_AT_ONCE[settings.mode],
             budget=budget,
             witnesses=self._witnesses,
+            enforcement=enforcement(settings, processes=self._steps.ranks.world, program=program),
         )
-        try:
-            ledger.note_enforcement(enforcement(settings, processes=self._steps.ranks.world))
-        except BaseException:
-            ledger.close()
-            raise
-        return ledger
 
     def _shown(self) -> dict[str, object]:
         settings = self.settings

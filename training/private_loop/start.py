@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +42,10 @@ from opusim.training.private_loop.module import MeasuredModule, PrivateModule
 from opusim.training.private_loop.session import NamedAccountant, PrivateTraining
 from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.protections.record import RecordGradients, require_counted_sums
-from opusim.training.runs.folder import versions
-from opusim.training.runs.storage import only_writer, read_record, write_record
+from opusim.training.runs.storage import only_writer
 from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.trainer import ScalarRelease
 
-PROGRAM_FILE = "program.json"
-_PROGRAM_VERSION = 1
-_LONGEST = 200
-"""Letters of the names of a module's parts, at most."""
 _PROBES = 5
 """Records by which the data sets of the processes are compared."""
 
@@ -124,8 +116,8 @@ def make_private(
             the order of the module; C is then the root of the sum of their squares. With `ZerothOrder`, the bound on
             the norm of a record's loss differences: 2 phi sqrt(K) times the norm of a gradient that it keeps whole.
         target_delta: Delta of every statement, in [0, 1); below 0.1 / n.
-        folder: Where ledger and saves stand, and what ran (`program.json`: versions, script with its digest, classes of
-            module and optimizer); new, or of this loop with `resume`. That of the first process counts.
+        folder: Where saves stand, and the ledger, which also names what ran: versions, script with its digest, classes
+            of module and optimizer. New, or of this loop with `resume`; that of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.
@@ -268,8 +260,7 @@ def make_private(
                 most_rows=physical.size,
             )
             stack.callback(measured.close)
-            loop = PrivateTraining(measured, optimizer, criterion, data_loader, **place_of_loop)
-            return _noted(loop, module, ranks)
+            return PrivateTraining(measured, optimizer, criterion, data_loader, **place_of_loop)
         gradients = RecordGradients(
             clip_norm=settings.max_grad_norm,
             noise_multiplier=settings.noise_multiplier,
@@ -296,77 +287,7 @@ def make_private(
             private.tape, batch_size * group, processes=ranks.world, name="data_loader.batch_size"
         )
         settings.clipping.require_layers(private.tape.depth, private.tape.names)
-        loop = PrivateTraining(private, optimizer, criterion, data_loader, **place_of_loop)
-        return _noted(loop, module, ranks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramStart:
-    """What a program was when it made a loop private, or resumed one; names and public constants only.
-
-    Attributes:
-        versions: Of Python and of the packages that numbers depend on.
-        script: Path of the program's file; empty in an interactive session.
-        sha256: Digest of that file; empty without one.
-        module: Class of the module and of its parts.
-        optimizer: Class of the optimizer, with its learning rates.
-    """
-
-    versions: dict[str, str]
-    script: str
-    sha256: str
-    module: str
-    optimizer: str
-
-    @classmethod
-    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> Self:
-        """Return that of this process."""
-        file = getattr(sys.modules.get("__main__"), "__file__", None)
-        script = None if file is None or not Path(file).is_file() else Path(file).resolve()
-        parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
-        rates = dict.fromkeys(f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group)
-        return cls(
-            versions=versions(),
-            script="" if script is None else str(script),
-            sha256="" if script is None else hashlib.sha256(script.read_bytes()).hexdigest(),
-            module=f"{type(module).__name__}({parts})",
-            optimizer=type(optimizer).__name__ + (f"(lr={' and '.join(rates)})" if rates else ""),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """The programs that ran a private loop, in the order of their starts; equal ones stand once."""
-
-    starts: tuple[ProgramStart, ...] = ()
-
-    @classmethod
-    def stored(cls, folder: Path) -> Self:
-        """Return what a folder holds; nothing if an older version wrote it.
-
-        Raises:
-            RunFolderError: The file was changed, or is something else.
-        """
-        if not (folder / PROGRAM_FILE).exists():
-            return cls()
-        what, remedy = "the program of a private loop", "restore it from a copy, or delete it"
-        return read_record(folder / PROGRAM_FILE, cls, _PROGRAM_VERSION, what=what, remedy=remedy)
-
-
-def _noted(loop: PrivateTraining, module: nn.Module, ranks: Ranks) -> PrivateTraining:
-    """Write into a loop's folder which program runs it; close the loop if that fails."""
-
-    def note() -> None:
-        starts = (*Program.stored(loop.folder).starts, ProgramStart.of(module, loop.optimizer))
-        found = Program(starts=tuple(one for place, one in enumerate(starts) if one not in starts[:place]))
-        write_record(loop.folder / PROGRAM_FILE, found, _PROGRAM_VERSION)
-
-    try:
-        ranks.on_first(note)
-    except BaseException:
-        loop.close()
-        raise
-    return loop
+        return PrivateTraining(private, optimizer, criterion, data_loader, **place_of_loop)
 
 
 def _require_measurable(

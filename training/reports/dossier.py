@@ -33,7 +33,7 @@ from opusim.accounting.explanation import (
 )
 from opusim.accounting.guarantee import Adjacency, Guarantee, LedgerCorrupt, Release, Unit, to_json
 from opusim.accounting.journal import Position, Witness
-from opusim.accounting.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, Program, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.theorems import Theorem, known_theorems
@@ -65,7 +65,6 @@ from opusim.training.private_loop.folder import (
     stated_loop,
 )
 from opusim.training.private_loop.session import PrivateTraining
-from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.protections.clipping import FLAT
 from opusim.training.reports.audit_page import AUDIT_COLUMNS, Block, Page
 from opusim.training.reports.run_report import (
@@ -377,7 +376,7 @@ class _Facts:
     self_tests: Mapping[str, MechanismAudit]
     run: StoredRun | None
     settings: PrivacySettings | None
-    program: Program
+    programs: Sequence[Program]
     from_folder: bool
 
     @property
@@ -427,7 +426,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     if kind in ("sweep", "audit"):
         what = "an audit" if kind == "audit" else "a sweep"
         raise RunFolderError(f"{path} holds {what}; give the folder of a run")
-    run = settings = None
+    run, settings, programs = None, None, list[Program]()
     if kind == "private loop":
         settings, name = PrivacySettings.stored(path), f"private loop {path.resolve().name}"
     else:
@@ -437,6 +436,9 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         statement = source.statement()
     else:
         statement = stated(path) if settings is None else stated_loop(path)
+    if settings is not None:
+        enforcements = read_ledger(path).enforcements
+        programs = [each.program for each in enforcements if each is not None and each.program is not None]
     audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
     places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
     for folder in elsewhere:
@@ -462,7 +464,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         self_tests=self_tests,
         run=run,
         settings=settings,
-        program=Program() if settings is None else Program.stored(path),
+        programs=programs,
         from_folder=not isinstance(source, PrivateTraining),
     )
 
@@ -799,7 +801,7 @@ def _versions(facts: _Facts) -> list[dict[str, str]]:
     """Return the versions of the packages that the work was started with, then of those it was resumed with."""
     if facts.run is not None:
         return [dict(facts.run.facts["versions"])]
-    found = [one.versions for one in facts.program.starts]
+    found = [one.versions for one in facts.programs]
     return [one for place, one in enumerate(found) if one not in found[:place]]
 
 
@@ -807,7 +809,7 @@ def _programs(facts: _Facts) -> str:
     """Return the programs that ran a loop, as far as its folder names them."""
     found = dict.fromkeys(
         f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session"
-        for one in facts.program.starts
+        for one in facts.programs
     )
     return "; then ".join(found) or "not named in the folder"
 
@@ -921,7 +923,7 @@ def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> I
     """Yield the files that the statement rests on, and those that hold a model."""
     first, kinds = facts.first, texts[facts.statement.mode]
     kept = {"config.json": "settings", SETTINGS_FILE: "settings", LEDGER_FILE: "ledger"}
-    kept |= {"ledger.head": "ledger", "summary.json": "summary", PROGRAM_FILE: "program"}
+    kept |= {"ledger.head": "ledger", "summary.json": "summary"}
     paths = [(facts.path / name, kind) for name, kind in kept.items()]
     for path in _saves(facts):
         own = "save" if facts.kind == "private loop" and path.name == CHECKPOINT_FILE else "other"
@@ -971,7 +973,7 @@ def _command(facts: _Facts) -> str:
             given["max_grad_norm"] = list(rule.layer_norms)
         own.append(f"clipping=opusim.training.{replace(rule, layer_norms=None)!r}")
     values = [f"{key}={value!r}" for key, value in given.items() if value is not None]
-    of = [f"{one.module}, {one.optimizer}" for one in facts.program.starts[-1:]]
+    of = [f"{one.module}, {one.optimizer}" for one in facts.programs[-1:]]
     comment = "; ".join(["Python", *of, "the program is not kept"])
     return f"opusim.make_private({', '.join([*own, *values])})  # {comment}"
 

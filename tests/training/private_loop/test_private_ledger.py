@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -313,9 +314,23 @@ def test_an_older_folder_and_one_whose_record_comes_late_have_no_checks(tmp_path
     assert {one.text for one in older.guarantees[0].assumptions} == kept | trusted
     assert not older.ledger.enforced_by
     assert "on record" not in older.text()
-    with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=1e-5) as ledger:
-        ledger.note_enforcement(enforcement(private.settings, processes=1))
+    late = enforcement(private.settings, processes=1)
+    Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=1e-5, enforcement=late).close()
     assert not checked(stated_loop(tmp_path))
+
+
+def test_the_path_of_a_script_that_is_not_utf8_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.py")
+    Path(script).touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", script)
+    with private_loop(tmp_path / "loop"):
+        pass
+    (found,) = read_ledger(tmp_path / "loop").enforcements
+    assert found is not None
+    assert found.program is not None
+    assert found.program.script == f"{tmp_path}/\\xff.py"
 
 
 def test_a_forged_record_is_refused_or_not_counted(tmp_path: Path) -> None:
@@ -328,12 +343,12 @@ def test_a_forged_record_is_refused_or_not_counted(tmp_path: Path) -> None:
     whole = {path: path.read_bytes() for path in (file, file.with_suffix(".head"))}
 
     def claims_more(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        entries[1]["enforcement"]["hypotheses"].append(trusted)
+        entries[0]["enforcement"]["hypotheses"].append(trusted)
         return entries
 
     text = file.read_text()
     file.write_text(text.replace("make_private of opusim", "make_private of Opusim", 1))
-    with pytest.raises(LedgerCorrupt, match="line 2: its digest does not fit"):
+    with pytest.raises(LedgerCorrupt, match="line 1: its digest does not fit"):
         stated_loop(tmp_path)
     for path, content in whole.items():
         path.write_bytes(content)

@@ -24,12 +24,13 @@ from typer.testing import CliRunner
 import opusim
 from opusim import training
 from opusim.accounting.explanation import Statement
+from opusim.accounting.journal import read_positioned
+from opusim.accounting.ledger import Program, read_ledger
 from opusim.training.attacks import run_audit
 from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
-from opusim.training.private_loop.start import PROGRAM_FILE, Program
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import stated
@@ -293,7 +294,6 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
         _, inside = written(private)
     page, outside = written(tmp_path / "loop", out=tmp_path / "d.html")
     rewritten(tmp_path / "loop", unrecorded)
-    (tmp_path / "loop" / PROGRAM_FILE).unlink()
     kept = (tmp_path / "loop" / "dossier.json").read_bytes()
     with pytest.raises(RunFolderError, match=r"checked hypotheses, this one would have 0; .*--out.*audits="):
         written(tmp_path / "loop")
@@ -325,6 +325,18 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     assert "records_per_user=2" in outside["works"][0]["command"]
 
 
+def programs(folder: Path) -> list[Program | None]:
+    """The programs that a ledger names, in the order of its lines."""
+    return [one and one.program for one in read_ledger(folder).enforcements]
+
+
+def unnamed(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries without the programs that took the steps."""
+    for entry in entries:
+        entry.get("enforcement", {}).pop("program", None)
+    return entries
+
+
 @pytest.mark.usefixtures("without_pdf")
 def test_a_loop_names_its_program_and_nothing_of_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,10 +351,10 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
         with private_loop(tmp_path / name, (module, optimizer, criterion, data)) as private:
             run_epoch(private, steps=1)
             private.save()
-    told = (tmp_path / "loop" / PROGRAM_FILE).read_bytes()
-    assert told == (tmp_path / "other" / PROGRAM_FILE).read_bytes()
+    told, others = (read_positioned(tmp_path / name / "ledger.jsonl")[0] for name in ("loop", "other"))
+    assert told[0] == others[0]
     digest = hashlib.sha256(b"first").hexdigest()
-    (start,) = Program.stored(tmp_path / "loop").starts
+    (start,) = programs(tmp_path / "loop")
     assert (start.script, start.sha256) == (str(script), digest)
     assert (start.module, start.optimizer) == ("Sequential(Linear, Tanh, Linear)", "SGD(lr=0.5)")
     (work,) = written(tmp_path / "loop")[1]["works"]
@@ -352,15 +364,15 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     assert answers[13].startswith("Not from this document")
     assert f"{script} (SHA-256 {digest})" in answers[13]
     assert "Sequential(Linear, Tanh, Linear), SGD(lr=0.5)" in work["command"]
-    assert PROGRAM_FILE in [one["name"] for one in work["files"]]
     script.write_text("second")
     for _ in range(2):
         with private_loop(tmp_path / "loop", (module, optimizer, criterion, loader), resume=True):
             pass
-    first, second = Program.stored(tmp_path / "loop").starts
+    first, second = programs(tmp_path / "loop")
     assert first == start
     assert second.sha256 == hashlib.sha256(b"second").hexdigest()
-    (tmp_path / "loop" / PROGRAM_FILE).unlink()  # as a version before 0.3 left it
+    (tmp_path / "loop" / "private.pt").unlink()
+    rewritten(tmp_path / "loop", unnamed)  # as a version that noted no program left it
     (work,) = written(tmp_path / "loop")[1]["works"]
     assert "The folder keeps no other versions" in work["answers"][12]["answer"]
     assert "not named in the folder" in work["answers"][13]["answer"]

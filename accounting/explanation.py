@@ -291,7 +291,8 @@ class LedgerFacts:
         payments: Lines that pay.
         steps_paid: Steps paid for; in release mode a repeated step counts again.
         releases_paid: Names of the releases that happen once.
-        checked_against: Files of the run whose record of a length and a digest fits the ledger.
+        checked_against: Whose record of a length and a digest fits the ledger: files of the run, or the program that
+            wrote it.
         enforced_by: The code that says in the ledger which hypotheses it checked, if it says so by name.
 
     Raises:

@@ -147,15 +147,15 @@ def dossier(
         Path | None,
         typer.Option(
             help="The HTML file, with PDF and JSON next to it; by default dossier.html in the run folder, for several "
-            "runs in this one; private-dossier.html next to the audits if it must not be published."
+            "runs in this one; private-dossier.html next to the first audit whose figures must not be published."
         ),
     ] = None,
     audits: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FOLDER",
-            help="A folder of audits or self-tests that is not the run's own, as `opusim audit --out` wrote it; "
-            "repeatable.",
+            metavar="PATH",
+            help="A folder of audits or self-tests that is not the run's own, or a JSON file, as `opusim audit --out` "
+            "wrote it; repeatable.",
         ),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the document.")] = False,

@@ -303,6 +303,10 @@ _CHANGED = (
 )
 
 
+_OWN_RECORD = "the program's own record"
+"""What the ledger of a new loop fits before a save stands next to it."""
+
+
 class PrivateTraining(Shown):
     """A private loop: unpack it as `model, optimizer, criterion, data_loader`; it keeps the ledger of what they do.
 
@@ -451,7 +455,8 @@ class PrivateTraining(Shown):
             raise NoGuarantee(
                 "statement: no step was paid for yet; train on a batch of the private loader first"
             )
-        found = loop_statement(content, self.settings, [witness.name for witness in self._witnesses])
+        witnesses = [witness.name for witness in self._witnesses] or [_OWN_RECORD]
+        found = loop_statement(content, self.settings, witnesses)
         if self._accountant is None:
             return found
         claimed = [self._accountant.claimed(content.mechanisms, ours) for ours in found.guarantees]

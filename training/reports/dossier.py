@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import time
 import tomllib
@@ -46,6 +47,7 @@ from opusim.training.attacks.findings import (
     headline,
     paragraphs,
     power_text,
+    read_audit,
     verdict,
 )
 from opusim.training.attacks.mechanism.checks import (
@@ -286,7 +288,7 @@ def write_dossier(
     runs: Source | Sequence[Source],
     *,
     out: str | Path | None = None,
-    audits: Sequence[str | Path] = (),
+    audits: str | Path | Sequence[str | Path] = (),
 ) -> tuple[Path, Path, Path]:
     """Write the dossier of a run, or of several on one page.
 
@@ -294,10 +296,10 @@ def write_dossier(
         runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
             says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
-            `private-dossier.html` next to the audits if their figures forbid that it is published. PDF and JSON stand
-            next to it.
-        audits: Folders of audits and of self-tests that are not in the run's own, as those of a release run; for one
-            run only.
+            `private-dossier.html` if figures of audits forbid that it is published, in the first folder of `audits`
+            with such figures. PDF and JSON stand next to it.
+        audits: Folders of audits and of self-tests that are not in the run's own, or their JSON files, as those of a
+            release run; for one run only.
 
     Returns:
         The paths of HTML, PDF and JSON.
@@ -306,15 +308,17 @@ def write_dossier(
         RunFolderError: A folder holds no such work, or was changed; an audit or a self-test is of another mechanism;
             or the dossier there has more hypotheses of the same work that code checked.
         LedgerCorrupt: A ledger was changed, cut or reordered.
+        TypeError: `audits` holds something else than paths, such as what `opusim.audit_run` returns.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
         OSError: A file cannot be written.
     """
     sources = [runs] if isinstance(runs, Source) else list(runs)
     if not sources:
         raise ValueError("runs is empty; give at least one run folder")
-    if audits and len(sources) > 1:
+    places = _audit_paths(audits)
+    if places and len(sources) > 1:
         raise ValueError(f"audits: {len(sources)} runs are given; give the audits of one run at a time")
-    facts = [_facts(source, [Path(path) for path in audits]) for source in sources]
+    facts = [_facts(source, places) for source in sources]
     common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
     works = [_work(each, common) for each in facts]
     names = works[0].name if len(works) == 1 else f"{len(works)} runs"
@@ -334,6 +338,22 @@ def write_dossier(
     write_file(document, _pdf(found.title, sections))
     write_file(data, json_content(to_json(found)))
     return page, document, data
+
+
+def _audit_paths(audits: object) -> list[Path]:
+    """Return the folders and files of audits.
+
+    Raises:
+        TypeError: Something else was given.
+    """
+    given = list(audits) if isinstance(audits, Iterable) and not isinstance(audits, str) else [audits]
+    for one in given:
+        if not isinstance(one, str | os.PathLike):
+            raise TypeError(
+                f"audits: got {type(one).__name__}; give folders that `opusim audit --out` (from Python out=...) "
+                "wrote, or their JSON files"
+            )
+    return [Path(one) for one in given]
 
 
 def _require_no_better(found: Dossier, page: Path, data: Path) -> None:
@@ -441,14 +461,13 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         programs = [each.program for each in enforcements if each is not None and each.program is not None]
     audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
     places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
-    for folder in elsewhere:
-        kept, tested = kept_audits(RunFolder(folder), "experiment"), kept_self_tests(folder)
-        if not kept and not tested:
-            raise ValueError(
-                f"audits: {folder} holds neither audit nor self-test; give a folder that `opusim audit --out` wrote"
-            )
-        places |= {str(folder / file): Path(folder) for file in kept}
-        audits |= {str(folder / file): audit for file, audit in kept.items()}
+    for given in elsewhere:
+        kept, tested = _kept_in(given)
+        for file, audit in kept.items():
+            label = (
+                str(file) if file.name != str(file) else f"./{file}"
+            )  # bare names are those of the run's folder
+            places[label], audits[label] = file.parent, audit
         self_tests |= {str(file): found for file, found in tested.items()}
     for file, test in self_tests.items():
         _require_like(test, file, statement, run)
@@ -467,6 +486,25 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         programs=programs,
         from_folder=not isinstance(source, PrivateTraining),
     )
+
+
+def _kept_in(given: Path) -> tuple[dict[Path, Audit], dict[Path, MechanismAudit]]:
+    """Return the audits and the self-tests in a folder, or the one in a JSON file, by file.
+
+    Raises:
+        RunFolderError: One was changed, or is of another version; or the file holds neither.
+        ValueError: The folder holds none.
+    """
+    tested = kept_self_tests(given)
+    if given.is_file():
+        return {} if tested else {given: read_audit(given)}, tested
+    kept = {given / name: audit for name, audit in kept_audits(RunFolder(given), "experiment").items()}
+    if not kept and not tested:
+        raise ValueError(
+            f"audits: {given} holds neither audit nor self-test; give a folder that `opusim audit --out` wrote, or a "
+            "JSON file in it"
+        )
+    return kept, tested
 
 
 def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Audit:
@@ -929,15 +967,16 @@ def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> I
         own = "save" if facts.kind == "private loop" and path.name == CHECKPOINT_FILE else "other"
         paths.append((path, own if path.parent == facts.path else "checkpoint"))
     paths += [
-        (facts.path / file if Path(file).name == file else Path(file), "audit") for file in facts.audits
+        (
+            facts.path / file if Path(file).name == file else Path(file),
+            "private_audit" if audit.holds_private_records else "audit",
+        )
+        for file, audit in facts.audits.items()
     ]
     paths += [(Path(file), "self_test") for file in facts.self_tests]
     model = "yes" if first.is_proven else "no: no proof covers it"
     if first.is_proven and first.release is Release.LAST_ITERATE:
         model = "yes, of a finished run the last one only"
-    named = {"model": model, "audit": "yes"}
-    if any(audit.holds_private_records for audit in facts.audits.values()):
-        named["audit"] = "no: figures of private records"
     for path, kind in paths:
         if path.is_file():
             holds, publish = kinds[kind]
@@ -947,7 +986,7 @@ def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> I
                 bytes=len(content),
                 sha256=hashlib.sha256(content).hexdigest(),
                 holds=holds,
-                publish=publish.format(**named),
+                publish=publish.format(model=model),
             )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from opusim.plugins import Deferred
 from opusim.progress import Show
-from opusim.tables import Shown, html_table
+from opusim.tables import Shown, html_table, table_text
 from opusim.training.data import Dataset
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.reports.sweep_report import accuracy_epsilon, accuracy_noise, setting_rows, sweep_records
@@ -33,7 +33,7 @@ pandas = Deferred("pandas")
 
 
 class Sweep(Shown):
-    """The runs of a sweep; a notebook shows a table of their settings.
+    """The runs of a sweep; printed, or in a notebook, it is a table of their settings.
 
     Attributes:
         result: The points of the table, their rows and the folder that holds them.
@@ -79,10 +79,17 @@ class Sweep(Shown):
             "failed": failed or None,
         }
 
-    def _repr_html_(self) -> str:
+    def __str__(self) -> str:
         """Return a table with a row for each setting."""
+        return table_text(*self._table()).rstrip()
+
+    def _repr_html_(self) -> str:
+        """Return the same table for a notebook."""
+        return html_table(*self._table())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
         rows = setting_rows(self.result)
-        return html_table(list(rows[0]), [list(row.values()) for row in rows])
+        return list(rows[0]), [list(row.values()) for row in rows]
 
 
 def sweep(

@@ -186,7 +186,11 @@ def points_of(spec: SweepSpec, origin: str) -> list[Point]:
         keys = [key for key, _ in pairs]
         for values in itertools.product(*(values for _, values in pairs)):
             changes = dict(zip(keys, values, strict=True))
-            points.append(Point(series=series.name, values=changes, config=_resolved(fixed, changes, place)))
+            try:
+                config = _resolved(fixed, changes, place)
+            except ConfigError as error:
+                raise ConfigError(error.file, error.key, _moved(error, spec, series)) from error
+            points.append(Point(series=series.name, values=changes, config=config))
     known = dict.fromkeys(key for point in points for key in point.values)
     if spec.noise is not None and spec.noise not in known:  # figures would lack their axis
         hint = f"take one of {', '.join(known)}, or leave it out" if known else "leave it out"
@@ -217,6 +221,15 @@ def _problem_of_axis(key: str, values: Any, others: Sequence[str], fixed: Mappin
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return None if value is None else f"is set to {value!r} in config and is an axis; leave one out"
+
+
+def _moved(error: ConfigError, spec: SweepSpec, series: SeriesSpec) -> str:
+    """Return why a series refuses a key; one that all series share need not be left out of those that take it."""
+    reason = error.reason.removesuffix("leave it out")
+    for where, shared, own in (("config", spec.config, series.config), ("axes", spec.axes, series.axes)):
+        if reason != error.reason and error.key in flat(shared).keys() - flat(own) and spec.series[1:]:
+            return f"{reason}move it from the shared {where} to the {where} of the series that take it"
+    return error.reason
 
 
 def _resolved(fixed: Mapping[str, Any], changes: Mapping[str, Any], place: str) -> RunConfig:

@@ -285,6 +285,11 @@ def test_a_folder_states_what_its_loop_states(tmp_path: Path) -> None:
     ):
         with private_loop(tmp_path / name, given, **more) as private:
             run_epoch(private, steps=2)
+            unsaved = private.statement()
+            assert unsaved.ledger.checked_against == ("the program's own record",)
+            assert "unwitnessed" not in unsaved.warnings  # the program holds the ledger
+            assert "whole and fits the program's own record" in " ".join(str(unsaved).split())
+            assert "unwitnessed" in stated_loop(tmp_path / name).warnings
             private.save()
             own = private.statement()
         for place in (tmp_path / name, tmp_path / name / "ledger.jsonl"):

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -27,13 +28,14 @@ from opusim.accounting.explanation import Statement
 from opusim.accounting.journal import read_positioned
 from opusim.accounting.ledger import Program, read_ledger
 from opusim.training.attacks import run_audit
+from opusim.training.attacks.findings import read_audit
 from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
-from opusim.training.runs.folder import stated
+from opusim.training.runs.folder import ONE_RUN_FILE, stated
 from opusim.training.runs.run import Run
 from tests.support.private_loops import network, parts, private_loop, rewritten, run_epoch, unrecorded
 
@@ -208,6 +210,8 @@ def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are
 ) -> None:
     self_test().keep(tmp_path / "mechanism.json")
     page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path])
+    _, of_file = written(run, out=tmp_path / "d.html", audits=[tmp_path / "mechanism.json"])
+    assert of_file["works"] == content["works"]
     (work,) = content["works"]
     assert "mechanism.json; records clipped to 1): No alarm" in work["answers"][7]["answer"]
     assert not any("No audit was found" in lead for lead in work["leads"])
@@ -234,6 +238,49 @@ def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are
     (tmp_path / "mechanism.json").write_text(json.dumps(content))
     with pytest.raises(RunFolderError, match=r"mechanism\.json"):
         written(run, out=tmp_path / "d.html", audits=[tmp_path])
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_each_audit_file_is_judged_by_itself_and_the_first_private_one_places_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with private_loop(tmp_path / "loop", mode="release", seed=None) as private:
+        run_epoch(private, steps=2)
+    audit_private_folder(tmp_path / "loop", out=tmp_path / "invented", canaries=20, seed=1)
+    found = read_audit(tmp_path / "invented" / ONE_RUN_FILE)
+    assert found.stand_in
+    for name in ("first", "second"):  # as opusim.audit_private_loop writes them, on the program's own records
+        replace(found, stand_in=False).keep(tmp_path / name)
+    files = {name: tmp_path / name / ONE_RUN_FILE for name in ("invented", "first", "second")}
+
+    def publish(*names: str, place: str) -> list[str]:
+        page, _, data = write_dossier(tmp_path / "loop", audits=[files[name] for name in names])
+        assert page.parent == tmp_path / place
+        (work,) = json.loads(data.read_bytes())["works"]
+        return [one["publish"] for one in work["files"] if one["name"] == ONE_RUN_FILE]
+
+    never = "no: figures of private records"
+    assert publish("invented", place="loop") == ["yes"]
+    assert publish("invented", "first", "second", place="first") == ["yes", never, never]
+    assert publish("second", "first", "invented", place="second") == [never, never, "yes"]
+    monkeypatch.chdir(tmp_path / "first")  # a bare name is not one of the run's folder
+    page, content = written(tmp_path / "loop", audits=ONE_RUN_FILE)
+    (row,) = [one for one in content["works"][0]["files"] if one["name"] == ONE_RUN_FILE]
+    assert row["sha256"] == hashlib.sha256(files["first"].read_bytes()).hexdigest()
+    assert "private loop loop" in page
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_audits_are_paths_and_files_of_audits(run: Run, tmp_path: Path) -> None:
+    for given in ([self_test()], self_test(), [3]):
+        with pytest.raises(
+            TypeError, match=r"^audits: got (MechanismAudit|int); give folders that `opusim audit"
+        ):
+            write_dossier(run, audits=given)  # type: ignore[arg-type]
+    with pytest.raises(RunFolderError, match=r"config\.json: is not an audit"):
+        write_dossier(run, audits=[run.folder.config_file])
+    with pytest.raises(ValueError, match=r"none\.json holds neither audit nor self-test; .* or a JSON file"):
+        write_dossier(run, audits=[tmp_path / "none.json"])
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -113,6 +113,22 @@ def test_two_axes_over_one_key_clash_even_where_one_is_a_part_of_the_other(tmp_p
         points(tmp_path, text)
 
 
+@pytest.mark.parametrize(("where", "value"), [("config", "0.1"), ("axes", "[0.1, 0.2]")])
+def test_a_shared_key_that_one_series_refuses_belongs_to_the_others(
+    tmp_path: Path, where: str, value: str
+) -> None:
+    shared = SPEC.replace(f"[{where}]\n", f"[{where}]\ntrainer.threshold = {value}\n", 1)
+    move = f"move it from the shared {where} to the {where} of the series that take it"
+    with pytest.raises(ConfigError, match=rf"series 'reference': trainer.threshold: .*, or {move}$"):
+        points(tmp_path, shared)
+    own = SPEC.replace('kind = "bp"', 'kind = "bp", threshold = 0.1')
+    with pytest.raises(ConfigError, match="or leave it out$"):
+        points(tmp_path, own)
+    single = shared.partition('[[series]]\nname = "photonic"')[0] + SPEC[SPEC.rindex("[[series]]") :]
+    with pytest.raises(ConfigError, match="or leave it out$"):
+        points(tmp_path, single)
+
+
 def test_runs_on_one_physical_device_go_one_by_one(tmp_path: Path) -> None:
     assert not one_at_a_time(points(tmp_path, SPEC))
     assert one_at_a_time(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_each_run_is_that_of_train_on_a_copy_of_the_model(table: Sweep, net: Net
     kept = opusim.load_run(table.result.folder.path / "runs" / frame.run[3], model=Net())
     torch.testing.assert_close(kept.model.state_dict(), model.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_printed_sweep_is_the_table_that_a_notebook_shows(
+    table: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    printed = [re.findall(r"[^│┃]+", line) for line in str(table).splitlines()]
+    rows = [[cell.strip() for cell in cells] for cells in printed if len(cells) > 1]
+    shown = re.findall(r"<tr>(.*?)</tr>", table._repr_html_())
+    assert rows == [re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in shown]
+    assert len(rows) == 3  # the header and two settings
+    assert "\n" not in repr(table)
 
 
 def test_kept_runs_are_those_of_the_same_inputs(

@@ -176,14 +176,14 @@ class MechanismAudit(Shown):
         write_record(file, self, SCHEMA_VERSION)
 
 
-def kept_self_tests(folder: Path) -> dict[Path, MechanismAudit]:
-    """Read the self-tests in a folder, by file; `opusim audit --mechanism KIND --out FILE` names the file.
+def kept_self_tests(place: Path) -> dict[Path, MechanismAudit]:
+    """Read the self-tests in a folder, or that of a file, by file; `opusim audit --mechanism KIND --out FILE` names it.
 
     Raises:
         RunFolderError: One was changed, or is of another version.
     """
     found = {}
-    for file in sorted(folder.glob("*.json")):
+    for file in [place] if place.is_file() else sorted(place.glob("*.json")):
         try:
             content = read_json(file)
         except ValueError:

@@ -346,7 +346,9 @@ def _audit_paths(audits: object) -> list[Path]:
     Raises:
         TypeError: Something else was given.
     """
-    given = list(audits) if isinstance(audits, Iterable) and not isinstance(audits, str) else [audits]
+    given: list[Any] = [audits]
+    if isinstance(audits, Iterable) and not isinstance(audits, str):
+        given = list(audits)
     for one in given:
         if not isinstance(one, str | os.PathLike):
             raise TypeError(
@@ -464,13 +466,12 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     for given in elsewhere:
         kept, tested = _kept_in(given)
         for file, audit in kept.items():
-            label = (
-                str(file) if file.name != str(file) else f"./{file}"
-            )  # bare names are those of the run's folder
+            # bare names are those of the run's folder
+            label = str(file) if file.name != str(file) else f"./{file}"
             places[label], audits[label] = file.parent, audit
         self_tests |= {str(file): found for file, found in tested.items()}
-    for file, test in self_tests.items():
-        _require_like(test, file, statement, run)
+    for name_of_test, test in self_tests.items():
+        _require_like(test, name_of_test, statement, run)
     others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
     audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
     return _Facts(

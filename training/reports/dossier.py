@@ -346,16 +346,16 @@ def _audit_paths(audits: object) -> list[Path]:
     Raises:
         TypeError: Something else was given.
     """
-    given: list[Any] = [audits]
-    if isinstance(audits, Iterable) and not isinstance(audits, str):
-        given = list(audits)
+    given = list(audits) if isinstance(audits, Iterable) and not isinstance(audits, str) else [audits]
+    found = list[Path]()
     for one in given:
         if not isinstance(one, str | os.PathLike):
             raise TypeError(
                 f"audits: got {type(one).__name__}; give folders that `opusim audit --out` (from Python out=...) "
                 "wrote, or their JSON files"
             )
-    return [Path(one) for one in given]
+        found.append(Path(one))
+    return found
 
 
 def _require_no_better(found: Dossier, page: Path, data: Path) -> None:
@@ -465,13 +465,13 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
     for given in elsewhere:
         kept, tested = _kept_in(given)
-        for file, audit in kept.items():
-            # bare names are those of the run's folder
-            label = str(file) if file.name != str(file) else f"./{file}"
-            places[label], audits[label] = file.parent, audit
-        self_tests |= {str(file): found for file, found in tested.items()}
-    for name_of_test, test in self_tests.items():
-        _require_like(test, name_of_test, statement, run)
+        for at, audit in kept.items():
+            # a bare name is that of a file in the run's folder
+            label = str(at) if at.name != str(at) else f"./{at}"
+            places[label], audits[label] = at.parent, audit
+        self_tests |= {str(at): found for at, found in tested.items()}
+    for file, test in self_tests.items():
+        _require_like(test, file, statement, run)
     others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
     audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
     return _Facts(

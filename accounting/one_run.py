@@ -126,6 +126,17 @@ class OneRunPlan:
             "it is not known."
         ),
     ] = None
+    draws: Annotated[float | None, Doc("q T, how often a canary is expected to be drawn, or None.")] = None
+    weaker_normality: Annotated[
+        float | None,
+        Doc(
+            "p-value that the test of normality typically gives if the mechanism had half of its noise, or None."
+        ),
+    ] = None
+    weaker_right: Annotated[
+        tuple[tuple[Method, float], ...],
+        Doc("Share of right guesses with half of the noise, by method; by default that of normal scores."),
+    ] = ()
 
     def __post_init__(self) -> None:
         checks.integer(minimum=FEWEST_CANARIES, canaries=self.canaries)
@@ -148,6 +159,11 @@ class OneRunPlan:
     def methods(self) -> tuple[Method, ...]:
         """The ways in which the scores are read."""
         return self.law.methods if self.readings is None else self.readings
+
+    @property
+    def refused(self) -> bool:
+        """Whether the scores that half of the noise gives typically fail the test of normality."""
+        return self.weaker_normality is not None and self.weaker_normality < NOT_NORMAL
 
     @property
     def strictest(self) -> tuple[float, float] | None:
@@ -190,13 +206,15 @@ class OneRunPlan:
     def power(self, method: Method) -> float | None:
         """Return the probability with which a bound from ideal scores refutes the claim if the noise is halved.
 
-        The count of right guesses is taken for binomial, and the estimate of mu for normal. None for an estimate,
-        without a claim, or if `weaker_mu` is None.
+        The count of right guesses is taken for binomial, and the estimate of mu for normal. Normal scores have power 0
+        if they are `refused`. None for an estimate, without a claim, or if `weaker_mu` is None.
         """
         mu, m, level = self.weaker_mu, self.canaries, 1 - self.confidence
         if not method.is_bound or self.claimed is None or mu is None:
             return None
         if method is Method.NORMAL_BOUND:
+            if self.refused:
+                return 0.0
             allowed, z = self.allowed_mu, float(numerics.normal_quantile(self.confidence))
             needed = allowed + z * _standard_error(allowed, m)
             return float(numerics.normal_cdf((mu - needed) / _standard_error(mu, m)))
@@ -210,7 +228,9 @@ class OneRunPlan:
 
         # the least number of right guesses that refutes; one more than all if none does
         least = bisect.bisect_left(range(guesses + 1), True, key=refuted)
-        return float(numerics.binomial.sf(least - 1, guesses, _ideal_accuracy(mu, guesses / m)))
+        right = dict(self.weaker_right).get(method)
+        right = _ideal_accuracy(mu, guesses / m) if right is None else right
+        return float(numerics.binomial.sf(least - 1, guesses, right))
 
 
 @dataclass(frozen=True, kw_only=True)

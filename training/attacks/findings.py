@@ -29,7 +29,7 @@ from opusim.accounting.audit import (
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
-from opusim.accounting.one_run import NOT_NORMAL, Law, OneRunBound, OneRunResult, guesses_bound
+from opusim.accounting.one_run import NOT_NORMAL, Law, Method, OneRunBound, OneRunResult, guesses_bound
 from opusim.tables import Shown, html_table, output_width, table_text, wrapped
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
@@ -56,8 +56,14 @@ NullableFloat = Annotated[
 LOW_RATE = 1e-3
 """The rate of false positives at which an attack's true positives are told."""
 _SURE = 0.95
-"""Power from which too few canaries do not explain that an audit misses half of the noise."""
+"""Power from which guesses should have found half of the noise."""
 _CURVE_POINTS = 200
+SYSTEM_NOISE = (
+    "The noise comes from the operating system, as in the run: the seed repeats the coins only, and further trials are "
+    "new games."
+)
+"""What an audit says whose trials no seed repeats."""
+_NEW_GAMES = "Repeat it with another seed only, since games of the same coins are dependent; choose none by its outcome"
 
 
 class Role(StrEnum):
@@ -244,9 +250,7 @@ class Finding:
             return "a false alarm: see the text" if found else "nothing found, as required"
         if self.role is Role.BROKEN:
             if isinstance(result, OneRunResult):
-                few = "" if self.expected else ": too few canaries for guesses, and scores not normal"
-                missed = "not found" if few else "not found by this attack"
-                return "found, as required" if self.refutes else missed + few
+                return "found, as required" if self.refutes else _missed(result)
             if bound is not None and result.ceiling <= bound.epsilon:
                 return f"too few trials to exceed {bound.epsilon:.3g}"
             really = "" if self.actual is None else f": it really costs {self.actual:.3g}"
@@ -262,13 +266,6 @@ class Finding:
             Verdict.PROVES_NOTHING: f"below the {self.scope}'s proven {bound.epsilon:.3g}",
         }
         return texts[result.verdict(bound)]
-
-    @property
-    def expected(self) -> bool:
-        """Whether a broken control must be found: not if there are too few canaries for guesses."""
-        if isinstance(self.result, AuditResult):
-            return True
-        return (_largest_power(one for one in self.result.bounds if one.method.guesses) or 0.0) >= _SURE
 
     def rows(self) -> list[dict[str, str]]:
         """Return a table row for each bound on the run, or one row of a control."""
@@ -338,14 +335,27 @@ _WIDE_PAGE = 140
 
 def _reading(result: OneRunResult, bound: OneRunBound) -> str:
     """Return what a bound from scores of canaries says, in a few words."""
-    normal = result.normality >= NOT_NORMAL
+    if not bound.method.guesses and result.normality < NOT_NORMAL:
+        return "scores are not normal: does not count"
     if not bound.method.is_bound:
-        return "an estimate" if normal else "scores are not normal: not to be relied on"
+        return "an estimate"
     if result.exceeds(bound):
-        return "REFUTED" if bound in result.refuting else "scores are not normal: not to be relied on"
+        return "REFUTED"
     if bound.ceiling > 0 and bound.epsilon >= 0.8 * bound.ceiling:
         return "near the ceiling"
     return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
+
+
+def _missed(result: OneRunResult) -> str:
+    """Return why scores of canaries do not show half of the noise, in a few words."""
+    power = _largest_power(bound for bound in result.bounds if bound.method.guesses)
+    reasons = []
+    if power is not None and power < _SURE:
+        reasons.append(f"guesses find it with probability {power:.2f}")
+    if Method.NORMAL_BOUND in result.plan.methods:
+        refused = result.normality < NOT_NORMAL
+        reasons.append("scores are not normal" if refused else "normal scores stay below the claim")
+    return ": ".join(text for text in ("not found by this attack", ", and ".join(reasons)) if text)
 
 
 def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
@@ -542,9 +552,11 @@ class Audit(Shown):
     def failed_controls(self) -> list[Finding | Arrival]:
         """The findings of controls that did not behave as required."""
         broken = self.of(Role.BROKEN)
-        missed = [] if any(one.refutes for one in broken) else [one for one in broken if one.expected]
-        false = [one for one in self.of(Role.NULL) if one.result.epsilon_lower > 0]
         lost = [] if self.arrival is None or self.arrival.holds else [self.arrival]
+        missed = (
+            [] if lost or any(one.refutes for one in broken) else broken
+        )  # what does not arrive is not found
+        false = [one for one in self.of(Role.NULL) if one.result.epsilon_lower > 0]
         return [*lost, *missed, *false, *(one for one in self.of(Role.PROTECTED) if one.refutes)]
 
     @computed_field  # type: ignore[prop-decorator]
@@ -633,8 +645,7 @@ _WEAK = 0.5
 
 def paragraphs(audit: Audit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
-    attacked = audit.of(Role.RUN) if audit.scores() else []
-    who = [f"Adversary {one.attack!r} {one.adversary}." for one in attacked]
+    who = [f"Adversary {one.attack!r} {one.adversary}." for one in audit.of(Role.RUN)]
     texts = [
         f"{_other_numbers(audit)}." if audit.differs else "",
         _game(audit),
@@ -727,11 +738,10 @@ def _game(audit: Audit) -> str:
         how = "What a trial shows without noise is known, so the noise that was drawn gives the bound."
         most = ""
     trials = (
-        f"{audit.game}. {audit.trials:,} independent trials, half of them in each of two worlds: {plan.pair}. The "
-        f"attacker {plan.threat_model}."
+        f"{audit.game}. {audit.trials:,} independent trials, half of them in each of two worlds: {plan.pair}."
         if audit.game
         else f"{audit.trials} times, the run's own trainer made one step from step {audit.steps} of the run. A coin "
-        f"toss chose one of two worlds: {plan.pair}. The attacker {plan.threat_model}, and guesses the outcome."
+        f"toss chose one of two worlds: {plan.pair}. Each adversary guesses the outcome."
     )
     return (
         f"Game: {trials} {how} Each row states a lower bound on epsilon at delta {plan.delta:g} with confidence "
@@ -844,9 +854,10 @@ def _anytime(audit: Audit) -> str:
         )
     single, counted = audit.played is Played.TRAINING, audit.played.counted
     more = "" if single else f"; more {counted} of the same seed continue the same games"
+    more = f". {_NEW_GAMES}; " if audit.note == SYSTEM_NOISE else f"{more}, and "
     return (
         f"At any time: {'. '.join(texts)}. These bounds hold with 95 % confidence together, however often they are "
-        f"read and wherever the audit stops{more}, and e-values of audits with other seeds may be multiplied. The "
+        f"read and wherever the audit stops{more}e-values of audits with other seeds may be multiplied. The "
         f"fixed bounds above are for one number of {counted}, chosen beforehand; either kind errs with probability at "
         "most 5 %."
     )
@@ -929,6 +940,10 @@ def _weakness(audit: Audit) -> str:
     if power is None or power >= _WEAK:
         return ""
     training = " and, for most trainers, an audit of one training" if audit.strongest.scope == "step" else ""
+    for few in filter(None, map(_few_draws, audit.scores().values())):
+        return (
+            f"This audit is weak: it would find half of the noise missing with probability {power:.2f}. {few}"
+        )
     return (
         f"This audit is weak: it would find half of the noise missing with probability {power:.2f}; more "
         f"{audit.played.counted}{training} find smaller faults."
@@ -994,9 +1009,25 @@ def headline(audit: Audit) -> str:
     if not failed:
         return ""
     remedy = f"Repeat it with more {audit.played.counted} and another seed."
+    broken = [one for one in audit.failed_controls if one.role is Role.BROKEN]
+    for result in [one.result for one in broken if isinstance(one, Finding)][:1]:
+        if isinstance(result, OneRunResult):
+            remedy = f"Half of the noise was {_missed(result)}. {_few_draws(result) or remedy}"
     if audit.arrival is not None and not audit.arrival.holds:
         remedy = f"It can find nothing, since {audit.arrival.says}. Repair that, then repeat it."
     return f"DO NOT RELY ON THIS AUDIT: the {failed} did not behave as required. {remedy}"
+
+
+def _few_draws(result: OneRunResult) -> str:
+    """Return why normal scores do not count, and the remedy; empty if they should be normal, or it is not known."""
+    plan = result.plan
+    if plan.draws is None or not plan.refused:
+        return ""
+    power = _largest_power(bound for bound in result.bounds if bound.method.guesses) or 0.0
+    return (
+        f"A canary is drawn q T = {plan.draws:.3g} times; its scores follow no normal law, which more canaries only "
+        f"show better. Guesses decide, whose power is {power:.2f}. Take the audit of single steps: opusim audit RUN."
+    )
 
 
 def perfect_guesses(result: OneRunResult) -> str:

@@ -36,7 +36,7 @@ from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
-from opusim.training.attacks.findings import Audit, Finding, Origin, Played, Role
+from opusim.training.attacks.findings import SYSTEM_NOISE, Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.games import TwoWorlds, game_of, played
 from opusim.training.attacks.replay import (
     AuditedRun,
@@ -200,7 +200,7 @@ def audit_run(
                 count = trials if role is Role.RUN else control_trials
                 own: dict[str, Any] = {"trials": count, "seed": derive_seed(seed, "audit", role.value)}
                 findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=bar.advance)
-    release = game is not None and run.plan.mode == "release"
+    release = (run.plan if game is not None else _as_played(run.plan, seed)).mode == "release"
     found = Audit(
         findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
         guarantees=tuple(stated),
@@ -212,9 +212,7 @@ def audit_run(
         game=""
         if game is None
         else f"the run's own code for {game.title}, on records that the auditor crafted",
-        note="The randomness comes from the system, as in the run, so no seed repeats this audit."
-        if release
-        else "",
+        note=SYSTEM_NOISE if release else "",
     )
     return keep(found, place, folder)
 

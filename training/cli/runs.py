@@ -463,7 +463,10 @@ CanaryCount = Annotated[
     typer.Option(help="With --one-run: number of canaries, by default enough to detect half of the noise."),
 ]
 AuditSeed = Annotated[
-    int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
+    int | None,
+    typer.Option(
+        help="Seed that repeats an audit, of a release run its coins only; drawn and stored by default."
+    ),
 ]
 AuditDelta = Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")]
 OwnArrays = Annotated[

@@ -57,7 +57,7 @@ _BOUNDS = {
 """The columns of the bounds by the key of `audit_rows`: heading, and share of the page's width."""
 AUDIT_COLUMNS = {
     **{"subject": "subject", "attack": "attack", "read as": "read as", "epsilon": "epsilon"},
-    **{"ceiling": "typical of ideal scores", "finding": "finding"},
+    **{"evidence": "evidence", "ceiling": "typical of ideal scores", "finding": "finding"},
 }
 """The columns of a dossier by the key of `audit_rows`."""
 _CONTROLS = {

@@ -13,10 +13,21 @@ import pytest
 from opusim.accounting.anytime import AnytimePlan
 from opusim.accounting.audit import AuditPlan, audit, estimated
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
-from opusim.training.attacks.findings import Audit, Finding, Played, Role, paragraphs, power_text, verdict
+from opusim.accounting.one_run import Law, Method, OneRunPlan, audit_one_run
+from opusim.training.attacks.findings import (
+    SYSTEM_NOISE,
+    Audit,
+    Finding,
+    Played,
+    Role,
+    headline,
+    paragraphs,
+    power_text,
+    verdict,
+)
 from opusim.training.attacks.replay import coins
 from opusim.training.attacks.run_audit import forecast, read_as_games
+from opusim.training.reports.audit_page import AUDIT_COLUMNS
 
 DELTA = 1e-5
 CLAIM = Guarantee(
@@ -196,3 +207,87 @@ def test_results_of_the_older_schemas_are_read() -> None:
     old |= {"schema_version": 1, "step": 3, "release": "the weights after every step"}
     assert Audit.from_json(old) == found
     assert Audit.from_json({**old, "game": "a game"}).played is Played.PROTECTION
+
+
+def missed_control(*, refused: bool) -> Audit:
+    """An audit of 200 canaries whose scores tell nothing of the coins, normal or with the tails of few draws."""
+    generator = np.random.default_rng(1)
+    inside = np.arange(200) % 2 == 0
+    scores = generator.standard_normal(200) if not refused else generator.standard_normal(200) ** 5
+    plan = OneRunPlan(
+        adversary="sees all", canaries=200, delta=DELTA, claimed=3.0, law=Law.GAUSSIAN, weaker_mu=1.3
+    )
+    if refused:
+        rights = tuple((method, 0.83) for method in plan.methods if method.guesses)
+        plan = replace(plan, draws=1.98, weaker_normality=1e-19, weaker_right=rights)
+    result, halves = audit_one_run(scores, inside, plan), (scores[inside], scores[~inside])
+    claim = replace(CLAIM, epsilon=3.0)
+    roles = (Role.RUN, Role.BROKEN)
+    return Audit(
+        findings=tuple(Finding.of(role, "all updates", halves, result, claim=claim) for role in roles),
+        guarantees=(claim,),
+        played=Played.TRAINING,
+        **{"trials": 200, "seed": 1, "steps": 3},
+    )
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_broken_control_that_is_not_found_fails_for_its_true_reason(refused: bool) -> None:
+    found = missed_control(refused=refused)
+    (broken,) = found.of(Role.BROKEN)
+    assert found.failed_controls == [broken]
+    assert found.to_json()["controls_hold"] is False
+    assert ("scores are not normal" in broken.says) is refused
+    assert ("normal scores stay below the claim" in broken.says) is not refused
+    said, texts = headline(found), "\n".join(paragraphs(found))
+    assert said.startswith("DO NOT RELY ON THIS AUDIT: the broken control")
+    assert broken.says in said
+    assert "All controls behaved as required" not in texts
+    assert ("Repeat it with more canaries" in said) is not refused
+    assert ("drawn q T = 1.98 times" in said and "opusim audit RUN" in said) is refused
+    assert found.power is not None
+    assert (found.power < 0.05) is refused
+
+
+def test_normal_scores_that_do_not_count_say_so_with_their_p_value() -> None:
+    """The bound says what its estimate says, however near the ceiling it is."""
+    rows = {row["read as"]: row for row in missed_control(refused=True).of(Role.RUN)[0].rows()}
+    for method in (Method.NORMAL_BOUND, Method.NORMAL_ESTIMATE):
+        assert rows[method]["finding"] == "scores are not normal: does not count"
+        assert rows[method]["evidence"].startswith("normality p ")
+    assert "evidence" in AUDIT_COLUMNS
+    sound = {row["read as"]: row for row in missed_control(refused=False).of(Role.RUN)[0].rows()}
+    assert "does not count" not in sound[Method.NORMAL_BOUND]["finding"]
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_each_attack_has_its_adversary_and_a_release_run_repeats_only_coins(release: bool) -> None:
+    tossed = coins(3, 100)[:, 0]
+    scores = np.random.default_rng(1).standard_normal(100)
+    games = AnytimePlan(delta=DELTA, claimed=1.0, law=Law.GAUSSIAN)
+    worlds, knows = (scores[tossed], scores[~tossed]), {"row space": "features", "difference": "all records"}
+    read = read_as_games(scores, tossed, games, 0.0)
+    found = Audit(
+        findings=tuple(
+            Finding.of(
+                Role.RUN,
+                name,
+                worlds,
+                audit(*worlds, AuditPlan(threat_model=f"knows {what}", pair="in or out", delta=DELTA)),
+                claim=CLAIM,
+                **read,
+            )
+            for name, what in knows.items()
+        ),
+        guarantees=(CLAIM,),
+        played=Played.STEP,
+        note=SYSTEM_NOISE if release else "",
+        **{"trials": 100, "seed": 1, "steps": 3},
+    )
+    texts = paragraphs(found)
+    assert [text for text in texts if text.startswith("Adversary")] == [
+        f"Adversary {name!r} knows {what}." for name, what in knows.items()
+    ]
+    assert ("continue the same games" in "\n".join(texts)) is not release
+    assert ("with another seed only" in "\n".join(texts)) is release
+    assert (SYSTEM_NOISE in texts) is release

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from benchmarks.attacks import one_run
 from opusim import training
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
-from opusim.accounting.mechanisms.records import RecordReplaced
-from opusim.accounting.one_run import Method
+from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
+from opusim.accounting.one_run import NOT_NORMAL, Method, correct_guesses
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Audit, Role, audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
-from opusim.training.attacks.one_run.observers import EntryObserver, Steps, log_ratio
+from opusim.training.attacks.one_run.observers import EntryObserver, ScoreLaw, Steps, log_ratio
 from opusim.training.attacks.run_audit import read_run
 from opusim.training.cli.app import app
 from opusim.training.config.sections import OptimizerConfig
@@ -116,6 +116,33 @@ def test_a_drawn_canary_is_read_through_the_bands() -> None:
     blocks = [c[: 7 - t] @ (matrix @ drawn)[t : t + 3, 0] / np.sum(c[: 7 - t] ** 2) for t in (0, 3, 6)]
     np.testing.assert_allclose(blocks, [1.0, 0.0, 1.0], atol=1e-12)
     assert log_ratio(np.array(blocks), q=3 * q, z=z, replaces=False)[1] < 0
+
+
+@pytest.mark.parametrize(("q", "steps", "z", "normal"), [(0.0047, 422, 0.62, False), (0.1, 200, 1.76, True)])
+def test_the_law_of_scores_is_that_of_drawn_canaries(q: float, steps: int, z: float, normal: bool) -> None:
+    """Half of the noise: mean scores and right guesses agree with draws; two draws are no normal law, twenty are."""
+    mechanism = RecordCentral(noise_multiplier=z, sampling_probability=q, clip_norm=1.0, divisor=1.0)
+    law = ScoreLaw.of(mechanism, steps, replaces=False, ratio=2.0)
+    assert law.draws == pytest.approx(q * steps)
+    assert (law.normality(1000) >= NOT_NORMAL) is normal
+    count, generator = 2000, np.random.default_rng(1)
+    inside = np.arange(count) % 2 == 0
+    drawn = (generator.random((steps, count)) < q) & inside
+    scores = log_ratio(
+        drawn + z / 2 * generator.standard_normal((steps, count)), q=q, z=z, replaces=False
+    ).sum(axis=0)
+    for own, masses in ((scores[inside], law.inside), (scores[~inside], law.outside)):
+        mean = law.values @ masses
+        error = math.sqrt((law.values - mean) ** 2 @ masses / len(own))
+        assert abs(own.mean() - mean) < 5 * error
+    guesses = 400
+    right, expected = correct_guesses(scores, inside, guesses) / guesses, law.right(guesses / count)
+    error = math.sqrt(expected * (1 - expected) / guesses)
+    assert abs(right - expected) < 5 * error
+    full = ScoreLaw.of(mechanism, steps, replaces=False, ratio=1.0)  # planted: the noise is not halved
+    assert abs(right - full.right(guesses / count)) > 5 * error or abs(
+        scores[inside].mean() - full.values @ full.inside
+    ) > 5 * scores[inside].std() / math.sqrt(count / 2)
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from opusim.training.attacks.one_run.observers import (
     FirstLayerObserver,
     GradientObserver,
     Observer,
+    ScoreLaw,
     require_fixed_bound,
     weight_layers,
 )
@@ -104,7 +105,7 @@ def audit_one_training(
         trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `one-run.json`, or None for the run's own. A release run needs one outside its folder.
         canaries: m, at least 20. By default the fewest of 200, 500, 1,000, 2,000 and 5,000 that find half of the noise
-            with probability 0.9, or the most that the model has weights for.
+            with probability 0.9, or else the likeliest of those that the model has weights for.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
@@ -162,13 +163,14 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
     adversaries = (ALL_UPDATES, CONSECUTIVE, FINAL_MODEL)
 
     def reading(count: int) -> OneRunPlan:
-        return reading_plans(adversaries, count, mechanisms, stated, relation, delta)[ALL_UPDATES]
+        own = reading_plans(adversaries, count, mechanisms, stated, relation, delta)[ALL_UPDATES]
+        return by_draws(own, mechanisms, relation)
 
     if canaries is None:
         room = max(rows * columns for _, _, rows, columns in weight_layers(plan.network))
         fitting = [count for count in _COUNTS if count <= room] or [max(room, FEWEST_CANARIES)]
         enough = [count for count in fitting if _power(reading(count)) >= _PLANNED_POWER]
-        canaries = enough[0] if enough else fitting[-1]
+        canaries = enough[0] if enough else max(fitting, key=lambda count: round(_power(reading(count)), 2))
     found = reading(canaries)
     if found.claimed is None or found.law is Law.ANY:
         return (
@@ -177,7 +179,12 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
         )
     mu = gaussian_mu(found.claimed, delta)
     ratios = (tenths / 10 for tenths in range(11, 161))
-    ratio = next((r for r in ratios if _power(replace(found, weaker_mu=r * mu)) >= _PLANNED_POWER), None)
+
+    def finds(ratio: float) -> bool:
+        weaker = by_draws(replace(found, weaker_mu=ratio * mu), mechanisms, relation, ratio)
+        return _power(weaker) >= _PLANNED_POWER
+
+    ratio = next(filter(finds, ratios), None)
     text = "not even a sixteenth of the noise"
     if ratio is not None:
         times = epsilon_of(ratio * mu, delta) / found.claimed
@@ -185,9 +192,42 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
             f"an epsilon {times:.1f} times the proven {found.claimed:.2f} (noise {ratio:.1f} times too small)"
         )
     guessed = max(found.ceiling(method) for method in found.methods if method.guesses)
+    if found.draws is not None and found.refused:
+        return canaries, (
+            f"Forecast: a canary is drawn q T = {found.draws:.3g} times, so that its scores follow no normal law, and "
+            f"guesses decide. {canaries:,} canaries find half of the noise with probability {_power(found):.2f}, and "
+            f"{text} with probability 0.9. The audit of single steps needs no draws: opusim audit RUN."
+        )
     return canaries, (
         f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "
         f"normality; guesses of ideal scores typically show epsilon {guessed:.2f}."
+    )
+
+
+def by_draws(
+    plan: OneRunPlan, mechanisms: Sequence[Mechanism], relation: Adjacency, ratio: float = 2.0
+) -> OneRunPlan:
+    """Return how scores of canaries are read, with the power that the law of their scores gives.
+
+    A canary that few steps draw has scores of no normal law: the fewer draws, the fewer canaries show it.
+
+    Args:
+        plan: How they are read.
+        mechanisms: What the audited training releases.
+        relation: That of the game.
+        ratio: How many times the noise is too small.
+    """
+    first = mechanisms[0]
+    if plan.law is not Law.GAUSSIAN or not isinstance(first, ClippedRecords):
+        return plan
+    steps, replaces = sum(one.steps for one in mechanisms), relation is Adjacency.REPLACE_ONE
+    law = ScoreLaw.of(first.repeated(1), steps, replaces=replaces, ratio=ratio)
+    shares = ((method, plan.guesses(method) / plan.canaries) for method in plan.methods if method.guesses)
+    return replace(
+        plan,
+        draws=law.draws,
+        weaker_normality=law.normality(plan.canaries),
+        weaker_right=tuple((method, law.right(share)) for method, share in shares),
     )
 
 
@@ -287,6 +327,8 @@ def audit_of_scores(
     null = np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
     proven = next((one for one in stated if one.is_proven), None)
     plans, findings = reading_plans(list(scores), count, mechanisms, stated, relation, delta), []
+    if facts["played"] is Played.TRAINING:
+        plans = {one: by_draws(plan, mechanisms, relation) for one, plan in plans.items()}
     for role, found, coins in (
         (Role.RUN, scores, inside),
         (Role.NULL, scores, null),

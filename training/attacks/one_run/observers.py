@@ -11,6 +11,7 @@ clip, the noise, the divisor, the optimizer and the ledger are the run's own.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from opusim import checks
+from opusim.accounting import numerics
 from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import WEIGHTS_AND_STATE, Adversary, Descent
@@ -341,6 +344,8 @@ _REPLACED = (LinearUse, ConvolutionUse, ModuleUse)
 _SPIKE = 0.05
 """Two steps whose noise is the same differ by -1, 0 or 1 up to far less than this, in units of C."""
 _TINY = 1e-15
+_GRID = 2**15
+"""Points of the law of a score."""
 
 
 ALL_UPDATES = Adversary(
@@ -599,6 +604,98 @@ def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarra
         return np.asarray(np.logaddexp(off, math.log(q) + exponent))
 
     return one(y) - one(-y) if replaces else one(y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreLaw:
+    """Law of a canary's score, its log-likelihood ratio over all steps, at less noise than the attacker assumes.
+
+    Attributes:
+        draws: q T, how often a canary is expected to be drawn.
+        values: Scores, ascending, shape (n,).
+        inside: Probability of each for a canary that is in, shape (n,).
+        outside: The same for one that is out.
+    """
+
+    draws: float
+    values: np.ndarray
+    inside: np.ndarray
+    outside: np.ndarray
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, mechanism: ClippedRecords, steps: int, *, replaces: bool, ratio: float) -> ScoreLaw:
+        """Return the law; all steps are independent, so that their characteristic functions multiply.
+
+        Args:
+            mechanism: What one step releases.
+            steps: T.
+            replaces: Whether the audited relation replaces a record.
+            ratio: How many times the noise is too small.
+        """
+        bands = mechanism.bands
+        q, count = min(bands * mechanism.sampling_probability, 1.0), max(1, round(steps / bands))
+        z = mechanism.noise_multiplier / math.hypot(*mechanism.correlation)
+        noise = np.linspace(-9.0, 9.0, 2001)
+        share = np.exp(-noise * noise / 2)
+        share /= share.sum()
+
+        def step(push: float) -> tuple[np.ndarray, np.ndarray]:
+            means = (0.0, push)
+            terms = [log_ratio(mean + z / ratio * noise, q=q, z=z, replaces=replaces) for mean in means]
+            return np.concatenate(terms), np.concatenate([(1 - q) * share, q * share])
+
+        worlds = step(1.0), step(-1.0 if replaces else 0.0)
+        means = [float(terms @ masses) for terms, masses in worlds]
+        spread = max(
+            float((terms - mean) ** 2 @ masses) for (terms, masses), mean in zip(worlds, means, strict=True)
+        )
+        # a grid that holds the sums up to 15 standard deviations; a term is shared by the two points next to it
+        low, high = (
+            count * end + 15 * side * math.sqrt(count * spread)
+            for end, side in ((min(means), -1), (max(means), 1))
+        )
+        width = (high - low) / _GRID
+        found = []
+        for terms, masses in worlds:
+            points = np.floor(terms / width)
+            upper = terms / width - points
+            places = np.concatenate([points, points + 1]).astype(np.int64) % _GRID
+            law = np.bincount(places, np.concatenate([masses * (1 - upper), masses * upper]), _GRID)
+            found.append(np.fft.irfft(np.fft.rfft(law) ** count, _GRID).clip(0.0))
+        values = low + (width * np.arange(_GRID) - low) % (width * _GRID)
+        order = np.argsort(values)
+        inside, outside = (law[order] / law.sum() for law in found)
+        return cls(draws=q * count, values=values[order], inside=inside, outside=outside)
+
+    def right(self, share: float) -> float:
+        """Return the share of right guesses if the highest and lowest scores, `share` of all, are guessed."""
+        found = []
+        for own, other in ((self.outside, self.inside), (self.inside[::-1], self.outside[::-1])):
+            guessed = np.cumsum(own + other) / 2
+            found.append(float(np.interp(share / 2, guessed, np.cumsum(own) / 2)) / (share / 2))
+        return min(sum(found) / 2, 1.0)
+
+    def normality(self, canaries: int) -> float:
+        """Return the p-value that the test of normality gives scores with these moments; see `OneRunResult`.
+
+        m (skewness^2 / 6 + excess^2 / 24) is taken for chi-squared with two degrees of freedom, as under normality.
+
+        Args:
+            canaries: m, half of them in.
+        """
+        moments = []
+        for law in (self.inside, self.outside):
+            centred = self.values - self.values @ law
+            moments.append([float(centred**power @ law) for power in (2, 3, 4)])
+        second, third, fourth = np.mean(moments, axis=0)
+        if min(moments[0][0], moments[1][0]) <= 0:
+            return 0.0
+        excess = fourth / second**2 - 3
+        shape = math.exp(-canaries * (third**2 / second**3 / 6 + excess**2 / 24) / 2)
+        degrees = max(canaries // 2 - 1, 1)
+        ratio = numerics.variance_ratio_p_value(moments[0][0] / moments[1][0], degrees, degrees)
+        return min(1.0, 2 * min(shape, ratio))
 
 
 class FirstLayerObserver(Observer):

@@ -323,9 +323,8 @@ def precision() -> None:
             figures[f"{name}_rounded"] = float(of(rounded - here).square().mean().sqrt() / size)
         share = (rounded * here).sum() / here.square().sum()
         figures["share"] = float(share)
-        misfit = ((rounded - share * here) * here).mean(
-            dim=1
-        )  # of a direction, whose records are not independent
+        # records of a direction depend on each other
+        misfit = ((rounded - share * here) * here).mean(dim=1)
         figures["share_error"] = float(misfit.square().sum().sqrt() / here.square().mean(dim=1).sum())
         rows.append(figures)
     seconds = {"float32": exact["seconds"], "bfloat16": half["seconds"]}

@@ -390,7 +390,7 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("first")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     module, optimizer, criterion, loader = parts()
     x, y = loader.dataset.tensors  # type: ignore[attr-defined]
     other = DataLoader(TensorDataset(x[:48] + 9.0, y[:48]), batch_size=12)

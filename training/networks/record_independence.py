@@ -227,6 +227,8 @@ def system_generators(place: torch.device) -> Iterator[None]:
         yield
 
 
+_ADDED = "smart_apply"
+"""Method that transformers adds to every module when it loads a model; no code of torch calls it."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _CONSTANT = frozenset({type(None), bool, int, float, str})
@@ -325,8 +327,10 @@ def runs_torch_only(model: nn.Module) -> bool:
             return False
         if not inspect.isfunction(kind.forward):
             return False
-        for value in (value for base in kind.__mro__[:-1] for value in vars(base).values()):
-            if inspect.isfunction(value) and not value.__code__.co_filename.startswith(_TORCH):
+        for name, value in (item for base in kind.__mro__[:-1] for item in vars(base).items()):
+            if not inspect.isfunction(value) or name == _ADDED:
+                continue
+            if not value.__code__.co_filename.startswith(_TORCH):
                 return False
     # 2. No part has a hook, a function or a tensor of another class among its attributes.
     for part in model.modules():

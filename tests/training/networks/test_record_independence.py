@@ -459,6 +459,13 @@ def test_a_replaced_method_of_torch_is_code_of_others(
     assert not runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
 
+def test_a_method_that_transformers_adds_is_no_code_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "smart_apply", lambda self, x: x, raising=False)
+    assert runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    monkeypatch.setattr(nn.Module, "other_apply", lambda self, x: x, raising=False)
+    assert not runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
 def test_a_class_that_only_claims_to_be_of_torch_is_code_of_others() -> None:
     claims = type("ReLU", (nn.ReLU,), {"__module__": nn.ReLU.__module__})
     assert claims.__module__ == nn.ReLU.__module__

@@ -39,7 +39,7 @@ class AnyModule(Network):
     Args:
         model: Maps records (batch, *record_shape) to outputs. It is put into evaluation mode.
         n_inputs: Entries of a record, as data sets store it.
-        record_shape: Shape of a record as the module takes it; None for vectors.
+        record_shape: Shape of a record as the module takes it; a vector if it is None.
         only_trained: Whether checkpoints hold only what is trained, not buffers and frozen parameters, which may be
             large.
         recipe: JSON values from which the module can be built again; empty for a user-supplied module.
@@ -196,26 +196,34 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
         }
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
     protected = config.protection.protects == "records"  # a module may keep its inputs
-    shape = _shape_taken(model, dataset, invented=protected)
-    return AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe=recipe)
+    network = AnyModule(model, n_inputs=dataset.n_features, recipe=recipe)
+    records = two_records(dataset, network.parameters[0].device, invented=protected)
+    network.record_shape = shape_taken(model, dataset, records, [dataset.record_shape, (dataset.n_features,)])
+    return network
 
 
-def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple[int, ...]:
+def shape_taken(
+    model: nn.Module, dataset: Dataset, records: Tensor, shapes: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
     """Return the record shape that a module takes, found from its output for two records.
 
+    Args:
+        model: The module.
+        dataset: The data.
+        records: One or more records, shape (n, n_features), on the device of the module's parameters.
+        shapes: Shapes to try, in this order.
+
     Raises:
-        ValueError: The module takes no shape of them, or returns outputs that do not fit the targets.
+        ValueError: The module takes none of the shapes, or returns outputs that do not fit the targets.
     """
     sequence = dataset.target == "tokens"
-    wanted = (2, dataset.n_features, dataset.n_classes) if sequence else (2, dataset.n_classes)
+    count = len(records)
+    wanted = (count, dataset.n_features, dataset.n_classes) if sequence else (count, dataset.n_classes)
     found = ""
-    for shape in dict.fromkeys([tuple(dataset.record_shape), (dataset.n_features,)]):
-        network = AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe={})
-        place = network.parameters[0].device
-        records = two_records(dataset, place, invented=invented)
+    for shape in dict.fromkeys(map(tuple, shapes)):
         try:
             with torch.no_grad():
-                output: object = network.outputs(records)
+                output: object = model(records.view(count, *shape))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             found = found or f"cannot take records of shape {shape} ({str(error).partition(chr(10))[0]})"
             continue
@@ -223,7 +231,7 @@ def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple
             return shape
         given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         found = found or f"gives {given} for two records of shape {shape}"
-    taken = (2, *dataset.record_shape)
+    taken = (count, *dataset.record_shape)
     raise ValueError(
         f"model {found}; it must map records {taken} to outputs of shape {wanted}: {_remedy(model, dataset, found)}"
     )

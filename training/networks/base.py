@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Network(ABC):
     """Records of one forward pass outside training."""
 
     record_shape: tuple[int, ...] | None = None
-    """Shape in which the model takes a record; None for a vector."""
+    """Shape in which the model takes a record; a vector if it is None."""
 
     def shaped(self, x: Tensor) -> Tensor:
         """Return records (batch, n_inputs) in the shape that the model takes."""
@@ -132,40 +132,6 @@ def other_numbers(model: object) -> str | None:
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     other = [p.dtype for p in parameters if p.is_floating_point() and p.dtype != torch.float32]
     return f"the module holds {other[0]} and records are torch.float32; give model.float()" if other else None
-
-
-def shape_taken(
-    model: Callable[[Tensor], object], records: Tensor, record_shape: Sequence[int], n_classes: int
-) -> tuple[int, ...]:
-    """Return the shape in which a user-supplied model takes records: as vectors or, if it cannot, in their own shape.
-
-    Args:
-        model: The model.
-        records: Shape (batch, n_inputs), on the device of the model's parameters.
-        record_shape: The records' own shape.
-        n_classes: Number of classes of the data.
-
-    Raises:
-        ValueError: The model cannot take such records, or returns something other than (batch, n_classes).
-    """
-    vector = tuple(records.shape[1:])
-    found = ""
-    for shape in dict.fromkeys([vector, tuple(record_shape)]):
-        try:
-            with torch.no_grad():
-                output = model(records.view(len(records), *shape))
-        except (RuntimeError, IndexError) as error:  # torch raises them for shapes or tokens that do not fit
-            found = f"records of shape {shape} ({str(error).partition(chr(10))[0]})"
-            continue
-        given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        if given == (len(records), n_classes):
-            return shape
-        raise ValueError(
-            f"model gives {given} for {len(records)} records of {n_classes} classes; it must give class scores of "
-            "shape (batch, n_classes)"
-        )
-    remedy = other_numbers(model) or "change its first module, or the data"
-    raise ValueError(f"model cannot take {found}; {remedy}")
 
 
 def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:

@@ -268,7 +268,7 @@ class ModuleSequence(LayeredNetwork):
         model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),
             so that all copies of a record pass through the same function.
         n_inputs: Number of features of a record.
-        record_shape: Shape in which the first module takes a record; None for a vector.
+        record_shape: Shape in which the first module takes a record; a vector if it is None.
 
     Raises:
         TypeError: The model is no nn.Sequential, or a module computes batch statistics.

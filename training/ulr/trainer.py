@@ -31,7 +31,7 @@ from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.errors import RunFolderError, TrainingDiverged
-from opusim.training.networks.base import shape_taken
+from opusim.training.networks.any_module import shape_taken
 from opusim.training.networks.clipping import (
     are_all,
     bounded_factors,
@@ -363,9 +363,8 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         if model is None:
             return network
         place = network.parameters[0].device
-        shape = shape_taken(
-            model, torch.zeros(2, n_inputs, device=place), dataset.record_shape, dataset.n_classes
-        )
+        records = torch.zeros(2, n_inputs, device=place)
+        shape = shape_taken(model, dataset, records, [(n_inputs,), dataset.record_shape])
         network = ModuleSequence(model, n_inputs=n_inputs, record_shape=shape)
         if config.protection.protects == "records":
             require_separate_outputs(model, network.shaped(invented_records(dataset, place)[0]))

@@ -34,12 +34,11 @@ from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, Arrays, DeviceShape, StepRecord, Trainer
 from opusim.training.errors import RunFolderError
-from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.any_module import AnyModule, shape_taken
 from opusim.training.networks.base import (
     DescribedModule,
     Network,
     parameters_digest,
-    shape_taken,
     tensor_facts,
 )
 from opusim.training.networks.functions import LOSS_VALUES
@@ -226,10 +225,12 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         try:
             network = build_network(config, dataset, model)
         except (TypeError, ValueError):  # not fully connected, or in part frozen
-            viewed = AnyModule(model, n_inputs=dataset.n_features)
-            shown = records.to(viewed.parameters[0].device)
-            shape = shape_taken(viewed.model, shown, dataset.record_shape, dataset.n_classes)
-            network = AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, only_trained=True)
+            network = AnyModule(model, n_inputs=dataset.n_features, only_trained=True)
+            shown, shapes = (
+                records.to(network.parameters[0].device),
+                [(dataset.n_features,), dataset.record_shape],
+            )
+            network.record_shape = shape_taken(model, dataset, shown[:2], shapes)
         if protected:
             place = next(iter(network.tensors.values())).device
             with model.whole_records() if isinstance(model, DescribedModule) else nullcontext():

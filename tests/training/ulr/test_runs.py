@@ -239,8 +239,8 @@ def test_a_module_takes_images_in_their_shape(tmp_path: Path, kind: str, protect
 @pytest.mark.parametrize(
     ("n_inputs", "n_outputs", "message"),
     [
-        (8, 4, r"gives \(2, 4\) for 2 records of 3 classes.*shape \(batch, n_classes\)"),
-        (7, 3, r"cannot take records of shape \(8,\).*change its first module"),
+        (8, 4, r"gives \(2, 4\) for two records of shape \(8,\).*outputs of shape \(2, 3\)"),
+        (7, 3, r"cannot take records of shape \(8,\).*change the module"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(

@@ -377,7 +377,7 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must give class scores of shape \(batch, n_classes\)"):
+    with pytest.raises(ValueError, match=r"gives \(2, 4\) for two records.*outputs of shape \(2, 3\)"):
         run(tmp_path, BASE, model=nn.Sequential(nn.Linear(6, 4)))
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         run(tmp_path, BASE, model=Own().requires_grad_(False))

@@ -217,7 +217,7 @@ class _NotebookBar:
             self._updated = time.monotonic()
 
     def clear(self) -> None:
-        """Remove the bar."""
+        """Clear the output of the cell."""
         self._handle.update(self._html(""))
 
 

@@ -523,9 +523,8 @@ class RecordCentral(ClippedRecords):
                     f"records_per_user = {self.records_per_user}: no theorem covers users under noise that is "
                     f"correlated over {self.bands} steps; leave the correlation out"
                 )
-            object.__setattr__(
-                self, "unit", Unit.USER
-            )  # of the instance only: the class decides what composes
+            # of the instance only: the class decides what composes
+            object.__setattr__(self, "unit", Unit.USER)
 
     @property
     def theorem(self) -> Theorem:

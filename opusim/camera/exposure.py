@@ -528,7 +528,7 @@ class ReferenceBeam:
 
         Args:
             field: shape (2, 2 rows, pixels): real and imaginary part, of the positive frames, then of the negative.
-            stream: source of the path's vibration; None for a path at rest.
+            stream: source of the path's vibration; a path at rest has none.
 
         Returns:
             Shape (2, 2 steps, rows, pixels), of the field's type; rows are shown in turn, each by its frames in order.

@@ -34,7 +34,7 @@ _TIMEOUT_S, _LONGEST_S = 1800.0, 31_557_600.0
 _WITH_NCCL = "cpu:gloo,cuda:nccl"
 _PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
 _groups: dict[float, tuple[Any, Any]] = {}
-"""From each time-out to (the default process group, the group made beside it)."""
+"""From each time-out to (the default process group, the group made next to it)."""
 
 
 class Ranks:

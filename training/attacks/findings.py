@@ -553,9 +553,8 @@ class Audit(Shown):
         """The findings of controls that did not behave as required."""
         broken = self.of(Role.BROKEN)
         lost = [] if self.arrival is None or self.arrival.holds else [self.arrival]
-        missed = (
-            [] if lost or any(one.refutes for one in broken) else broken
-        )  # what does not arrive is not found
+        # what does not arrive is not found
+        missed = [] if lost or any(one.refutes for one in broken) else broken
         false = [one for one in self.of(Role.NULL) if one.result.epsilon_lower > 0]
         return [*lost, *missed, *false, *(one for one in self.of(Role.PROTECTED) if one.refutes)]
 

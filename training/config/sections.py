@@ -236,9 +236,8 @@ class OptimizerConfig(Section):
         Effect(
             keys=("optimizer.momentum",),
             needs="optimizer.name = 'sgd'",
-            holds=lambda run: (
-                run.optimizer.name == "sgd" or run.trainer.plain_descent
-            ),  # its own check refuses it
+            # plain descent has a check of its own
+            holds=lambda run: run.optimizer.name == "sgd" or run.trainer.plain_descent,
         ),
         Effect(
             keys=("optimizer.nesterov",),

@@ -112,10 +112,8 @@ class RunPlan(Plan):
             dataset.target,
             implementation.targets,
         )
-        if name not in (
-            OWN_ARRAYS,
-            dataset.name,
-        ):  # else private records would take the named set's constants
+        # private records must not take the constants of a named set
+        if name not in (OWN_ARRAYS, dataset.name):
             raise ConfigError(
                 "configuration",
                 "data.name",

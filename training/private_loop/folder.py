@@ -310,9 +310,8 @@ def enforcement(settings: PrivacySettings, *, processes: int, program: Program |
 @cache
 def _hypotheses(unit: Unit) -> tuple[str, ...]:
     """Return what `make_private` checks if a unit is protected."""
-    theorem = (
-        ADAPTIVE_RECORDS if unit is Unit.RECORD else ADAPTIVE_USERS
-    )  # names what the others do, and more
+    # names what the other theorems do, and more
+    theorem = ADAPTIVE_RECORDS if unit is Unit.RECORD else ADAPTIVE_USERS
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM, counted=True, unit=unit)
     rounding += about_rounding(True, enforced=True)
     texts = (*theorem.checked_by_code, *ZEROTH_ORDER_GAUSSIAN.checked_by_code)

@@ -565,9 +565,8 @@ def _require_like(test: MechanismAudit, file: str, statement: Statement, run: St
     Raises:
         RunFolderError: It does not.
     """
-    by_losses = any(
-        hasattr(one, "directions") for one in statement.mechanisms
-    )  # a loop's steps are then those of zo
+    # a loop's steps are those of zo if its mechanism has directions
+    by_losses = any(hasattr(one, "directions") for one in statement.mechanisms)
     kind = run.config.trainer.kind if run is not None else "zo" if by_losses else "private-loop"
     protection = "record" if run is None else run.config.protection.kind
     users = any(one.unit is Unit.USER for one in statement.guarantees)

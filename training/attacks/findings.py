@@ -63,6 +63,10 @@ SYSTEM_NOISE = (
     "new games."
 )
 """What an audit says whose trials no seed repeats."""
+WITHOUT_DRAWS = (
+    "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test "
+    "(opusim audit --mechanism private-loop)."
+)
 _NEW_GAMES = "Repeat it with another seed only, since games of the same coins are dependent; choose none by its outcome"
 
 
@@ -1025,7 +1029,7 @@ def _few_draws(result: OneRunResult) -> str:
     power = _largest_power(bound for bound in result.bounds if bound.method.guesses) or 0.0
     return (
         f"A canary is drawn q T = {plan.draws:.3g} times; its scores follow no normal law, which more canaries only "
-        f"show better. Guesses decide, whose power is {power:.2f}. Take the audit of single steps: opusim audit RUN."
+        f"show better. Guesses decide, whose power is {power:.2f}. {WITHOUT_DRAWS}"
     )
 
 

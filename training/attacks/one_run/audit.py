@@ -30,7 +30,7 @@ from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_on
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
-from opusim.training.attacks.findings import Audit, Finding, Origin, Played, Role
+from opusim.training.attacks.findings import WITHOUT_DRAWS, Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.one_run.observers import (
     ALL_UPDATES,
     CONSECUTIVE,
@@ -196,7 +196,7 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
         return canaries, (
             f"Forecast: a canary is drawn q T = {found.draws:.3g} times, so that its scores follow no normal law, and "
             f"guesses decide. {canaries:,} canaries find half of the noise with probability {_power(found):.2f}, and "
-            f"{text} with probability 0.9. The audit of single steps needs no draws: opusim audit RUN."
+            f"{text} with probability 0.9. {WITHOUT_DRAWS}"
         )
     return canaries, (
         f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "

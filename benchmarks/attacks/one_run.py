@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,7 +186,7 @@ def _line(fault: str, cells: list[dict[str, Any]]) -> tuple[str, ...]:
     runs = [run for cell in cells for run in cell["runs"]]
     seen = sorted({name for run in runs for name, found in run["refuting"].items() if found})
     by_method = [
-        share(runs, partial(_refutes, method=method.name))
+        share(runs, lambda run, name=method.name: any(name in found for found in run["refuting"].values()))
         for method in (Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF, Method.NORMAL_BOUND)
     ]
     return (
@@ -198,10 +197,6 @@ def _line(fault: str, cells: list[dict[str, Any]]) -> tuple[str, ...]:
         ", ".join(seen) or UNSEEN.get(fault, "–"),
         f"{np.median([run['epsilon']['all updates'][Method.NORMAL_ESTIMATE.name] for run in runs]):.2f}",
     )
-
-
-def _refutes(run: dict[str, Any], method: str) -> bool:
-    return any(method in found for found in run["refuting"].values())
 
 
 def share(runs: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> str:

@@ -222,22 +222,20 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             answer["epsilon_low"],
         )
         seen = (
-            _seen(_shows(counts), not argmax["inside_computed"])
-            for counts, argmax in ((stated, answer), (brighter, brighter_answer))
+            # whether any label's losses show more than DELTA at the stated epsilon, and whether the argmax does
+            _SEEN[any(exceeded(entry["counts"]) for entry in attack["labels"]), not argmax["inside_computed"]]
+            for attack, argmax in ((stated, answer), (brighter, brighter_answer))
         )
         rows.append((text, *(f"{value:.2f}" for value in found), *seen))
     return rows
 
 
-def _shows(attack: dict[str, Any]) -> bool:
-    """Whether any label's losses show more than DELTA at the stated epsilon."""
-    return any(exceeded(entry["counts"]) for entry in attack["labels"])
-
-
-def _seen(counts: bool, argmax: bool) -> str:
-    """Say which of the two attacks find more than is stated."""
-    names = {(True, True): "found, both", (False, False): "not found"}
-    return names.get((counts, argmax), "found, counts" if counts else "found, argmax")
+_SEEN = {
+    (True, True): "found, both",
+    (True, False): "found, counts",
+    (False, True): "found, argmax",
+    (False, False): "not found",
+}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def tanh_convolutions(
     for images of 28 x 28 pixels. Bounded activations keep gradients near the clip.
     """
     first, second = widths
+    sides = [((side + 4 - 8) // 2 - 4) // 2 for side in record_shape[1:]]  # of the last map
     return nn.Sequential(
         nn.Conv2d(record_shape[0], first, 8, stride=2, padding=2),
         nn.Tanh(),
@@ -32,13 +33,7 @@ def tanh_convolutions(
         nn.Tanh(),
         nn.MaxPool2d(2, stride=1),
         nn.Flatten(),
-        nn.Linear(second * math.prod(_side(side) for side in record_shape[1:]), hidden),
+        nn.Linear(second * math.prod(sides), hidden),
         nn.Tanh(),
         nn.Linear(hidden, n_outputs),
     )
-
-
-def _side(side: int) -> int:
-    """Return the side of the last map of `tanh_convolutions`."""
-    pooled = (side + 4 - 8) // 2
-    return (pooled - 4) // 2

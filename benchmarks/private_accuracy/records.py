@@ -61,11 +61,6 @@ LITERATURE = tomllib.loads(Path(__file__).with_name("literature.toml").read_text
 """Data, epsilon, method and test accuracy of others."""
 
 
-def _linear(data: str) -> RowPlan:
-    config = {"data": {"name": data}, "model": {"hidden": []}}
-    return RowPlan(config=config, grid=LINEAR_GRID, epsilons=EPSILONS)
-
-
 def _transferred(
     data: str, *, rate: float = 16.0, mirrored: bool = False, seeds: tuple[int, ...] | None = None
 ) -> RowPlan:
@@ -109,7 +104,11 @@ def _hidden(config: dict[str, Any]) -> RowPlan:
 
 
 ROWS = {
-    "fashion-mnist, linear, DP-SGD": _linear("fashion-mnist"),
+    "fashion-mnist, linear, DP-SGD": RowPlan(
+        config={"data": {"name": "fashion-mnist"}, "model": {"hidden": []}},
+        grid=LINEAR_GRID,
+        epsilons=EPSILONS,
+    ),
     "fashion-mnist, linear on components, DP-SGD": RowPlan(
         config={"data": {"name": "fashion-mnist", **COMPONENTS}, "model": {"hidden": []}},
         grid=COMPONENTS_GRID,

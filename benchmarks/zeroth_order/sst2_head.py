@@ -202,7 +202,8 @@ def trained(method: str, noise: float, setting: Setting, seed: int, data: dict[s
     """One training of a pilot seed or another: accuracy where it is looked at, seconds."""
     plan = METHODS[method]
     trainer, optimizer = make(method, noise, setting, seed)
-    chosen, others = sentences_of(seed, data)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1])))
+    chosen, others = order[:N_TRAIN], order[N_TRAIN:]  # the seed's training sentences, and the others
     x, y = data["train"][0][chosen], data["train"][1][chosen]
     pilot = {"held out": (data["train"][0][others], data["train"][1][others])}
     looked_at = pilot if seed in PILOTS else {"accuracy": data["dev+test"]}
@@ -214,12 +215,6 @@ def trained(method: str, noise: float, setting: Setting, seed: int, data: dict[s
         trainer.step(x[index], y[index], step=step, observe=False, records=index)
     seconds = time.process_time() - started
     return {name: accuracy(trainer.model, *part) for name, part in looked_at.items()} | {"seconds": seconds}
-
-
-def sentences_of(seed: int, data: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A seed's 1000 training sentences, and the others."""
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1])))
-    return order[:N_TRAIN], order[N_TRAIN:]
 
 
 def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dict[str, Any]) -> Setting:

@@ -503,11 +503,11 @@ class KeptTerms:
         return torch.arange(len(numbers), device=self._slots.device)
 
     def add(self, numbers: Tensor, noted: Sequence[OuterProducts]) -> None:
-        """Keep the rows of records."""
+        """Keep the rows of records; rows that fill a batch up to a fixed number follow them, and are left out."""
         rows = torch.arange(self._used, self._used + len(numbers), device=self._slots.device)
         for layer, new in zip(self._layers, noted, strict=True):
-            layer.signals[rows] = new.signals
-            layer.inputs[rows] = new.inputs
+            layer.signals[rows] = new.signals[: len(numbers)]
+            layer.inputs[rows] = new.inputs[: len(numbers)]
         self._slots[numbers] = rows
         self._used += len(numbers)
 

@@ -75,6 +75,7 @@ from opusim.training.reports.run_report import (
     run_name,
     shown_values,
 )
+from opusim.training.runs.checkpoints import require_checkpoints
 from opusim.training.runs.drawing import main_figure
 from opusim.training.runs.folder import RunFolder, StoredRun, read_run, stated, versions
 from opusim.training.runs.storage import json_content, kind_of, list_checkpoints
@@ -453,6 +454,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         settings, name = PrivacySettings.stored(path), f"private loop {path.resolve().name}"
     else:
         run = read_run(path)
+        require_checkpoints(run.folder)
         name = run_name(run)
     if isinstance(source, PrivateTraining):
         statement = source.statement()

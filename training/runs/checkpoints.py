@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from opusim.accounting.journal import head_file, read_positioned
+from opusim.accounting.journal import Witness, head_file, read_positioned
+from opusim.accounting.ledger import read_ledger
 from opusim.crossbar.layers import DeviceLinear
 from opusim.errors import ConfigError
 from opusim.files import require_regular, write_file
@@ -144,6 +145,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(header=header, tensors=tensors)
 
 
+def require_checkpoints(folder: RunFolder) -> None:
+    """Check the tensors of every checkpoint of a run, and that each was written under the run's ledger.
+
+    Raises:
+        RunFolderError: A checkpoint is damaged.
+        LedgerCorrupt: A checkpoint is of another run.
+    """
+    witnesses = [
+        Witness(name=f"checkpoint {path.stem}", position=read_checkpoint(path).header.seal.ledger)
+        for path in list_checkpoints(folder.checkpoints)
+    ]
+    read_ledger(folder.ledger_file, witnesses=witnesses)
+
+
 def copy_parameters(
     checkpoint: Checkpoint, wanted: Mapping[str, Tensor], path: Path, *, prefix: str = "model."
 ) -> None:
@@ -218,7 +233,7 @@ def hold_on_devices(model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]
 
 
 def adopt_ledger(folder: RunFolder, source: Path) -> None:
-    """Replace the ledger of a finished run, and update its newest checkpoint and its summary accordingly.
+    """Replace the ledger of a finished run, and update its checkpoints and its summary accordingly.
 
     A search uses this: its ledger pays for the choice among several runs, which each run's own ledger does not.
 
@@ -237,8 +252,8 @@ def adopt_ledger(folder: RunFolder, source: Path) -> None:
         )
     write_file(folder.ledger_file, source.read_bytes())
     write_file(head_file(folder.ledger_file), head_file(source).read_bytes())
-    newest = list_checkpoints(folder.checkpoints)[-1]
-    reseal_checkpoint(newest, replace(read_header(newest).seal, ledger=position))
+    for path in list_checkpoints(folder.checkpoints):
+        reseal_checkpoint(path, replace(read_header(path).seal, ledger=position))
     folder.finish(summary, position)
 
 

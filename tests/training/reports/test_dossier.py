@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import runpy
+import shutil
 import sys
 import tomllib
 from dataclasses import replace
@@ -18,6 +19,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
@@ -25,6 +28,7 @@ from typer.testing import CliRunner
 import opusim
 from opusim import training
 from opusim.accounting.explanation import Statement
+from opusim.accounting.guarantee import LedgerCorrupt
 from opusim.accounting.journal import read_positioned
 from opusim.accounting.ledger import Program, read_ledger
 from opusim.training.attacks import run_audit
@@ -37,19 +41,21 @@ from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import ONE_RUN_FILE, stated
 from opusim.training.runs.run import Run
+from opusim.training.runs.storage import list_checkpoints
 from tests.support.private_loops import network, parts, private_loop, rewritten, run_epoch, unrecorded
 
 SMALL: dict[str, Any] = {
     **{"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1, "seed": 1},
     **{"trainer": {"kind": "bp"}, "optimizer": {"name": "sgd"}, "sampler": {"scheme": "poisson"}},
 }
+PROTECTION = {"kind": "record", "noise_multiplier": 2.0}
 
 GUARANTEE = "1. Which guarantee is proven: epsilon, delta, unit?"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    config = {**SMALL, "protection": {"kind": "record", "noise_multiplier": 2.0}}
+    config = {**SMALL, "protection": PROTECTION}
     return training.train(config, folder=tmp_path_factory.mktemp("record") / "run")
 
 
@@ -63,7 +69,7 @@ def audit(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def released(folder: Path) -> Path:
     """The folder of a release run with the constants of `run`."""
-    config = {**SMALL, "mode": "release", "protection": {"kind": "record", "noise_multiplier": 2.0}}
+    config = {**SMALL, "mode": "release", "protection": PROTECTION}
     del config["seed"]
     return training.train(config, folder=folder).folder.path
 
@@ -268,6 +274,30 @@ def test_each_audit_file_is_judged_by_itself_and_the_first_private_one_places_th
     (row,) = [one for one in content["works"][0]["files"] if one["name"] == ONE_RUN_FILE]
     assert row["sha256"] == hashlib.sha256(files["first"].read_bytes()).hexdigest()
     assert "private loop loop" in page
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_model_that_the_run_did_not_save_is_refused(run: Run, tmp_path: Path) -> None:
+    """A changed tensor is found, and a checkpoint of another run before the newest one."""
+    folder = Path(shutil.copytree(run.folder.path, tmp_path / "run"))
+    file = list_checkpoints(folder / "checkpoints")[-1]
+    with safe_open(file, framework="pt") as saved:
+        tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - not a mapping
+        header = saved.metadata()
+    other = training.train(
+        {**SMALL, "sampler": {"scheme": "poisson", "batch_size": 400}, "protection": PROTECTION},
+        folder=tmp_path / "other",
+    )
+    alien = list_checkpoints(other.folder.checkpoints)[-1]
+    assert alien.name < file.name
+    shutil.copy(alien, file.parent)
+    with pytest.raises(LedgerCorrupt):
+        write_dossier([folder], out=tmp_path / "dossier.html")
+    (file.parent / alien.name).unlink()
+    tensors[next(name for name in tensors if name.startswith("model."))].view(torch.uint8).view(-1)[0] ^= 1
+    save_file(tensors, file, metadata=header)
+    with pytest.raises(RunFolderError, match="tensors do not match their digest"):
+        write_dossier([folder], out=tmp_path / "dossier.html")
 
 
 @pytest.mark.usefixtures("without_pdf")

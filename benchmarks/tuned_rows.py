@@ -171,11 +171,6 @@ class TunedRows:
 HEADER = "protection | epsilon | test [%] | seeds | validation [%] | frames | kJ | chosen point"
 
 
-def shown_point(point: Mapping[str, Any]) -> str:
-    """Return keys, without their sections, and values."""
-    return ", ".join(f"{key.split('.')[-1]} {_shown(value)}" for key, value in point.items())
-
-
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -197,7 +192,8 @@ def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             f"{cell['validation']:.2f}" if "validation" in cell else "-",
             f"{cell['frames']:,.0f}",
             f"{cell['joules'] / 1e3:.1f}",
-            shown_point(cell["point"]),
+            # keys without their sections, and values
+            ", ".join(f"{key.split('.')[-1]} {_shown(value)}" for key, value in cell["point"].items()),
         )
         for cell in cells
     ]

@@ -51,16 +51,11 @@ def configuration(row: str, data: str, epsilon: float, point: Point, seed: int) 
     config = merged(config, {"data": {"name": data, "validation_fraction": held_out}})
     for key, value in point.items():
         config = merged(config, parse_setting(f"{key}={value}"))
-    return merged(
-        config, {"protection": _strength(config, epsilon, round(RECORDS.get(data, 60_000) * (1 - held_out)))}
-    )
-
-
-def _strength(config: dict[str, Any], epsilon: float, n: int) -> dict[str, Any]:
-    """Epsilon for replacing a record; bp takes the multiplier, since its own epsilon is for zero_out."""
     if config["trainer"]["kind"] == "convex":
-        return {"epsilon": epsilon}
-    return {"noise_multiplier": sampled_noise(config["sampler"]["batch_size"] / n, config["epochs"], epsilon)}
+        return merged(config, {"protection": {"epsilon": epsilon}})
+    # Epsilon is for replacing a record; bp takes the multiplier, since its own epsilon is for zero_out.
+    q = config["sampler"]["batch_size"] / round(RECORDS.get(data, 60_000) * (1 - held_out))
+    return merged(config, {"protection": {"noise_multiplier": sampled_noise(q, config["epochs"], epsilon)}})
 
 
 def sampled_noise(q: float, epochs: int, epsilon: float) -> float:

@@ -223,16 +223,16 @@ def broken(fault: Fault, amount: float, seed: int) -> NoisyDevice:
     return faulty_device(changed, seed=seed, **WINDOW).open()
 
 
-def checks_until_found(device: NoisyDevice, most: int) -> int | None:
-    """How many checks after the change the monitor stops the device, or None if it takes more than `most`."""
+def is_found(device: NoisyDevice, most: int) -> bool:
+    """Return whether the monitor stops the device within `most` checks after the change."""
     with device:
         device.seek(0)
-        for check in range(1, most + 1):
-            try:
+        try:
+            for check in range(1, most + 1):
                 device.seek(check)
-            except (DeviceFault, NoiseBelowCertificate):
-                return check
-    return None
+        except (DeviceFault, NoiseBelowCertificate):
+            return True
+    return False
 
 
 def changes(trials: int) -> list[dict[str, Any]]:
@@ -244,10 +244,7 @@ def changes(trials: int) -> list[dict[str, Any]]:
         least = promised[checks][change]
         if math.isnan(least):
             continue
-        found = [
-            checks_until_found(broken(fault, amount_of(least), seed), checks) is not None
-            for seed in range(trials)
-        ]
+        found = [is_found(broken(fault, amount_of(least), seed), checks) for seed in range(trials)]
         row = {"device": INSTRUMENT, "change": change, "checks": checks, "smallest": round(least, 4)}
         rows.append(row | {"found": sum(found), "trials": trials})
         print(rows[-1], flush=True)

@@ -36,16 +36,10 @@ _NO_SERVER = ("no answer from its server", "the server was stopped", "does not k
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 
 
-def notes_of(folder: Path) -> list[dict[str, Any]]:
-    """Return what a play noted so far."""
-    path = folder / "notes.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [parse_json(line) for line in lines]
-
-
 def summary(folder: Path) -> dict[str, Any]:
     """Return the counts of what a play noted so far."""
-    notes = notes_of(folder)
+    path = folder / "notes.jsonl"
+    notes = [parse_json(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
     if not notes:
         return {}
     of = {

@@ -62,20 +62,17 @@ def moved(model: nn.Module, directions: dict[str, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def watched(model: nn.Module, names: Sequence[str], head: str) -> Iterator[dict[str, Tensor]]:
-    """Give the outputs of some submodules and, as "z", what another one receives."""
+def watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Give the outputs of some submodules by name; "NAME.input" is what submodule NAME receives."""
     found: dict[str, Tensor] = {}
     handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda module, args, out, name=name: found.__setitem__(name, out.detach())
+        model.get_submodule(name.removesuffix(".input")).register_forward_hook(
+            lambda module, args, out, name=name: found.__setitem__(
+                name, args[0] if name.endswith(".input") else out
+            )
         )
         for name in names
     ]
-    handles.append(
-        model.get_submodule(head).register_forward_pre_hook(
-            lambda module, args: found.__setitem__("z", args[0].detach())
-        )
-    )
     try:
         yield found
     finally:
@@ -89,18 +86,17 @@ def by_backpropagation(feedback: FeedbackAlignment, x: Tensor, y: Tensor, genera
     return 3
 
 
-def _features(feedback: FeedbackAlignment, h: Tensor, reading: Tensor) -> Tensor:
-    """Return what a read-out predicts gradients from."""
-    return reading * (feedback.gain / h.shape[-1] ** 0.5 / row_std(h.flatten(0, 1)))
-
-
 def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator: torch.Generator) -> int:
     """Fit the read-out to differences of the loss along random directions."""
     model = feedback.model
-    with torch.no_grad(), watched(model, feedback.points, "head") as seen, feedback.backpropagating():
+    with (
+        torch.no_grad(),
+        watched(model, [*feedback.points, "head.input"]) as seen,
+        feedback.backpropagating(),
+    ):
         losses(model, x, y)
     with feedback.backpropagating():
-        z = seen["z"].clone().requires_grad_()
+        z = seen["head.input"].clone().requires_grad_()
         value = functional.cross_entropy(model.head(z).flatten(0, 1), y.flatten())  # type: ignore[operator]
         (error,) = torch.autograd.grad(value, z)
     reading = feedback._projector(error.device).read(error.flatten(0, 1))
@@ -113,7 +109,9 @@ def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator:
                 down = losses(model, x, y)
         slope = (up - down) / (2 * STEP * y.numel())  # of the mean loss
         gradient = (v * slope[:, None, None]).flatten(0, 1)
-        feedback.start_readout().fit(number, _features(feedback, seen[name], reading), gradient, plain=0.0)
+        h = seen[name].flatten(0, 1)
+        scaled = reading * (feedback.gain / h.shape[-1] ** 0.5 / row_std(h))
+        feedback.start_readout().fit(number, scaled, gradient, plain=0.0)
     return 1 + 2 * len(feedback.points)
 
 
@@ -123,13 +121,15 @@ def by_mirror(
     """Set the read-out to the correlation of noise at a point with the reading of what it changes."""
     model = feedback.model
     with torch.no_grad(), feedback.backpropagating():
-        with watched(model, feedback.points, "head") as plain:
+        with watched(model, [*feedback.points, "head.input"]) as plain:
             model(x)
         for number, name in enumerate(feedback.points):
             v = torch.randn(plain[name].shape, generator=generator)
-            with moved(model, {name: STEP * v}), watched(model, (), "head") as other:
+            with moved(model, {name: STEP * v}), watched(model, ["head.input"]) as other:
                 model(x)
-            change = ((other["z"] - plain["z"]) / STEP).flatten(0, 1) * row_std(plain[name].flatten(0, 1))
+            change = ((other["head.input"] - plain["head.input"]) / STEP).flatten(0, 1) * row_std(
+                plain[name].flatten(0, 1)
+            )
             reading = feedback._projector(change.device).read(change)
             total, count = kept.setdefault(number, [torch.zeros(v.shape[-1], reading.shape[1]), 0])
             total += v.flatten(0, 1).T @ reading

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,12 @@ def measure(name: str, folder: Path, repeats: int) -> dict[str, Any]:
     ):
         work = {SERVED: lambda: remote.project(x), LOCAL: lambda: local.project(x)}
         seconds = interleaved(work, repeats=repeats, inner=5)
-        spent = {each: _processor_s(work[each], server, 10 * repeats) for each in (LOCAL, SERVED)}
+        spent = {}  # processor time of a call, in this process and in the server
+        for each in (LOCAL, SERVED):
+            before = time.process_time() + processor_s(server)
+            for _ in range(10 * repeats):
+                work[each]()
+            spent[each] = (time.process_time() + processor_s(server) - before) / (10 * repeats)
     return {
         "device": name,
         "seconds": seconds,
@@ -93,14 +98,6 @@ def measure(name: str, folder: Path, repeats: int) -> dict[str, Any]:
         "processor_ratio": spent[SERVED] / spent[LOCAL],
         "required": REQUIRED[name],
     }
-
-
-def _processor_s(act: Callable[[], object], server: int, calls: int) -> float:
-    """Return the processor time of a call, in this process and in the server."""
-    before = time.process_time() + processor_s(server)
-    for _ in range(calls):
-        act()
-    return (time.process_time() + processor_s(server) - before) / calls
 
 
 def main(repeats: int = 11) -> None:

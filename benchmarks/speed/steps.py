@@ -229,12 +229,6 @@ def convex_step(hyperplanes: Tensor, x: Tensor, y: Tensor) -> Step:
     return repeated(trainer, x, y)
 
 
-def two_products(x: Tensor) -> Step:
-    """Return the products x V and V - x^T G, with nothing between."""
-    weight, spread = torch.zeros(FEATURES, HYPERPLANES * CLASSES), torch.rand(len(x), HYPERPLANES * CLASSES)
-    return lambda: (x @ weight, weight.addmm_(x.t(), spread, alpha=-1e-6))
-
-
 def compared(work: dict[str, Step], base: str, *, faster: bool) -> list[dict[str, Any]]:
     """Return the time of each step over that of one of them, or how many times faster than that one it is."""
     return [
@@ -305,8 +299,10 @@ def measure_convex() -> dict[str, Any]:
     """Return a convex step's time over its products, and how much faster than Opacus it is."""
     x, y = torch.rand(CONVEX_BATCH, FEATURES), torch.randint(CLASSES, (CONVEX_BATCH,))
     hyperplanes = torch.randn(HYPERPLANES, FEATURES)
+    # The products x V and V - x^T G, with nothing between.
+    weight, spread = torch.zeros(FEATURES, HYPERPLANES * CLASSES), torch.rand(len(x), HYPERPLANES * CLASSES)
     work = {
-        PRODUCTS: two_products(x),
+        PRODUCTS: lambda: (x @ weight, weight.addmm_(x.t(), spread, alpha=-1e-6)),
         NOISY: convex_step(hyperplanes, x, y),
         GATED: ghost_step(GatedModule(hyperplanes), x, y, momentum=0.0, clip=0.5),
     }

@@ -1024,7 +1024,8 @@ def headline(audit: Audit) -> str:
 def _few_draws(result: OneRunResult) -> str:
     """Return why normal scores do not count, and the remedy; empty if they should be normal, or it is not known."""
     plan = result.plan
-    if plan.draws is None or not plan.refused:
+    seen = Method.NORMAL_BOUND in plan.methods and result.normality < NOT_NORMAL
+    if plan.draws is None or not (plan.refused or seen):
         return ""
     power = _largest_power(bound for bound in result.bounds if bound.method.guesses) or 0.0
     return (

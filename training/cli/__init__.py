@@ -14,12 +14,14 @@ from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
+BROKEN = 70
+"""Exit code after an error of opusim itself (EX_SOFTWARE of sysexits.h)."""
 _MADE_BY_IMPORTS = 400_000
 """More objects than a command's imports make; with fewer there is nothing to collect."""
 
 
 def main() -> None:
-    """Run the command; exit codes: 2 for bad input, 3 for a device fault, 4 for a spent budget, 130 for Ctrl-C.
+    """Run the command; the end of `opusim --help` lists the exit codes.
 
     Ctrl-C ends it with one line at any time, also within an import, where an exception could surface anywhere. A
     training run catches Ctrl-C itself and writes a checkpoint.

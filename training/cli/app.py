@@ -21,6 +21,7 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimErr
 from opusim.files import require_utf8
 from opusim.plugins import PluginError
 from opusim.processes import environment_number, exhausted_message, is_exhausted, launched_processes
+from opusim.training.cli import BROKEN
 from opusim.training.cli.groups import LazyGroup, built
 
 _TRAIN = "Train"
@@ -134,7 +135,8 @@ app = typer.Typer(
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
     "error, and --wait SECONDS, to wait for a device that is in use. Exit codes: 1 for a failed run of a sweep or a "
     "broken installation or an audit's alarm, 2 for bad input, 3 for a device "
-    "fault or an audit whose controls failed, 4 for a spent privacy budget, 130 for Ctrl-C.",
+    "fault or an audit whose controls failed, 4 for a spent privacy budget, 70 for "
+    "an error of opusim itself, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain text: importing rich's panels takes longer than the rest of this page
@@ -191,11 +193,15 @@ def main() -> None:
             raise
         typer.echo(f"opusim: {line.as_typed(error)}", err=True)
         raise SystemExit(_exit_code(error)) from error
-    except (MemoryError, RuntimeError, ImportError) as error:
-        if debug or not is_exhausted(error):
+    except Exception as error:
+        if debug:
             raise
-        typer.echo(f"opusim: {exhausted_message()}", err=True)
-        raise SystemExit(2) from error
+        if is_exhausted(error):
+            typer.echo(f"opusim: {exhausted_message()}", err=True)
+            raise SystemExit(2) from error
+        # A fault of the program: no audit's alarm, whose exit code is that of an uncaught exception.
+        traceback.print_exc()
+        raise SystemExit(BROKEN) from error
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -249,6 +249,25 @@ def test_a_broken_control_that_is_not_found_fails_for_its_true_reason(refused: b
     assert (found.power < 0.05) is refused
 
 
+def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
+    """Six draws pass the forecast's test of normality, and the scores do not."""
+    missed = missed_control(refused=True)
+    results = [
+        replace(one.result, plan=replace(one.result.plan, draws=6.0, weaker_normality=0.5))
+        for one in missed.findings
+    ]
+    found = replace(
+        missed,
+        findings=tuple(
+            replace(one, result=result) for one, result in zip(missed.findings, results, strict=True)
+        ),
+    )
+    said = headline(found)
+    assert "drawn q T = 6 times" in said
+    assert "private-loop" in said
+    assert "Repeat it with more canaries" not in said
+
+
 def test_normal_scores_that_do_not_count_say_so_with_their_p_value() -> None:
     """The bound says what its estimate says, however near the ceiling it is."""
     rows = {row["read as"]: row for row in missed_control(refused=True).of(Role.RUN)[0].rows()}

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from opusim.training.cli import BROKEN, app
 from opusim.training.cli.train import Announced, small_batch, unused_records
 from opusim.training.config.run import RunConfig
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
@@ -216,6 +217,19 @@ def test_several_runs_share_a_report(run: Path) -> None:
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = opusim("evaluate", "nowhere", "--debug", cwd=tmp_path)
     assert "Traceback" in result.stderr
+
+
+def test_an_error_of_the_program_is_no_alarm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(app, "_take_wait", broken)
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == BROKEN
+    assert "shape mismatch" in capsys.readouterr().err
 
 
 def test_a_small_batch_under_record_is_said_before_training() -> None:

@@ -138,7 +138,7 @@ def make_private(
         accountant: Name of another accountant, which an installed package brings by the entry-point group
             "opusim.accountants"; the statement gives its epsilon as well, as claimed. Budget and `epsilon` are those of
             opusim.
-        user_ids: The ID of each record's user, a number or a text, in the order of the data set; None, NaN or a blank
+        user_ids: The ID of each record's user, a whole number or a text, in the order of the data set; None or a blank
             text for none. The collate function is called on the records of one user at a time.
         records_per_user: k, at least 1. A step draws which k records of a user with more it takes.
         clipping: How a record's gradient g is brought within C: "flat", by one factor; "per_layer", by one for each

@@ -364,7 +364,16 @@ class FullyConnected(LayeredNetwork):
         self.linears, self.activations, self.clips = _split_layers(model)
         self.jacobians = [LinearJacobian(linear) for linear in self.linears]
         self.widths = [linear.out_features for linear in self.linears]
-        _check_layers(self.linears)
+        require_trainable(
+            [list(linear.parameters()) for linear in self.linears],
+            if_frozen="remove frozen layers and give their output as x",
+        )
+        for number, (linear, following) in enumerate(pairwise(self.linears), start=1):
+            if following.in_features != linear.out_features:
+                raise ValueError(
+                    f"model: layer {number + 1} takes {following.in_features} inputs but layer {number} has "
+                    f"{linear.out_features} outputs; make them equal"
+                )
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
@@ -413,28 +422,18 @@ class FullyConnected(LayeredNetwork):
                 h = clip(activations[-1]) if clip else activations[-1]
         return ForwardPass(inputs=inputs, pre_activations=pre_activations, activations=activations, output=h)
 
-    def derivative(self, forward: ForwardPass, layer: int, *, through_clip: bool) -> Tensor | None:
-        """Return dh_l/dz_l, shape (batch, n_l), or None if it is 1 everywhere.
+    def multiply_by_derivative(
+        self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
+    ) -> Tensor:
+        """Multiply a signal by dh_l/dz_l in place, and return it.
 
         Args:
+            signal: Shape (batch, n_l).
             forward: Values of the forward pass.
             layer: Layer number, 0 .. L-1, or -1 for the last.
             through_clip: Whether a clipped neuron has slope 0, as in autograd, or phi'_l(z_l), as in eq. 8 of the PDFA
                 paper.
         """
-        phi, clip = self.activations[layer], self.clips[layer]
-        slope = None
-        if phi.name != "identity":
-            slope = phi.derivative(forward.pre_activations[layer], forward.activations[layer])
-        if clip is None or not through_clip:
-            return slope
-        passed = clip.passes(forward.activations[layer])
-        return passed if slope is None else slope * passed
-
-    def multiply_by_derivative(
-        self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
-    ) -> Tensor:
-        """Multiply a signal of shape (batch, n_l) by dh_l/dz_l, in place; for the arguments see `derivative`."""
         phi, clip = self.activations[layer], self.clips[layer]
         z, h = forward.pre_activations[layer], forward.activations[layer]
         signal = phi.multiply(signal, z, h)
@@ -498,7 +497,17 @@ def _split_layers(
     expects = "linear"  # next module: "linear" only, or also an "activation" or clip, or also a "clip"
     for module in model:
         if type(module) is nn.Linear:  # a subclass may compute something else
-            _require_plain(module)
+            # Its weight may be computed, as by torch.nn.utils.prune, or a hook may change its output.
+            changed = [name for name in ("weight", "bias") if name not in module._parameters]
+            if changed or module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
+                what = (
+                    f"its {changed[0]} is computed from other tensors"
+                    if changed
+                    else "hooks may change its output"
+                )
+                raise TypeError(
+                    f"model: {module} is no plain layer, because {what}; remove the hooks, as by prune.remove"
+                )
             linears.append(module)
             activations.append(ACTIVATIONS["identity"])
             clips.append(None)
@@ -518,36 +527,6 @@ def _split_layers(
     if not linears:
         raise ValueError("model holds no nn.Linear; a network needs at least one layer")
     return linears, activations, clips
-
-
-def _require_plain(linear: nn.Linear) -> None:
-    """Refuse a layer that computes something other than the product with its parameters.
-
-    Raises:
-        TypeError: Its weight is computed, as by torch.nn.utils.prune, or it has forward hooks.
-    """
-    changed = [name for name in ("weight", "bias") if name not in linear._parameters]
-    if changed or linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear):
-        what = (
-            f"its {changed[0]} is computed from other tensors" if changed else "hooks may change its output"
-        )
-        raise TypeError(
-            f"model: {linear} is no plain layer, because {what}; remove the hooks, as by prune.remove"
-        )
-
-
-def _check_layers(linears: list[nn.Linear]) -> None:
-    """Refuse layers that share parameters, are frozen or not float32, and widths that do not match."""
-    require_trainable(
-        [list(linear.parameters()) for linear in linears],
-        if_frozen="remove frozen layers and give their output as x",
-    )
-    for number, (linear, following) in enumerate(pairwise(linears), start=1):
-        if following.in_features != linear.out_features:
-            raise ValueError(
-                f"model: layer {number + 1} takes {following.in_features} inputs but layer {number} has "
-                f"{linear.out_features} outputs; make them equal"
-            )
 
 
 def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:

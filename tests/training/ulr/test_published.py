@@ -14,7 +14,7 @@ from opusim import training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
-from opusim.training.networks.functions import cross_entropy_values
+from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.ulr.config import UlrConfig
 from opusim.training.ulr.estimator import ModuleSequence, parameter_estimates
 from opusim.training.ulr.trainer import PublishedUpdate, completing_noise
@@ -30,7 +30,7 @@ def losses_of(y: Tensor) -> Any:
     def losses(output: Tensor, rows: slice) -> Tensor:
         labels = y[rows]
         copies = len(output) // len(labels)
-        return cross_entropy_values(output, labels.repeat(copies)).view(copies, len(labels))
+        return LOSS_VALUES["cross-entropy"](output, labels.repeat(copies)).view(copies, len(labels))
 
     return losses
 
@@ -154,7 +154,7 @@ def test_noise_on_the_parameters_estimates_the_smoothed_gradient(name: str, seed
         for later in range(network.depth):
             value = network.layer(later, value) if later else value
             value = network.after(later, value)
-        return cross_entropy_values(value, y)[0]
+        return LOSS_VALUES["cross-entropy"](value, y)[0]
 
     moves = {
         k: p.detach() + sigma * torch.randn(4000, *p.shape, generator=generator) for k, p in named.items()

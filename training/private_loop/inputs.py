@@ -26,6 +26,8 @@ from opusim.training.networks.record_gradients.tape import RecordTape, trained_p
 from opusim.training.networks.record_independence import (
     HOOKS,
     MIXES_REMEDY,
+    changes,
+    copies,
     fixed_parameters,
     preserved_attributes,
     preserved_generators,
@@ -267,16 +269,21 @@ def template_of(module: nn.Module, given: Rows) -> Any:
     many, few = given.repeated(*_COUNTS)
     place = next(module.parameters()).device
     with preserved_generators(place), preserved_attributes(module), torch.no_grad():
-        start = _copies(module)
+        start = copies(module)
         try:
             _seeded(module, many)  # some modules fill caches in their first pass
-            first = _copies(module)
-            _require_kept(module, {name: start[name] for name, _ in module.named_parameters()})
+            first = copies(module)
+            _require_kept(module, first | {name: start[name] for name, _ in module.named_parameters()})
             with fixed_parameters(module):
                 output = _seeded(module, many)
             _require_kept(module, first)
             one = given.take(torch.zeros(_COUNTS[0], dtype=torch.int64))
-            for others in (many.mapped(_other), many.mapped(_larger), one):
+            turned = many.mapped(lambda leaf: leaf.flip(tuple(range(1, leaf.ndim))))
+            halved, larger = (
+                rows.mapped(lambda leaf, times=times: times * leaf if leaf.is_floating_point() else leaf)
+                for rows, times in ((turned, 0.5), (many, 3.0))
+            )
+            for others in (halved, larger, one):
                 _put_back(module, start)
                 try:
                     _seeded(module, others)
@@ -291,10 +298,6 @@ def template_of(module: nn.Module, given: Rows) -> Any:
     return output
 
 
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-
-
 def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in start:
@@ -302,31 +305,13 @@ def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
 
 
 def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a changed parameter, and a changed buffer if `before` holds buffers too.
-
-    Raises:
-        ValueError: A parameter or a buffer changed.
-    """
-    parameters = dict(module.named_parameters())
-    tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
-    for name, tensor in tensors.items():
-        if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
-            raise ValueError(
-                f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
-                "reveals the records or their number and which no noise protects; switch that off, such as "
-                "track_running_stats=False, or use modules that keep nothing"
-            )
-
-
-def _other(leaf: Tensor) -> Tensor:
-    """Return other values of records: each one's numbers in the opposite order, real ones halved."""
-    turned = leaf.flip(tuple(range(1, leaf.ndim)))
-    return turned * 0.5 if turned.is_floating_point() else turned
-
-
-def _larger(leaf: Tensor) -> Tensor:
-    """Return three times the real numbers of records."""
-    return 3.0 * leaf if leaf.is_floating_point() else leaf
+    """Refuse a changed parameter or buffer."""
+    for name in changes(module, before):
+        kind = "parameter" if name in dict(module.named_parameters()) else "buffer"
+        raise ValueError(
+            f"module: a training pass changes {kind} {name!r}, which reveals the records or their number and which no "
+            "noise protects; switch that off, such as track_running_stats=False, or use modules that keep nothing"
+        )
 
 
 def _require_one_row(output: Any, fewer: Any) -> None:

@@ -96,7 +96,7 @@ def test_both_ways_to_a_norm_agree(positions: int) -> None:
     use = LinearUse(signal.mT, patch.mT, nn.Parameter(torch.zeros(6, 7)))
     pairs = use.pairs(slice(None))
     for found in (
-        measured(*use.sums(slice(None)))[0],
+        measured(use.sums(slice(None)))[0],
         uses.measured_by_gram(*map(torch.Tensor.double, pairs)),
     ):
         torch.testing.assert_close(found.norms.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -389,18 +389,15 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
         theirs = [one.cpu() for one in like]
         if any(same(ours, one) for one in theirs):
             continue
-        if any(same(_in_order(ours), _in_order(one)) for one in theirs):
+        # sorted, the rows do not depend on their order
+        rows = (each.reshape(len(each), -1) for each in (ours, *theirs))
+        first, *others = (flat[flat.double().sum(dim=1).argsort(stable=True)] for flat in rows)
+        if any(same(first, other) for other in others):
             raise ValueError(
                 "module: an argument has the rows of the loader's batch in another order, which says which of them "
                 "only fill it, with weight zero; keep their order, sort in the module or in the collate function, or "
                 "give fixed_batches=False"
             )
-
-
-def _in_order(rows: Tensor) -> Tensor:
-    """Sort rows, so that the result does not depend on their order."""
-    flat = rows.reshape(len(rows), -1)
-    return flat[flat.double().sum(dim=1).argsort(stable=True)]
 
 
 NO_NUMBERS = (

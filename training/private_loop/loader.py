@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,9 @@ class PrivateLoader:
                 for indices in ([0], [count - 1, count // 2])
             )
             empty = empty_batch(one, two)
-        self._collate: Callable[[list[Any]], _Handed] = _CollateCounted(loader.collate_fn, empty)
+        self._collate: Callable[[list[Any]], _Handed] = partial(
+            _counted, collate=loader.collate_fn, empty=empty
+        )
         if physical.count is not None or users is not None:
             with preserved_generators(torch.device("cpu")):
                 single, pair = (loader.collate_fn([self.dataset[0] for _ in range(n)]) for n in (1, 2))
@@ -163,7 +166,15 @@ class PrivateLoader:
         handing_errors = self._steps.ranks.handing_errors
         if again:
             with handing_errors():
-                self._offer_again(first - 1)
+                self._offers += 1
+                if self._offers > _OFFERS:  # as a loop would that skips the batch
+                    raise RuntimeError(
+                        f"step {first - 1}: its batch was left without a backward pass, by a break or an error, "
+                        f"{self._offers} times; which batches are left out may tell of their records, so the loop ends "
+                        "here: mend the error, or resume from the last save with a smaller max_physical_batch_size if "
+                        "memory ran out"
+                    )
+                self._module.begin(first - 1, *self._last)
             yield self._last[2]
             self._end_step(number)
         batches = iter(self._loader(first, last))
@@ -197,7 +208,16 @@ class PrivateLoader:
                 )
             if ranks.world > 1:
                 self._steps.agree("iterates over the loader")
-                _require_same_norms(self._module.module, ranks)
+                # Parameters may differ from those of the first process by rounding only.
+                named = list(self._module.module.named_parameters())
+                norms = [float(p.detach().norm()) for _, p in named]
+                for (name, _), ours, theirs in zip(named, norms, ranks.broadcast(norms), strict=True):
+                    if abs(ours - theirs) > _DRIFT * abs(theirs):
+                        raise RuntimeError(
+                            f"parameter {name!r} has norm {ours:g} on process {ranks.rank} and {theirs:g} on process "
+                            "0; change parameters and learning rates on every process alike"
+                        )
+                ranks.meet()
         if self._module.trained:
             self._module.drop()
 
@@ -221,21 +241,6 @@ class PrivateLoader:
         self._module.begin(self._steps.step, *self._last)
         self._steps.step += 1
         return True
-
-    def _offer_again(self, step: int) -> None:
-        """Hand out the batch at hand again; refuse if it was left too often, as by a loop that would skip it.
-
-        Raises:
-            RuntimeError: The batch was left too often.
-        """
-        self._offers += 1
-        if self._offers > _OFFERS:
-            raise RuntimeError(
-                f"step {step}: its batch was left without a backward pass, by a break or an error, {self._offers} "
-                "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
-                "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
-            )
-        self._module.begin(step, *self._last)
 
     def _end_step(self, iteration: int) -> None:
         """Refuse to continue before the batch at hand was trained on, or after another iteration began.
@@ -278,19 +283,6 @@ class PrivateLoader:
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
         )
-
-
-def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:
-    """Refuse parameters that differ from those of the first process by more than rounding."""
-    named = list(module.named_parameters())
-    norms = [float(p.detach().norm()) for _, p in named]
-    for (name, _), ours, theirs in zip(named, norms, ranks.broadcast(norms), strict=True):
-        if abs(ours - theirs) > _DRIFT * abs(theirs):
-            raise RuntimeError(
-                f"parameter {name!r} has norm {ours:g} on process {ranks.rank} and {theirs:g} on process 0; "
-                "change parameters and learning rates on every process alike"
-            )
-    ranks.meet()
 
 
 class _Drawn(BatchSampler):
@@ -345,14 +337,9 @@ class _Indexed(torch.utils.data.Dataset[Any]):
         return [_Row() if index == _FILL else next(found) for index in indices]
 
 
-class _CollateCounted:
-    """The user's collate function, with the number of records; a batch without records is the same one each time."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], empty: Any) -> None:
-        self._collate, self._empty = collate, empty
-
-    def __call__(self, records: list[Any]) -> _Handed:
-        return len(records), None, self._collate(records) if records else self._empty
+def _counted(records: list[Any], *, collate: Callable[[list[Any]], Any], empty: Any) -> _Handed:
+    """Collate as the user does, with the number of records; a batch without records is the same one each time."""
+    return len(records), None, collate(records) if records else empty
 
 
 class _CollateFilled:
@@ -426,11 +413,6 @@ class _Kept:
         return self._as_they_are and len(self.rows) == count
 
 
-_TOO_FEW = (
-    "data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
-)
-
-
 def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -> Any:
     """Return some rows of each batch, one after the other; dimensions in which `one` and `two` differ hold rows.
 
@@ -486,7 +468,9 @@ def _numbers(counts: Sequence[int], kept: Sequence[_Kept], where: str) -> list[i
         ValueError: A batch has too few.
     """
     if any(count < own.least for count, own in zip(counts, kept, strict=True)):
-        raise ValueError(_TOO_FEW.format(where=where))
+        raise ValueError(
+            f"data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
+        )
     if all(own.are_all(count) for count, own in zip(counts, kept, strict=True)):
         return None
     starts = itertools.accumulate(counts[:-1], initial=0)

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -66,13 +66,6 @@ from opusim.training.protections.base import PrivateGradients
 ENTRY_POINT_GROUP = "opusim.accountants"
 
 
-class Accountant(Protocol):
-    """Interface of an entry point's class, which is built without arguments."""
-
-    def epsilon(self, mechanisms: Sequence[Mapping[str, Any]], *, delta: float) -> float:
-        """Return epsilon of all mechanisms together, each of which ran `steps` times."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class NamedAccountant:
     """An accountant that a package brings.
@@ -80,12 +73,12 @@ class NamedAccountant:
     Attributes:
         name: Name of the entry point.
         package: The package.
-        accountant: An object of its class.
+        accountant: An object of its class, which has the method above.
     """
 
     name: str
     package: str
-    accountant: Accountant
+    accountant: Any
 
     @classmethod
     def load(cls, name: str) -> Self:
@@ -101,7 +94,12 @@ class NamedAccountant:
                 f"accountant = {name!r}: {listed}; install the package that brings it, or leave it out: epsilon of "
                 "opusim's own accountant is always stated"
             )
-        found = plugins.load(ENTRY_POINT_GROUP, name, accept=_problem)
+
+        def problem(found: Any) -> str | None:
+            fits = isinstance(found, type) and callable(getattr(found, "epsilon", None))
+            return None if fits else "is no class with a method epsilon(mechanisms, *, delta)"
+
+        found = plugins.load(ENTRY_POINT_GROUP, name, accept=problem)
         package = plugins.package(ENTRY_POINT_GROUP, name)
         try:
             return cls(name=name, package=package, accountant=found())
@@ -144,11 +142,6 @@ class NamedAccountant:
             assumptions=(checked, trusted, *proven.assumptions),
             reason=None if math.isfinite(epsilon) else f"accountant {self.name} gives no finite epsilon",
         )
-
-
-def _problem(found: Any) -> str | None:
-    fits = isinstance(found, type) and callable(getattr(found, "epsilon", None))
-    return None if fits else "is no class with a method epsilon(mechanisms, *, delta)"
 
 
 def _unusable(name: str, package: str, problem: object) -> plugins.PluginError:
@@ -235,8 +228,13 @@ class PrivateCriterion(nn.Module):
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
         with torch.enable_grad():
             losses = self._losses(one, rows)
-            if not self._checked:
-                self._refuse_parameters(losses)
+            if (
+                not self._checked
+            ):  # the first batch; the gradient of a penalty on the parameters would be left out
+                self._checked, trained = True, self._private.trained_parameters
+                own = torch.autograd.grad(losses.sum(), trained, retain_graph=True, allow_unused=True)
+                if any(gradient is not None for gradient in own):
+                    raise ValueError(USES_PARAMETERS)
             found = torch.autograd.grad(losses.sum(), list(free.values()), allow_unused=True)
         gradients = [
             (output, gradient)
@@ -258,15 +256,6 @@ class PrivateCriterion(nn.Module):
             except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
                 self._vmap = False
         return torch.stack([one(*record) for record in zip(*rows, strict=True)])
-
-    def _refuse_parameters(self, losses: Tensor) -> None:
-        """Refuse a criterion, at its first batch, that uses the module's parameters: their gradient is left out."""
-        self._checked = True
-        found = torch.autograd.grad(
-            losses.sum(), self._private.trained_parameters, retain_graph=True, allow_unused=True
-        )
-        if any(gradient is not None for gradient in found):
-            raise ValueError(USES_PARAMETERS)
 
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.
@@ -294,13 +283,10 @@ class PrivateCriterion(nn.Module):
                     "constants such as class weights into the criterion"
                 )
             if tensor.requires_grad and not any(tensor is output for output in outputs):
-                raise ValueError(_CHANGED)
-
-
-_CHANGED = (
-    "criterion: takes the module's outputs exactly as they were returned; move what comes between, such as a reshape, "
-    "into the criterion, which is called on one record at a time"
-)
+                raise ValueError(
+                    "criterion: takes the module's outputs exactly as they were returned; move what comes between, "
+                    "such as a reshape, into the criterion, which is called on one record at a time"
+                )
 
 
 _OWN_RECORD = "the program's own record"

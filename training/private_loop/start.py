@@ -209,7 +209,7 @@ def make_private(
         require_own_readings(points, ranks.world)
         for each in points:
             each.private_loops += 1
-            stack.callback(_one_loop_less, each)
+            stack.callback(lambda points=each: setattr(points, "private_loops", points.private_loops - 1))
         if mode == "release":
             require_fresh_noise(module)
             for each in points:
@@ -324,10 +324,6 @@ def _takes_device(
         return True
     own = any(type(part).__module__.startswith("opusim") for part in module.modules())
     return None if points or own or isinstance(optimizer, ZerothOrder) else False
-
-
-def _one_loop_less(points: FeedbackAlignment) -> None:
-    points.private_loops -= 1
 
 
 def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, Any]:

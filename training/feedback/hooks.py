@@ -463,10 +463,17 @@ def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
 
 def refuse_second(model: nn.Module) -> None:
     """Refuse a model that has feedback points already: the first ones would win in silence."""
+    if points_in(model):
+        raise ValueError(
+            "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the plain "
+            "model"
+        )
+
+
+def points_in(model: nn.Module) -> list[Any]:
+    """Return the feedback points, each a `FeedbackAlignment`, in a module or on it."""
+    found: dict[int, PointHooks] = {}
     for module in model.modules():
-        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        if isinstance(module, PointHooks) or any(isinstance(owner, PointHooks) for owner in owners):
-            raise ValueError(
-                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
-                "plain model"
-            )
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        found |= {id(owner): owner for owner in (module, *owners) if isinstance(owner, PointHooks)}
+    return list(found.values())

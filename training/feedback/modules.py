@@ -32,7 +32,7 @@ from opusim.training.networks.base import seeded_torch
 from opusim.training.networks.clipping import widest
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
-from opusim.training.networks.record_independence import preserved_state, restore_buffers
+from opusim.training.networks.record_independence import preserved_state, put_back
 
 
 class ModuleGradients:
@@ -129,7 +129,7 @@ class ModuleGradients:
                     self._feedback.fit_readout(lambda: self._losses(batch)[1].mean())
                 output, losses = self._differentiate(batch)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
-            restore_buffers(model, buffers)
+            put_back(model, buffers)
             raise
         finally:
             model.eval()

@@ -58,7 +58,7 @@ from opusim.training.feedback.projection import (
 from opusim.training.feedback.streams import Followed
 from opusim.training.networks.base import require_not_of_opacus
 from opusim.training.networks.clipping import finite_rows
-from opusim.training.networks.record_independence import restore_buffers
+from opusim.training.networks.record_independence import put_back
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -444,7 +444,7 @@ class FeedbackAlignment(PointHooks):
             true = [next(signals) if h.requires_grad else None for _, h in again]
         finally:
             self._observed, self._kept, self._error, self._step = None, [], None, step
-            restore_buffers(self.model, buffers)
+            put_back(self.model, buffers)
         projection = self._projector(seen.rows.device)
         return compared(
             calls, blocks, found, true, list(signals), seen=seen, projection=projection, slices=self._slices
@@ -497,7 +497,7 @@ class FeedbackAlignment(PointHooks):
             gradient, *true = torch.autograd.grad(value, [self._error, *outputs])
         finally:
             self._observed, self._kept, self._error, self._step = None, [], None, step
-            restore_buffers(self.model, buffers)
+            put_back(self.model, buffers)
         # 2. Read the device, under a number that no step of training has.
         if not self._slices:
             self._lay_out(gradient, calls)

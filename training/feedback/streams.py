@@ -71,7 +71,7 @@ def _source(node: Any) -> Any:
     """Return the autograd node to whose output that of a node is proportional."""
     for _ in range(_MOST_STEPS):
         # a product with a constant keeps the scale, as in dropout
-        before = node.next_functions if node is not None else ()
+        before: Any = node.next_functions if node is not None else ()
         constant = _operation(node) == "Mul" and len(before) == 2 and before[1][0] is None
         if not before or not (constant or _operation(node) in _PASSED):
             break

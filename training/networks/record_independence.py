@@ -265,15 +265,15 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
         with preserved_attributes(model):
             yield
     finally:
-        restore_buffers(model, before)
+        put_back(model, before)
 
 
-def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Copy values back into buffers; keep caches that a pass has created since."""
+def put_back(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Copy values back into parameters and buffers; keep caches that a pass has created since."""
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and before[name].shape == buffer.shape:
-                buffer.copy_(before[name])
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in before and before[name].shape == tensor.shape:
+                tensor.copy_(before[name])
 
 
 @contextmanager

@@ -225,7 +225,20 @@ class PrivacySettings:
             given["seed"] = int(given["seed"])
         checks.choice((str(Adjacency.ZERO_OUT), str(Adjacency.ADD_OR_REMOVE_ONE)), relation=given["relation"])
         given["relation"] = Adjacency(given["relation"])
-        given["sample_rate"] = _sample_rate(records, given)
+        rate, batch_size = given["sample_rate"], given["batch_size"]
+        if rate is not None:
+            checks.in_unit_interval(closed="right", sample_rate=rate)
+        elif given["relation"] is Adjacency.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of "
+                "records is private; give it, or take relation = 'zero_out', under which that number is public"
+            )
+        elif batch_size > records:
+            raise ValueError(
+                f"data_loader.batch_size = {batch_size}: exceeds the {records} "
+                f"{'records' if given['records_per_user'] is None else 'users'}; take at most as many"
+            )
+        given["sample_rate"] = float(batch_size / records if rate is None else rate)
         given["clipping"], given["max_grad_norm"] = given["clipping"].with_norms(given["max_grad_norm"])
         checks.positive(max_grad_norm=given["max_grad_norm"])
         checks.in_unit_interval(closed="left", target_delta=given["target_delta"])
@@ -395,24 +408,6 @@ def stated_loop(folder: Path, *, delta: float | None = None) -> Statement:
         witnesses.append(Witness(name=CHECKPOINT_FILE, position=_read_outer(folder / CHECKPOINT_FILE)[1]))
     content = read_ledger(folder / LEDGER_FILE, witnesses=witnesses)
     return loop_statement(content, settings, [each.name for each in witnesses], delta=delta)
-
-
-def _sample_rate(records: int, given: dict[str, Any]) -> float:
-    rate, batch_size = given["sample_rate"], given["batch_size"]
-    if rate is not None:
-        checks.in_unit_interval(closed="right", sample_rate=rate)
-        return float(rate)
-    if given["relation"] is Adjacency.ADD_OR_REMOVE_ONE:
-        raise ValueError(
-            "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records "
-            "is private; give it, or take relation = 'zero_out', under which that number is public"
-        )
-    if batch_size > records:
-        raise ValueError(
-            f"data_loader.batch_size = {batch_size}: exceeds the {records} "
-            f"{'records' if given['records_per_user'] is None else 'users'}; take at most as many"
-        )
-    return float(batch_size / records)
 
 
 CHECKPOINT_FILE = "private.pt"

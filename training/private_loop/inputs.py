@@ -31,6 +31,7 @@ from opusim.training.networks.record_independence import (
     fixed_parameters,
     preserved_attributes,
     preserved_generators,
+    put_back,
     same,
 )
 
@@ -94,15 +95,6 @@ def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Mod
             "make_private",
             stacklevel=3,
         )
-
-
-def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
-    """Return the feedback points in a module or on it."""
-    found: dict[int, FeedbackAlignment] = {}
-    for inner in module.modules():
-        owners = [getattr(hook, "__self__", None) for hook in inner._forward_pre_hooks.values()]
-        found |= {id(owner): owner for owner in (inner, *owners) if isinstance(owner, FeedbackAlignment)}
-    return list(found.values())
 
 
 def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignment]) -> None:
@@ -284,24 +276,37 @@ def template_of(module: nn.Module, given: Rows) -> Any:
                 for rows, times in ((turned, 0.5), (many, 3.0))
             )
             for others in (halved, larger, one):
-                _put_back(module, start)
+                put_back(module, start)
                 try:
                     _seeded(module, others)
                 except _REFUSALS:
                     continue
                 _require_kept(module, first)
-            _put_back(module, start)
+            put_back(module, start)
             fewer = _seeded(module, few)
         finally:
-            _put_back(module, start)
-    _require_one_row(output, fewer)
+            put_back(module, start)
+    # Outputs must have a row for each record, as their shapes in batches of two sizes show.
+    shapes, others = (
+        [tuple(leaf.shape) for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
+        for each in (output, fewer)
+    )
+    if len(shapes) != len(others):
+        raise ValueError(
+            f"module returns {len(shapes)} tensors for {_COUNTS[0]} records and {len(others)} for {_COUNTS[1]}; return "
+            "tensors with a row for each record"
+        )
+    pairs = list(zip(shapes, others, strict=True))
+    rows = [(a[:1], b[:1]) == ((_COUNTS[0],), (_COUNTS[1],)) for a, b in pairs]
+    if not any(rows):
+        raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
+    for (a, b), has_rows in zip(pairs, rows, strict=True):
+        if a != b and not (has_rows and a[1:] == b[1:]):
+            raise ValueError(
+                f"module returns a tensor of shape {a} for {_COUNTS[0]} records and {b} for {_COUNTS[1]}: records must "
+                "come first, with one row each; transpose or reshape it in the module"
+            )
     return output
-
-
-def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name in start:
-            tensor.copy_(start[name])
 
 
 def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
@@ -312,27 +317,6 @@ def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
             f"module: a training pass changes {kind} {name!r}, which reveals the records or their number and which no "
             "noise protects; switch that off, such as track_running_stats=False, or use modules that keep nothing"
         )
-
-
-def _require_one_row(output: Any, fewer: Any) -> None:
-    """Refuse outputs without a row for each record, by their shapes in batches of two sizes."""
-    many, few = (
-        [tuple(leaf.shape) for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
-        for each in (output, fewer)
-    )
-    if len(many) != len(few):
-        raise ValueError(
-            f"module returns {len(many)} tensors for {_COUNTS[0]} records and {len(few)} for {_COUNTS[1]}; return "
-            "tensors with a row for each record"
-        )
-    if not any((a[:1], b[:1]) == ((_COUNTS[0],), (_COUNTS[1],)) for a, b in zip(many, few, strict=True)):
-        raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
-    for a, b in zip(many, few, strict=True):
-        if a != b and ((a[:1], b[:1]) != ((_COUNTS[0],), (_COUNTS[1],)) or a[1:] != b[1:]):
-            raise ValueError(
-                f"module returns a tensor of shape {a} for {_COUNTS[0]} records and {b} for {_COUNTS[1]}: records must "
-                "come first, with one row each; transpose or reshape it in the module"
-            )
 
 
 def cut_rows(values: Any, *, records: int, part: slice) -> Any:

@@ -363,7 +363,7 @@ class _CollateFilled:
         self, collate: Callable[[list[Any]], Any], one: Any, two: Any, empty: Any, each: int | None
     ) -> None:
         self._collate, self._one, self._two, self._empty, self._each = collate, one, two, empty, each
-        _joined([one], one, two, [_Kept([0])])
+        _joined([one], one, two, [[0]])
 
     def __call__(self, rows: list[Any]) -> _Handed:
         if not rows:
@@ -377,44 +377,24 @@ class _CollateFilled:
         if found and self._collate is default_collate:
             whole = [row for records in found for row in records + records[:1] * (each - len(records))]
             whole += whole[:1] * (len(rows) - len(whole))
-            if _are_alike(whole):
+            # Tuples with tensors, or numbers, of one kind at each place can be stacked at once.
+            plain = set(map(type, whole)) == {tuple} and len(set(map(len, whole))) == 1
+            kinds = [set(map(type, column)) for column in zip(*whole, strict=True)] if plain else []
+            if plain and all(len(kind) == 1 and kind <= {Tensor, int, float} for kind in kinds):
                 return len(rows), sum(drawn) if self._each is None else drawn, self._collate(whole)
         batches = [self._collate(records) for records in found] or [self._one]
-        kept = [_Kept([*range(n), *[0] * (each - n)]) for n in drawn] or [_Kept([0] * each)]
+        kept = [[*range(n), *[0] * (each - n)] for n in drawn] or [[0] * each]
         if left := len(rows) - each * len(kept):
             batches.append(batches[0])
-            kept.append(_Kept([0] * left))
+            kept.append([0] * left)
         whole = _joined(batches, self._one, self._two, kept)
         return len(rows), sum(drawn) if self._each is None else drawn, whole
 
 
-def _are_alike(records: list[Any]) -> bool:
-    """Return whether records are tuples with tensors, or numbers, of one kind at each place, which batches stack."""
-    if set(map(type, records)) != {tuple} or len(set(map(len, records))) > 1:
-        return False
-    kinds = [set(map(type, column)) for column in zip(*records, strict=True)]
-    return all(len(kind) == 1 and kind <= {Tensor, int, float} for kind in kinds)
+def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[Sequence[int]]) -> Any:
+    """Return the rows with these numbers of each batch, one after the other.
 
-
-class _Kept:
-    """The rows of a batch that are kept, in their order; at least one.
-
-    Attributes:
-        rows: Their numbers.
-        least: Rows that the batch must have.
-    """
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows, self.least = rows, max(rows) + 1
-        self._as_they_are = rows == list(range(len(rows)))
-
-    def are_all(self, count: int) -> bool:
-        """Return whether they are the rows of a batch of a size as they stand."""
-        return self._as_they_are and len(self.rows) == count
-
-
-def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -> Any:
-    """Return some rows of each batch, one after the other; dimensions in which `one` and `two` differ hold rows.
+    Rows stand in the dimensions in which `one` and `two` differ.
 
     Raises:
         ValueError: Rows cannot be told apart, or have other shapes in one batch than in another.
@@ -461,20 +441,20 @@ def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -
     return _rebuilt(batches, one, two, kept, leaf, "")
 
 
-def _numbers(counts: Sequence[int], kept: Sequence[_Kept], where: str) -> list[int] | None:
+def _numbers(counts: Sequence[int], kept: Sequence[Sequence[int]], where: str) -> list[int] | None:
     """Return the numbers of kept rows in batches that stand one after the other; None if all are kept.
 
     Raises:
         ValueError: A batch has too few.
     """
-    if any(count < own.least for count, own in zip(counts, kept, strict=True)):
+    if any(count <= max(own) for count, own in zip(counts, kept, strict=True)):
         raise ValueError(
             f"data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
         )
-    if all(own.are_all(count) for count, own in zip(counts, kept, strict=True)):
+    if all(own == list(range(count)) for count, own in zip(counts, kept, strict=True)):
         return None
     starts = itertools.accumulate(counts[:-1], initial=0)
-    return [start + row for start, own in zip(starts, kept, strict=True) for row in own.rows]
+    return [start + row for start, own in zip(starts, kept, strict=True) for row in own]
 
 
 def empty_batch(one: Any, two: Any) -> Any:
@@ -508,7 +488,7 @@ _Leaf = Callable[[Sequence[Any], Any, Any, str], Any]
 
 
 def _rebuilt(
-    batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept], leaf: _Leaf, where: str
+    batches: Sequence[Any], one: Any, two: Any, kept: Sequence[Sequence[int]], leaf: _Leaf, where: str
 ) -> Any:
     """Return some rows of each batch: containers entry by entry, lists that grow with the batch row by row."""
     kind: Any = type(one)

@@ -46,6 +46,7 @@ from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.data.users import Users
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
+from opusim.training.feedback.hooks import points_in
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
     TAKES_NO_GRADIENTS,
@@ -58,7 +59,7 @@ from opusim.training.private_loop.folder import (
     set_generator_states,
     write_save,
 )
-from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_number, require_own_parameters
+from opusim.training.private_loop.inputs import NO_NUMBERS, is_number, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
 from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
@@ -479,7 +480,7 @@ class PrivateTraining(Shown):
                 "factor": self._private.factor,
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
+                "columns": [feedback.column_sum for feedback in points_in(self.module)],
                 "writer": dict(self._private.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
                 "extra": extra,
@@ -532,7 +533,7 @@ class PrivateTraining(Shown):
         state, position = self._steps.on_first("opens the loop", lambda: read_save(self.folder))
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
+        for feedback, columns in zip(points_in(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
         for name, tensor in self._private.state.items():
             tensor.copy_(state["writer"][name])

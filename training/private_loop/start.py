@@ -23,6 +23,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.training.data.samplers import PhysicalBatches, never_filled
 from opusim.training.data.users import OwnIds, Users, require_users
 from opusim.training.engine.steps import PaidSteps
+from opusim.training.feedback.hooks import points_in
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
 from opusim.training.networks.clipping import CountedSums
@@ -30,7 +31,6 @@ from opusim.training.networks.record_independence import preserved_generators
 from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
     arguments_for,
-    feedback_of,
     require_no_hidden_points,
     require_own_parameters,
     require_own_readings,
@@ -204,7 +204,7 @@ def make_private(
             call |= {"user_ids": None if user_ids is None else _digest([str(each) for each in user_ids])}
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
-        points = feedback_of(module)
+        points = points_in(module)
         require_no_hidden_points(module, points)
         require_own_readings(points, ranks.world)
         for each in points:

@@ -585,7 +585,7 @@ def load_classifier(
 
     Raises:
         ModuleNotFoundError: transformers, peft or gguf is missing.
-        ValueError: There is no such model, or its tokenizer does not match the prompt.
+        ValueError: There is no such model, its tokenizer does not match the prompt, or it takes no prefix.
     """
     transformers = _library("transformers")
     masked = prompt is not None and prompt.masked
@@ -610,7 +610,17 @@ def load_classifier(
     if lora is not None:
         model = with_lora(model, lora)
     if prefix is not None:
-        model = with_prefix(model, prefix)
+        if not {"past_key_values", "position_ids"} <= _accepted(model):
+            raise ValueError(
+                f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use "
+                "lora_rank"
+            )
+        # It begins as keys and values of random tokens, as random numbers would undo the pretraining.
+        generator = torch.Generator().manual_seed(prefix.seed)
+        tokens = torch.randint(_vocabulary_of(model), (1, prefix.tokens), generator=generator)
+        with torch.no_grad():
+            found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+        model = PrefixedModel(model, torch.stack([torch.cat([keys, values]) for keys, values, *_ in found]))
     description = {
         "name": str(name),
         "prompt": None if prompt is None else asdict(prompt) | {"classes": list(prompt.classes)},
@@ -743,23 +753,6 @@ class PrefixedModel(nn.Module):
         return self.model(
             attention_mask=mask, position_ids=position_ids + tokens, past_key_values=cache, **options
         )
-
-
-def with_prefix(model: nn.Module, prefix: Prefix) -> PrefixedModel:
-    """Add a prefix that begins as keys and values of random tokens, as random numbers would undo the pretraining.
-
-    Raises:
-        ValueError: The model takes no keys and values of earlier tokens, or no positions.
-    """
-    if not {"past_key_values", "position_ids"} <= _accepted(model):
-        raise ValueError(
-            f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use lora_rank"
-        )
-    generator = torch.Generator().manual_seed(prefix.seed)
-    tokens = torch.randint(_vocabulary_of(model), (1, prefix.tokens), generator=generator)
-    with torch.no_grad():
-        found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
-    return PrefixedModel(model, torch.stack([torch.cat([keys, values]) for keys, values, *_ in found]))
 
 
 def _vocabulary_of(model: nn.Module) -> int:

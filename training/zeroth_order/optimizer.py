@@ -140,8 +140,19 @@ class ZerothOrder(torch.optim.Optimizer):
         """
         if self.private is not None:
             return self.private(losses, batch)
-        if not self._probed:
-            self._probe(losses, batch)
+        if not self._probed:  # find out, once, whether directions can be evaluated at once
+            self._probed, self._sides.reason = True, "" if batch else "losses are called without a batch"
+            if batch:
+                half = any(p.dtype.itemsize < 4 and p.is_floating_point() for p in self.module.parameters())
+                tolerance = _ALIKE_IN_HALF if half else _ALIKE
+                first = tree_map(lambda v: v[:1] if isinstance(v, Tensor) and v.ndim else v, batch)
+                with self.evaluation_mode():
+                    among, alone = _checked(losses(*batch))[:1], _checked(losses(*first))
+                if torch.allclose(among, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
+                    self._sides.probe(losses, batch)
+                else:
+                    self._sides.reason = "the loss of a record depends on other records of its batch"
+            self._warn(stacklevel=4)
         elif self._sides.at_once and not batch:
             raise ValueError(
                 "batch: must be given to each call if it was to the first; give the arguments of losses"
@@ -251,23 +262,6 @@ class ZerothOrder(torch.optim.Optimizer):
         (group,) = self.param_groups
         root = derive_seed(group["seed"], "directions")
         return tuple(derive_seed(root, "direction", group["steps"], j) for j in range(self.directions))
-
-    def _probe(self, losses: Callable[..., Tensor], batch: tuple[Any, ...]) -> None:
-        """Find out, once, whether directions can be evaluated at once."""
-        self._probed = True
-        if batch:
-            half = any(p.dtype.itemsize < 4 and p.is_floating_point() for p in self.module.parameters())
-            tolerance = _ALIKE_IN_HALF if half else _ALIKE
-            first = tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
-            with self.evaluation_mode():
-                among, alone = _checked(losses(*batch))[:1], _checked(losses(*first))
-            if torch.allclose(among, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
-                self._sides.probe(losses, batch)
-            else:
-                self._sides.reason = "the loss of a record depends on other records of its batch"
-        else:
-            self._sides.reason = "losses are called without a batch"
-        self._warn(stacklevel=5)
 
     def _warn(self, *, stacklevel: int) -> None:
         """Warn if directions are evaluated one after another, although a rank was given."""

@@ -392,22 +392,17 @@ _ATTENDS = ("query", "key", "value", "grad_out", "grad_out_", "grad_output", "ou
 def spatial(op: Operation, outputs: Outputs) -> State | list[State]:
     """Pool, resample or pad the last one, two or three dimensions."""
     match = re.search(r"([123])d", op.name)
-    spatial = int(match[1]) if match else 1
-    pairs = op.pairs()
-    state, _ = joined(pairs, pairs[0][0].ndim, leading=True)
-    if isinstance(state, Held) and state.layout.dim >= pairs[0][0].ndim - spatial:
-        raise Refused("works along the records", "give it (records, channels, ...)")
-    return state
+    return leading(int(match[1]) if match else 1, "give it (records, channels, ...)")(op, outputs)
 
 
-def leading(trailing: int) -> Rule:
+def leading(trailing: int, remedy: str = ORDER_REMEDY) -> Rule:
     """Rule of operators on the last dimensions, batched over those before."""
 
     def rule(op: Operation, outputs: Outputs) -> State:
         pairs = op.pairs()
         state, _ = joined(pairs, max(tensor.ndim for tensor, _ in pairs), leading=True)
         if isinstance(state, Held) and state.layout.dim >= min(tensor.ndim for tensor, _ in pairs) - trailing:
-            raise Refused("works along the records", ORDER_REMEDY)
+            raise Refused("works along the records", remedy)
         return state
 
     return rule

@@ -424,8 +424,10 @@ class RowTracker(TorchDispatchMode):
                     records=self._records,
                 )
                 # 3. Run it, and follow its results.
-                if name in _READS:
-                    self._require_unread(op)
+                for state in op.states.values() if name in _READS else ():
+                    if state is not None:
+                        why = f" ({state.reason})" if isinstance(state, Mixed) else ""
+                        raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
                 result = func(*args, **kwargs)
                 rows = list(result) if isinstance(result, tuple | list) else [result]
                 flat = [each for row in rows for each in (row if isinstance(row, list) else [row])]
@@ -468,13 +470,6 @@ class RowTracker(TorchDispatchMode):
             f"model: {self._where(name)} takes a {kind.__name__}, a class of tensors with operators of its own "
             "(__torch_dispatch__), which are not seen; compute with plain tensors"
         )
-
-    def _require_unread(self, op: Operation) -> None:
-        """Refuse numbers of records that become numbers of Python."""
-        for state in op.states.values():
-            if state is not None:
-                why = f" ({state.reason})" if isinstance(state, Mixed) else ""
-                raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
 
     def require_nothing_left(self) -> None:
         """After the passes, refuse numbers of records in a tensor that no pass computed.

@@ -129,7 +129,8 @@ def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, tor
         ValueError: `fraction` is outside its range, or IDs write one number in two ways.
     """
     keys = keys_of(ids, count=len(ids), name="ids")
-    contents = (key and f"{'i' if _WHOLE.fullmatch(key) else 's'}{key}".encode() for key in keys)
+    marks = ("i" if key and _WHOLE.fullmatch(key) else "s" for key in keys)
+    contents = (None if k is None else f"{mark}{k}".encode() for mark, k in zip(marks, keys, strict=True))
     return _split_by_hash(contents, fraction, derive_seed(seed, "split by ID"))
 
 

@@ -160,13 +160,15 @@ def compared(
         slices: The outputs of B of each call of a point.
     """
     power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
-    points, before = list[PointDiagnosis](), None
+    points = list[PointDiagnosis]()
+    before: Tensor | None = None
     for part, (name, h), block, gradient, feedback in zip(
         slices, calls, blocks, true, seen.feedback, strict=True
     ):
         after = h.detach().double()
-        same = before is not None and before.shape == after.shape
-        change = float((after - before).norm() / before.norm()) if same else math.nan
+        change = math.nan
+        if before is not None and before.shape == after.shape:
+            change = float((after - before).norm() / before.norm())
         before = after
         reading = seen.reading[:, part.offset : part.end].double()
         noise, ratio = float(power[part.offset : part.end].double().mean()), math.inf

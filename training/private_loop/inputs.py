@@ -271,11 +271,11 @@ def template_of(module: nn.Module, given: Rows) -> Any:
             _require_kept(module, first)
             one = given.take(torch.zeros(_COUNTS[0], dtype=torch.int64))
             turned = many.mapped(lambda leaf: leaf.flip(tuple(range(1, leaf.ndim))))
-            halved, larger = (
-                rows.mapped(lambda leaf, times=times: times * leaf if leaf.is_floating_point() else leaf)
-                for rows, times in ((turned, 0.5), (many, 3.0))
-            )
-            for others in (halved, larger, one):
+
+            def scaled(rows: Rows, factor: float) -> Rows:
+                return rows.mapped(lambda leaf: factor * leaf if leaf.is_floating_point() else leaf)
+
+            for others in (scaled(turned, 0.5), scaled(many, 3.0), one):
                 put_back(module, start)
                 try:
                     _seeded(module, others)
@@ -287,16 +287,16 @@ def template_of(module: nn.Module, given: Rows) -> Any:
         finally:
             put_back(module, start)
     # Outputs must have a row for each record, as their shapes in batches of two sizes show.
-    shapes, others = (
+    shapes, fewer_shapes = (
         [tuple(leaf.shape) for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
         for each in (output, fewer)
     )
-    if len(shapes) != len(others):
+    if len(shapes) != len(fewer_shapes):
         raise ValueError(
-            f"module returns {len(shapes)} tensors for {_COUNTS[0]} records and {len(others)} for {_COUNTS[1]}; return "
-            "tensors with a row for each record"
+            f"module returns {len(shapes)} tensors for {_COUNTS[0]} records and {len(fewer_shapes)} for {_COUNTS[1]}; "
+            "return tensors with a row for each record"
         )
-    pairs = list(zip(shapes, others, strict=True))
+    pairs = list(zip(shapes, fewer_shapes, strict=True))
     rows = [(a[:1], b[:1]) == ((_COUNTS[0],), (_COUNTS[1],)) for a, b in pairs]
     if not any(rows):
         raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")

@@ -209,7 +209,7 @@ def make_private(
         require_own_readings(points, ranks.world)
         for each in points:
             each.private_loops += 1
-            stack.callback(lambda points=each: setattr(points, "private_loops", points.private_loops - 1))
+            stack.callback(lambda own: setattr(own, "private_loops", own.private_loops - 1), each)
         if mode == "release":
             require_fresh_noise(module)
             for each in points:

@@ -7,7 +7,6 @@ that module only; no later module is differentiated. A network of linear layers 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -28,8 +27,8 @@ from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUs
 from opusim.training.networks.functions import ACTIVATIONS, Activation, activation_of
 
 
-class Jacobian(ABC):
-    """J_i of one module.
+class Jacobian:
+    """J_i of one module, such as a residual block, that torch.func can differentiate; subclasses have closed forms.
 
     Args:
         module: Processes the records of a batch independently.
@@ -39,7 +38,6 @@ class Jacobian(ABC):
         self.module = module
         self.parameters = list(module.parameters())
 
-    @abstractmethod
     def use(self, delta: Tensor, h: Tensor) -> Use:
         """Return the use of the module's parameters at which record i adds J_i^T delta_i.
 
@@ -47,6 +45,7 @@ class Jacobian(ABC):
             delta: Signal at the module's output, shape (batch, ...).
             h: The module's input, shape (batch, ...).
         """
+        return ModuleUse(self.module, delta, h)
 
     def contributions(self, delta: Tensor, h: Tensor) -> Contributions:
         """Return what the records add to the parameters of this module only; for the arguments see `use`."""
@@ -151,14 +150,6 @@ class DeviceConvolutionJacobian(Jacobian):
     def factor_rows(self, h: Tensor) -> Tensor:
         """See Jacobian: one patch per position."""
         return self._product.factor_rows(self._convolution.patches(h))
-
-
-class FunctionalJacobian(Jacobian):
-    """Any module that torch.func can differentiate with respect to its parameters, such as a residual block."""
-
-    @override
-    def use(self, delta: Tensor, h: Tensor) -> ModuleUse:
-        return ModuleUse(self.module, delta, h)
 
 
 class ModuleUse(Use):
@@ -292,7 +283,7 @@ def jacobian_of(module: nn.Module) -> Jacobian:
         return DeviceConvolutionJacobian(module)
     if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
         return ConvolutionJacobian(module)
-    return FunctionalJacobian(module)
+    return Jacobian(module)
 
 
 def _positions(delta: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from opusim.training.data.tables import table_of
 from opusim.training.data.users import Users
 
 
@@ -41,6 +42,15 @@ def test_a_record_without_an_id_is_a_user_of_its_own() -> None:
 def test_an_id_that_is_neither_a_whole_number_nor_a_text_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="give a whole number or a text for each record"):
         users(["a", value])
+
+
+def test_whole_numbers_next_to_an_empty_cell_of_a_table_are_ids() -> None:
+    frame = pd.DataFrame({"x": [0.1, 0.2, 0.3], "label": [0, 1, 0], "who": [7, None, 7]})
+    assert frame["who"].dtype == float
+    assert table_of(frame, ("label",), "the table", user="who").ids == ["7", None, "7"]
+    frame["who"] = [7.5, None, 7.0]
+    with pytest.raises(TypeError, match="data.user = 'who': an ID is a float"):
+        table_of(frame, ("label",), "the table", user="who")
 
 
 @pytest.mark.parametrize("ids", [["07", 7], ["7.50", "7.5"], ["+7", "7"], ["-0", "0"]])

@@ -411,7 +411,15 @@ class Estimator:
         ]
         sums: dict[int, _Sum] = {}
         found: list[Tensor] = []
-        for probes in self._passes(counts, len(clean)):
+        size = len(counts)
+        if self.rows_per_pass is not None:
+            size = max(1, self.rows_per_pass // max(self._signs * len(clean), 1))
+        ends = list(accumulate(counts))
+        for start in range(0, ends[-1], size):
+            # The noises of each pass, in the order in which they are drawn, from each layer's copies.
+            stop = min(start + size, ends[-1])
+            shares = (min(stop, end) - max(start, end - n) for end, n in zip(ends, counts, strict=True))
+            probes = [Probe(layer, copies) for layer, copies in enumerate(shares) if copies > 0]
             drawn = []
             for layer, copies in probes:
                 if layer not in sums:
@@ -431,17 +439,6 @@ class Estimator:
     @property
     def _signs(self) -> int:
         return 2 if self.reduction == "antithetic" else 1
-
-    def _passes(self, counts: Sequence[int], batch: int) -> Iterator[list[Probe]]:
-        """Yield the noises of each pass of a batch, in the order in which they are drawn, from each layer's copies."""
-        size = len(counts)
-        if self.rows_per_pass is not None:
-            size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
-        ends = list(accumulate(counts))
-        for start in range(0, ends[-1], size):
-            stop = min(start + size, ends[-1])
-            shares = (min(stop, end) - max(start, end - n) for end, n in zip(ends, counts, strict=True))
-            yield [Probe(layer, copies) for layer, copies in enumerate(shares) if copies > 0]
 
     def _losses(
         self,

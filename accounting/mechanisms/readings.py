@@ -40,7 +40,7 @@ GAUSSIAN_READINGS = Theorem(
     proof="V >= sigma^2 I, so the reading is a post-processing of one with covariance sigma^2 I. A variance without "
     "the law proves nothing: laws of one variance give delta(epsilon = 3) of 0.75 and 3e-10.",
     reference="Dong, Roth and Su 2019",
-    code="opusim.accounting.mechanisms.readings.gaussian_mu",
+    code="opusim.accounting.mechanisms.readings.mu_of_readings",
     page="privacy-labels.md, section 6",
     trusted=("the noise is Gaussian, independent between readings and outputs, of one law for every input",),
 )
@@ -129,7 +129,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     also: tuple[str, ...] = ()
     reason = "a rate may be 0 in its box"
     if isinstance(noise, GaussianNoise):
-        mu = gaussian_mu(readings)
+        mu = mu_of_readings(readings)
         variation = math.erf(mu / math.sqrt(8))  # 2 Phi(mu / 2) - 1
         epsilon = numerics.gaussian_bounds(mu, left).upper if variation > left * (1 - 1e-9) else 0.0
         theorem, case = GAUSSIAN_READINGS, f"mu = {mu:.6g}"
@@ -260,7 +260,7 @@ def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> 
     return best
 
 
-def gaussian_mu(readings: DeviceReadings) -> float:
+def mu_of_readings(readings: DeviceReadings) -> float:
     """Return Delta sqrt(readings) / sigma_min; infinite if sigma_min is 0 and Delta is not.
 
     Raises:

@@ -30,7 +30,7 @@ def test_a_private_step_stays_below_its_ceilings(name: str) -> None:
 def test_planted_fault_a_wait_in_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from opusim.training.networks.contributions import uses
 
-    measured = uses.measured_in_turn
+    measured = uses.measured
 
     def waiting(values: Iterable[Tensor], *, coarsely: bool = False) -> object:
         found = measured(values, coarsely=coarsely)
@@ -38,7 +38,7 @@ def test_planted_fault_a_wait_in_every_layer_is_counted(monkeypatch: pytest.Monk
             float(each.norms.sum())
         return found
 
-    monkeypatch.setattr(uses, "measured_in_turn", waiting)
+    monkeypatch.setattr(uses, "measured", waiting)
     assert operators.measured("mlp")["waits"] > 5
 
 

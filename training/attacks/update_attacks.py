@@ -197,8 +197,8 @@ class CovarianceAttack(Attack):
         """Return the inputs as the first layer's update takes them, and its slopes phi'_1, float64, shape (n, n_1)."""
         network = self._shadow.network_at(observation.before)
         forward = network.forward(records.x)
-        slope = network.derivative(forward, 0, through_clip=self._through_clip)
-        slopes = torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
+        slopes = torch.ones_like(forward.pre_activations[0])
+        slopes = network.multiply_by_derivative(slopes, forward, 0, through_clip=self._through_clip).double()
         h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
         return with_constant(h, bias=self._bias).double(), slopes
 

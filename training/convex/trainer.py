@@ -427,27 +427,25 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         """Update the weights in place, after all noise is drawn: a device that fails leaves them unchanged."""
         rate, std = self.optimizer.param_groups[0]["lr"], self.noise_std
         weight = self.network.model.weight.data.flatten(1)  # (d, P k), a view
-        move = self._products(x, spread).neg_()
+        # 1. The sum of the records' terms, in float32, or as `CountedSums` says.
+        counted = self.protection.counted_sums
+        if counted is None:
+            move = torch.mm(x.t(), spread)
+        elif not counted.block or len(x) > counted.records:
+            move = torch.mm(x.double().t(), spread.double())
+        else:
+            blocks = zip(x.split(counted.block), spread.split(counted.block), strict=True)
+            move, *others = (torch.mm(rows.t(), residuals) for rows, residuals in blocks)
+            for other in others:
+                move.add_(other)
+        move.neg_()
+        # 2. Its noise, and the step.
         if step == self.plan.total_steps - 1 and self.final_std:
             std = math.hypot(std, self.final_std * self.divisor / rate)  # on the weights it is final_std
         if self.noise is not None and std:
-            counted = self.protection.counted_sums
             self.noise.add_rounded(move, std if counted is None else std * (1 + counted.error))
         move = move.float().mul_(rate / self.divisor)
         torch.add(move, weight, alpha=1 - rate * self.options.regularisation, out=weight)
-
-    def _products(self, x: Tensor, spread: Tensor) -> Tensor:
-        """Return the sum of the records' terms, in float32, or as `CountedSums` says."""
-        counted = self.protection.counted_sums
-        if counted is None:
-            return torch.mm(x.t(), spread)
-        if not counted.block or len(x) > counted.records:
-            return torch.mm(x.double().t(), spread.double())
-        blocks = zip(x.split(counted.block), spread.split(counted.block), strict=True)
-        first, *others = (torch.mm(rows.t(), residuals) for rows, residuals in blocks)
-        for other in others:
-            first.add_(other)
-        return first
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also refuse optimizers and rates without a theorem, and keys without effect.

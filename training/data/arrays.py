@@ -126,9 +126,12 @@ def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, tor
 
     Raises:
         TypeError: An ID is neither a whole number nor a string.
-        ValueError: `fraction` is outside its range.
+        ValueError: `fraction` is outside its range, or IDs write one number in two ways.
     """
-    return _split_by_hash(_id_bytes(ids), fraction, derive_seed(seed, "split by ID"))
+    keys = keys_of(ids, count=len(ids), name="ids")
+    marks = ("i" if key and _WHOLE.fullmatch(key) else "s" for key in keys)
+    contents = (None if k is None else f"{mark}{k}".encode() for mark, k in zip(marks, keys, strict=True))
+    return _split_by_hash(contents, fraction, derive_seed(seed, "split by ID"))
 
 
 def split_records(
@@ -165,21 +168,6 @@ def split_records(
 _MANY_CLASSES = 10**6
 """Labels from this number on count as codes: no network has that many outputs."""
 _WHOLE = re.compile("0|-?[1-9][0-9]*")
-
-
-def _id_bytes(ids: Ids) -> Iterable[bytes | None]:
-    values = ids.tolist() if isinstance(ids, np.ndarray | torch.Tensor) else list(ids)
-    for position, value in enumerate(values):
-        if value is None:
-            yield None
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise TypeError(
-                f"ids must be whole numbers or strings, got {type(value).__name__} at position {position}; "
-                "use ids.astype(str)"
-            )
-        text = str(value).strip()
-        yield f"{'i' if _WHOLE.fullmatch(text) else 's'}{text}".encode() if text else None
 
 
 def _split_by_hash(

@@ -268,7 +268,12 @@ def table_of(
         raise ValueError(f"{what} has no column besides the labels; give at least one feature")
     ids = None
     if user is not None and columns is None:
-        ids = keys_of(renamed[user], count=len(renamed), name=f"data.user = {user!r}")
+        given = renamed[user].tolist()
+        # pandas makes floats of whole numbers next to an empty cell, and NaN of the cell
+        floats = {n: value for n, value in enumerate(given) if isinstance(value, float)}
+        for n, value in floats.items():
+            given[n] = int(value) if value.is_integer() else None if value != value else value
+        ids = keys_of(given, count=len(renamed), name=f"data.user = {user!r}")
     return Table(
         x=feature_array(renamed, features, what),
         y=_label_array(renamed, list(label), what, as_text=as_text),

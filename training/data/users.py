@@ -20,7 +20,7 @@ from opusim import checks
 from opusim.randomness.streams import SystemUniforms, derive_seed
 
 OwnIds = Sequence[Any] | np.ndarray | torch.Tensor
-"""The ID of each record's user: a number or a text, or None, NaN or a blank text for none."""
+"""The ID of each record's user: a whole number or a text, or None or a blank text for none."""
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 """A text that writes a number."""
 
@@ -41,18 +41,18 @@ class Users:
 
     @classmethod
     def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
-        """Number the users; a record without an ID (None, NaN, a blank text) is a user of its own.
+        """Number the users; a record without an ID (None, a blank text) is a user of its own.
 
         Numbers of equal value are one ID, and so is a text that writes the number; blanks around a text do not count.
 
         Args:
-            ids: One ID for each record, a number or a text.
+            ids: One ID for each record, a whole number or a text.
             count: Number of records.
             most: See the class.
             name: The argument or key that gives the IDs, for messages.
 
         Raises:
-            TypeError: An ID is neither a number nor a text.
+            TypeError: An ID is neither a whole number nor a text; floats, and NaN among them, are none.
             ValueError: There are more or fewer IDs than records, or IDs write one number in two ways.
         """
         keys = keys_of(ids, count=count, name=name)
@@ -124,14 +124,12 @@ def _key(value: Any, name: str) -> str | None:
         return value.strip() or None
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # pandas' missing values
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{name}: an ID is a {type(value).__name__}; give a number or a text for each record, or None for a record "
-            "without a user"
+            f"{name}: an ID is a {type(value).__name__}; give a whole number or a text for each record, or None for a "
+            "record without a user (a pandas column of floats: .astype('Int64'))"
         )
-    if isinstance(value, float) and not value.is_integer():
-        return None if value != value else repr(value)
-    return str(int(value))
+    return str(value)
 
 
 def require_users(ids: object, most: int | None) -> None:

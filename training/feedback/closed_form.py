@@ -239,8 +239,7 @@ class ClosedForm:
         network, self._before = self.network, batch.before
         forward = network.forward(batch.x)
         value = self._loss(forward.output, batch.targets(forward.output))
-        derivative = network.derivative(forward, -1, through_clip=True)
-        error = value.output_gradient if derivative is None else value.output_gradient * derivative
+        error = network.multiply_by_derivative(value.output_gradient, forward, -1, through_clip=True)
         losses = (
             value.per_record if batch.padding is None else torch.where(batch.padding, 0.0, value.per_record)
         )

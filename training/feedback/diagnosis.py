@@ -6,7 +6,6 @@ copy in which only what follows the last point learns.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import warnings
@@ -23,10 +22,6 @@ from opusim.tables import as_records, column_widths, output_width
 from opusim.training.feedback.layout import Slice
 from opusim.training.feedback.projection import Projection
 from opusim.training.networks.record_independence import preserved_generators
-
-Calls = Sequence[tuple[str, Tensor]]
-"""Name and output of each call of a point."""
-
 
 BATCHES = 128
 """Batches that a control follows unless told otherwise. Good feedback may be behind for the first 64, while the top
@@ -141,54 +136,13 @@ def cosine(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> f
     return dot / math.sqrt(norm_1 * norm_2) if norm_1 * norm_2 else math.nan
 
 
-def learnt_gradients(
-    value: Tensor, calls: Calls, parameters: Sequence[Tensor]
-) -> tuple[list[tuple[str, list[bool]]], list[Tensor | None]]:
-    """Return which parameters the block of each call has, and the gradients of all parameters.
-
-    Args:
-        value: The loss.
-        calls: The calls of points that it came from.
-        parameters: Parameters that learn.
-    """
-    reached = []
-    for name, h in calls:
-        own = [False] * len(parameters)
-        if h.requires_grad:
-            zeros = torch.zeros_like(h)
-            graph = torch.autograd.grad(h, parameters, zeros, retain_graph=True, allow_unused=True)
-            own = [gradient is not None for gradient in graph]
-        reached.append((name, own))
-    return reached, list(torch.autograd.grad(value, parameters, allow_unused=True))
-
-
-def true_gradients(
-    value: Tensor, calls: Calls, parameters: Sequence[Tensor]
-) -> tuple[list[tuple[str, Tensor | None]], list[Tensor | None]]:
-    """Return dL/dh of each call, and the gradients of all parameters; arguments as in `learnt_gradients`."""
-    outputs = [h for _, h in calls if h.requires_grad]
-    gradients: list[Tensor | None] = [*torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)]
-    signals = [(name, gradients.pop(0) if h.requires_grad else None) for name, h in calls]
-    return signals, gradients
-
-
-def scales(calls: Calls) -> list[tuple[float, float]]:
-    """Return `scale` and `change` of each call of a point; see PointDiagnosis."""
-    outputs = [h.detach().double() for _, h in calls]
-    changes = [math.nan][: len(outputs)]
-    for before, after in itertools.pairwise(outputs):
-        same = before.shape == after.shape
-        changes.append(float((after - before).norm() / before.norm()) if same else math.nan)
-    return [(float(h.square().mean().sqrt()), change) for h, change in zip(outputs, changes, strict=True)]
-
-
 def compared(
-    reached: Sequence[tuple[str, list[bool]]],
+    calls: Sequence[tuple[str, Tensor]],
+    blocks: Sequence[Sequence[bool]],
     found: Sequence[Tensor | None],
-    true: Sequence[tuple[str, Tensor | None]],
+    true: Sequence[Tensor | None],
     reference: Sequence[Tensor | None],
     *,
-    scaled: Sequence[tuple[float, float]],
     seen: Reading,
     projection: Projection,
     slices: Sequence[Slice],
@@ -196,20 +150,26 @@ def compared(
     """Compare feedback with backpropagation.
 
     Args:
-        reached: Name of each call of a point, and which parameters its block has.
+        calls: Name and output of each call of a point.
+        blocks: Which parameters the block of each call has.
         found: The parameters' gradients with feedback.
-        true: Name of each call of a point, and dL/dh by backpropagation.
+        true: dL/dh of each call by backpropagation.
         reference: The parameters' gradients by backpropagation.
-        scaled: The result of `scales`.
         seen: The projected rows and their readings.
         projection: The projection that read them.
         slices: The outputs of B of each call of a point.
     """
     power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
-    points = []
-    for part, (name, block), (_, gradient), feedback, (scale, change) in zip(
-        slices, reached, true, seen.feedback, scaled, strict=True
+    points = list[PointDiagnosis]()
+    before: Tensor | None = None
+    for part, (name, h), block, gradient, feedback in zip(
+        slices, calls, blocks, true, seen.feedback, strict=True
     ):
+        after = h.detach().double()
+        change = math.nan
+        if before is not None and before.shape == after.shape:
+            change = float((after - before).norm() / before.norm())
+        before = after
         reading = seen.reading[:, part.offset : part.end].double()
         noise, ratio = float(power[part.offset : part.end].double().mean()), math.inf
         if noise:
@@ -223,7 +183,7 @@ def compared(
                     [g for g, own in zip(reference, block, strict=True) if own],
                 ),
                 signal_to_noise=ratio,
-                scale=scale,
+                scale=float(after.square().mean().sqrt()),
                 change=change,
             )
         )

@@ -382,9 +382,17 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         points = ctx.saved_tensors if ctx.owner._normalised else ctx.points
-        tracker = active_tracker()
-        if tracker is not None and ctx.states is not None:
-            return None, gradient, *_followed(tracker, gradient, points, ctx.states)
+        tracker, states = active_tracker(), ctx.states
+        if tracker is not None and states is not None:
+            # zeros in place of the feedback, which no device reads while operators are followed
+            (given,) = tracker.states(gradient)
+            found: list[Tensor | None] = []
+            for h, state in zip(points, states[1:], strict=True):
+                zeros = torch.zeros(h.shape, dtype=h.dtype, device=gradient.device)
+                mixed = next((each for each in (given, states[0], state) if isinstance(each, Mixed)), None)
+                tracker.note(mixed or state, zeros)
+                found.append(zeros if h.requires_grad else None)
+            return None, gradient, *found
         with torch.autocast(gradient.device.type, enabled=False):
             return None, gradient, *ctx.owner._project(gradient, points)
 
@@ -410,20 +418,6 @@ def _states(tracker: RowTracker, owner: PointHooks, z: Tensor, points: Sequence[
                 "give batch_dim to FeedbackAlignment",
             )
     return states
-
-
-def _followed(
-    tracker: RowTracker, gradient: Tensor, points: Sequence[Tensor], states: Sequence[State]
-) -> list[Tensor | None]:
-    """Return zeros in place of the feedback, which no device reads while operators are followed."""
-    (given,) = tracker.states(gradient)
-    found: list[Tensor | None] = []
-    for h, state in zip(points, states[1:], strict=True):
-        zeros = torch.zeros(h.shape, dtype=h.dtype, device=gradient.device)
-        mixed = next((each for each in (given, states[0], state) if isinstance(each, Mixed)), None)
-        tracker.note(mixed or state, zeros)
-        found.append(zeros if h.requires_grad else None)
-    return found
 
 
 def _no_gradient(name: str) -> str:
@@ -469,10 +463,17 @@ def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
 
 def refuse_second(model: nn.Module) -> None:
     """Refuse a model that has feedback points already: the first ones would win in silence."""
+    if points_in(model):
+        raise ValueError(
+            "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the plain "
+            "model"
+        )
+
+
+def points_in(model: nn.Module) -> list[Any]:
+    """Return the feedback points, each a `FeedbackAlignment`, in a module or on it."""
+    found: dict[int, PointHooks] = {}
     for module in model.modules():
-        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        if isinstance(module, PointHooks) or any(isinstance(owner, PointHooks) for owner in owners):
-            raise ValueError(
-                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
-                "plain model"
-            )
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        found |= {id(owner): owner for owner in (module, *owners) if isinstance(owner, PointHooks)}
+    return list(found.values())

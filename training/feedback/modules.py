@@ -32,7 +32,7 @@ from opusim.training.networks.base import seeded_torch
 from opusim.training.networks.clipping import widest
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
-from opusim.training.networks.record_independence import preserved_state, restore_buffers
+from opusim.training.networks.record_independence import preserved_state, put_back
 
 
 class ModuleGradients:
@@ -113,12 +113,23 @@ class ModuleGradients:
                 if batch.step == 0 and self._new_control is not None:
                     with suppress(TypeError, RuntimeError):  # not every module can be copied
                         self._control = self._new_control()
-                figures = self._diagnosed(lambda: self._losses(batch)[1].mean()) if batch.observe else {}
+                figures = dict[str, list[float]]()
+                if batch.observe and self._feedback is not None and self._feedback.gain:
+                    # another forward and backward pass through the points
+                    found = self._feedback.diagnose(lambda: self._losses(batch)[1].mean())
+                    figures = {
+                        "alignment": [point.update_alignment for point in found.points],
+                        "signal_alignment": [point.signal_alignment for point in found.points],
+                        "shown": [found.shown],
+                        "signal_to_noise": [point.signal_to_noise for point in found.points],
+                    }
+                    if not all(map(math.isfinite, figures["signal_to_noise"])):
+                        del figures["signal_to_noise"]
                 if self._feedback is not None and fits_at(batch.step, self._readout_every):
                     self._feedback.fit_readout(lambda: self._losses(batch)[1].mean())
                 output, losses = self._differentiate(batch)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
-            restore_buffers(model, buffers)
+            put_back(model, buffers)
             raise
         finally:
             model.eval()
@@ -138,7 +149,7 @@ class ModuleGradients:
             output=output.detach(),
             loss_sum=loss_sum,
             contributions=None if tape is None else tape.contributions,
-            diagnose=lambda: figures,
+            diagnose=lambda: {k: [0.0 if math.isnan(v) else v for v in own] for k, own in figures.items()},
         )
 
     def start_from_feedback(self, records: Tensor) -> None:
@@ -199,20 +210,6 @@ class ModuleGradients:
         feedback, kept = self._feedback, self._column_sum
         if feedback is not None and feedback.column_sum is None and kept is not None and bool(kept.any()):
             feedback.column_sum = kept.clone()
-
-    def _diagnosed(self, loss: Callable[[], Tensor]) -> dict[str, list[float]]:
-        """Return the alignment at each point; it takes another forward and backward pass through the points."""
-        if self._feedback is None or not self._feedback.gain:
-            return {}
-        found = self._feedback.diagnose(loss)
-        figures = {
-            "alignment": [point.update_alignment for point in found.points],
-            "signal_alignment": [point.signal_alignment for point in found.points],
-            "shown": [found.shown],
-        }
-        if all(math.isfinite(point.signal_to_noise) for point in found.points):
-            figures["signal_to_noise"] = [point.signal_to_noise for point in found.points]
-        return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
 
 
 def feedback_start(network: AnyModule) -> nn.Linear:

@@ -32,9 +32,6 @@ from opusim.training.feedback.diagnosis import (
     Diagnosis,
     Reading,
     compared,
-    learnt_gradients,
-    scales,
-    true_gradients,
 )
 from opusim.training.feedback.hooks import FeedbackShape, PointHooks, refuse_second
 from opusim.training.feedback.layout import (
@@ -61,7 +58,7 @@ from opusim.training.feedback.projection import (
 from opusim.training.feedback.streams import Followed
 from opusim.training.networks.base import require_not_of_opacus
 from opusim.training.networks.clipping import finite_rows
-from opusim.training.networks.record_independence import restore_buffers
+from opusim.training.networks.record_independence import put_back
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -426,26 +423,31 @@ class FeedbackAlignment(PointHooks):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         step, self._observed = self._step, []
         try:
+            # 1. Which parameters the block of each call has, and the gradients with feedback.
             value, calls = self._ran(loss)
-            scaled, (reached, found) = scales(calls), learnt_gradients(value, calls, parameters)
+            blocks = [[False] * len(parameters) for _ in calls]
+            for block, (_, h) in zip(blocks, calls, strict=True):
+                if h.requires_grad:
+                    zeros = torch.zeros_like(h)
+                    graph = torch.autograd.grad(h, parameters, zeros, retain_graph=True, allow_unused=True)
+                    block[:] = [gradient is not None for gradient in graph]
+            found = torch.autograd.grad(value, parameters, allow_unused=True)
             if not self._observed:
                 raise ValueError(_NO_PASS)
             seen = self._observed[-1]
+            # 2. Those by backpropagation.
             with self.backpropagating():
-                true, reference = true_gradients(*self._ran(loss), parameters)
+                value, again = self._ran(loss)
+                learning = [h for _, h in again if h.requires_grad]
+                gradients = torch.autograd.grad(value, [*learning, *parameters], allow_unused=True)
+            signals = iter(gradients)
+            true = [next(signals) if h.requires_grad else None for _, h in again]
         finally:
             self._observed, self._kept, self._error, self._step = None, [], None, step
-            restore_buffers(self.model, buffers)
+            put_back(self.model, buffers)
         projection = self._projector(seen.rows.device)
         return compared(
-            reached,
-            found,
-            true,
-            reference,
-            scaled=scaled,
-            seen=seen,
-            projection=projection,
-            slices=self._slices,
+            calls, blocks, found, true, list(signals), seen=seen, projection=projection, slices=self._slices
         )
 
     def start_readout(self) -> LearntReadout:
@@ -495,7 +497,7 @@ class FeedbackAlignment(PointHooks):
             gradient, *true = torch.autograd.grad(value, [self._error, *outputs])
         finally:
             self._observed, self._kept, self._error, self._step = None, [], None, step
-            restore_buffers(self.model, buffers)
+            put_back(self.model, buffers)
         # 2. Read the device, under a number that no step of training has.
         if not self._slices:
             self._lay_out(gradient, calls)
@@ -540,7 +542,10 @@ class FeedbackAlignment(PointHooks):
         self._calls, self._connected = [], False
         self._learning = self._state == "learning" and torch.is_grad_enabled()
         decides = self._normalised is None and self._state != "backpropagating" and torch.is_grad_enabled()
-        if decides and not compiled and not any(map(_is_compiled, module.modules())):
+        compiled = compiled or any(  # a submodule by itself, by `compile` or by torch.compile
+            part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()
+        )
+        if decides and not compiled:
             self._followed = Followed()
 
     @override
@@ -657,11 +662,6 @@ class FeedbackAlignment(PointHooks):
                 )
                 self.column_sum = projection.ones
         return self._projection
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a submodule is compiled by itself, by `compile` or by torch.compile."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _require_device(device: object) -> None:

@@ -70,23 +70,18 @@ def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
 def _source(node: Any) -> Any:
     """Return the autograd node to whose output that of a node is proportional."""
     for _ in range(_MOST_STEPS):
-        if not _keeps_scale(node):
+        # a product with a constant keeps the scale, as in dropout
+        before: Any = node.next_functions if node is not None else ()
+        constant = _operation(node) == "Mul" and len(before) == 2 and before[1][0] is None
+        if not before or not (constant or _operation(node) in _PASSED):
             break
-        node = node.next_functions[0][0]
+        node = before[0][0]
     return node
 
 
 def _operation(node: Any) -> str:
     """Return the name of an autograd node's operation."""
     return type(node).__name__.partition("Backward")[0]
-
-
-def _keeps_scale(node: Any) -> bool:
-    """Return whether a node's output scales with its first input, as a product with a constant does (dropout)."""
-    constant = (
-        _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
-    )
-    return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
 
 
 @dataclass(eq=False)
@@ -145,9 +140,7 @@ class Followed:
         post-norm block, norm(x + branch(x)), only the normalisation takes the sum; without norms, none takes it.
         """
         for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None:
-                _release(tensor)
+            _release(reference())
         self._tensors = []
         return any(use.summed and use.normalised and use.added for use in self._uses)
 
@@ -176,35 +169,22 @@ class _FollowedTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
             if followed and any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):
-                _note(getattr(func, "__name__", "").strip("_"), tensors, followed, found)
+                name = getattr(func, "__name__", "").strip("_")
+                owner, use = followed[0].followed, followed[0].use
+                constant = len(followed) == 1 and all(t.is_leaf for t in tensors if t is not followed[0])
+                if name in _SUMS:
+                    if sum(map(_grows, tensors)) > 1:
+                        for tensor in followed:
+                            tensor.use.added = True
+                        use = owner.use(summed=True)
+                    owner.follow(found, use)
+                elif name in _KEPT or (name in _FACTORS and constant):
+                    owner.follow(found, use)
+                else:
+                    for tensor in followed:
+                        tensor.use.normalised |= name in _NORMS
+                    _release(found)  # if it was changed in place
         return found
-
-
-def _note(name: str, tensors: Sequence[Tensor], followed: Sequence[_FollowedTensor], found: Any) -> None:
-    """Note that a function was called.
-
-    Args:
-        name: Its name, without underscores around it.
-        tensors: The tensors among its arguments.
-        followed: Those that are followed, at least one.
-        found: What it returned.
-    """
-    owner, use = followed[0].followed, followed[0].use
-    uses = [tensor.use for tensor in followed]
-    constant = len(followed) == 1 and all(t.is_leaf for t in tensors if t is not followed[0])
-    if name in _SUMS:
-        if sum(map(_grows, tensors)) > 1:
-            for each in uses:
-                each.added = True
-            use = owner.use(summed=True)
-        owner.follow(found, use)
-    elif name in _KEPT or (name in _FACTORS and constant):
-        owner.follow(found, use)
-    else:
-        for each in uses:
-            each.normalised |= name in _NORMS
-        if type(found) is _FollowedTensor:  # changed in place
-            _release(found)
 
 
 def _grows(tensor: Tensor) -> bool:
@@ -214,8 +194,8 @@ def _grows(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None and "Norm" not in _operation(_source(tensor.grad_fn))
 
 
-def _release(tensor: Tensor) -> None:
-    """Give a tensor its own class back."""
+def _release(tensor: Any) -> None:
+    """Give a tensor that is followed its own class back."""
     if type(tensor) is _FollowedTensor:
         del tensor.followed, tensor.use
         tensor.__class__ = Tensor  # type: ignore[assignment]

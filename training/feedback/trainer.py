@@ -302,8 +302,14 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
                 feedback.remove()
             raise
         # 3. A control without feedback for the first batches.
-        if feedback is not None and self._has_control(feedback):
-            control = partial(feedback.control, self.optimizer, batches=BATCHES)
+        # None if anything is protected, because it reports losses; on several processes; for a module with a device of
+        # its own, whose readings would count twice; or in a run so short that it would cost much.
+        private_run = config.protection.protects != "nothing" or config.mode == "release"
+        short = self.plan.total_steps < _STEPS_WITH_CONTROL
+        if feedback is not None and feedback.gain and not (private_run or short or self.ranks.world > 1):
+            held = (value for part in feedback.model.modules() for value in vars(part).values())
+            if not any(isinstance(value, NoisyDevice) for value in held):
+                control = partial(feedback.control, self.optimizer, batches=BATCHES)
         self.source = ModuleGradients(
             network,
             Objective.named(config.loss, dataset.target),
@@ -315,21 +321,6 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             new_control=control,
         )
         self.device = self.source.device
-
-    def _has_control(self, feedback: FeedbackAlignment) -> bool:
-        """Return whether a control without feedback follows the first batches of a run.
-
-        There is none if anything is protected, because it reports losses; none on several processes; none for a module
-        with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
-        """
-        private = self.config.protection.protects != "nothing" or self.config.mode == "release"
-        reads = any(
-            isinstance(value, NoisyDevice)
-            for part in feedback.model.modules()
-            for value in vars(part).values()
-        )
-        short = self.plan.total_steps < _STEPS_WITH_CONTROL
-        return not (private or reads or short or not feedback.gain or Ranks().world > 1)
 
     @override
     def initialise(self, trainer: FeedbackTrainer) -> None:

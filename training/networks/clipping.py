@@ -160,17 +160,6 @@ class Clip:
             )
         ]
 
-    def of_records(self, part: slice) -> Clip:
-        """Return the clip of some records."""
-        kept = None if self.kept is None else self.kept[part]
-        return replace(
-            self,
-            factors=self.factors[part],
-            rounded=self.rounded[part],
-            squares=self.squares[part],
-            kept=kept,
-        )
-
     def finite(self, rows: Tensor) -> Tensor:
         """Return rows (batch, ...), zeros for records that do not contribute."""
         return rows if self.kept is None else finite_rows(rows, self.kept)
@@ -195,20 +184,15 @@ class Measured(NamedTuple):
     absolute: float
 
 
-def measured(*values: Tensor, coarsely: bool = False) -> list[Measured]:
+def measured(values: Iterable[Tensor], *, coarsely: bool = False) -> list[Measured]:
     """Measure the Euclidean norm of each record's numbers in several tensors.
 
     Each record's norm depends on its numbers only; otherwise one record would move the factors of others.
 
     Args:
-        *values: float32 or float64, shapes (batch, ...).
+        values: float32 or float64, shapes (batch, ...); they may be formed one after another, so that no two are held.
         coarsely: Whether the norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
     """
-    return measured_in_turn(values, coarsely=coarsely)
-
-
-def measured_in_turn(values: Iterable[Tensor], *, coarsely: bool = False) -> list[Measured]:
-    """Return the same of tensors that may be formed one after another, so that no two need be held."""
     found = []
     for each in values:
         flat, limit = each.flatten(1), _LONG_ROW if coarsely else _SHORT_ROW
@@ -279,7 +263,7 @@ def norm_bounds(rows: Tensor) -> Tensor:
     Args:
         rows: Shape (batch, ...).
     """
-    return resolved(measured(rows))[0]
+    return resolved(measured([rows]))[0]
 
 
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:

@@ -21,8 +21,6 @@ from opusim.training.data.dataset import PADDING, Target, in_single_precision
 from opusim.training.networks.clipping import widest
 from opusim.training.networks.user_code import load_object
 
-_INVERSE_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
@@ -32,8 +30,7 @@ class Activation:
         name: Name used in configurations.
         module: The torch module class that computes phi.
         function: phi(z), of the shape of z.
-        derivative: phi'(z) from (z, h = phi(z)), of the same shape.
-        multiply: Maps (signal, z, h) to signal phi'(z), in place and in one pass.
+        multiply: Maps (signal, z, h = phi(z)) to signal phi'(z), in place and in one pass.
         slope_bounds: (inf |phi'|, sup |phi'|) over the real line: gamma_min and gamma_max of the PDFA
             paper, section 3.1.
     """
@@ -41,14 +38,8 @@ class Activation:
     name: str
     module: type[nn.Module]
     function: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor, Tensor], Tensor]
     multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
     slope_bounds: tuple[float, float]
-
-
-def _gelu_derivative(z: Tensor, h: Tensor) -> Tensor:
-    """d/dz [z Phi(z)] = Phi(z) + z N(z; 0, 1)."""
-    return torch.special.ndtr(z) + z * torch.exp(-0.5 * z * z) * _INVERSE_SQRT_2PI
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -58,7 +49,6 @@ ACTIVATIONS: dict[str, Activation] = {
             name="tanh",
             module=nn.Tanh,
             function=torch.tanh,
-            derivative=lambda z, h: torch.addcmul(h.new_ones(()), h, h, value=-1.0),
             multiply=lambda s, z, h: torch.ops.aten.tanh_backward(s, h, grad_input=s),
             slope_bounds=(0.0, 1.0),
         ),
@@ -66,7 +56,6 @@ ACTIVATIONS: dict[str, Activation] = {
             name="relu",
             module=nn.ReLU,
             function=torch.relu,
-            derivative=lambda z, h: (z > 0).to(z.dtype),
             multiply=lambda s, z, h: torch.ops.aten.threshold_backward(s, h, 0, grad_input=s),
             slope_bounds=(0.0, 1.0),
         ),
@@ -74,7 +63,6 @@ ACTIVATIONS: dict[str, Activation] = {
             name="sigmoid",
             module=nn.Sigmoid,
             function=torch.sigmoid,
-            derivative=lambda z, h: torch.addcmul(h, h, h, value=-1.0),
             multiply=lambda s, z, h: torch.ops.aten.sigmoid_backward(s, h, grad_input=s),
             slope_bounds=(0.0, 0.25),
         ),
@@ -84,7 +72,6 @@ ACTIVATIONS: dict[str, Activation] = {
             name="gelu",
             module=nn.GELU,
             function=nn.functional.gelu,
-            derivative=_gelu_derivative,
             multiply=lambda s, z, h: torch.ops.aten.gelu_backward(s, z, grad_input=s),
             slope_bounds=(0.0, 1.1289042),
         ),
@@ -92,7 +79,6 @@ ACTIVATIONS: dict[str, Activation] = {
             name="identity",
             module=nn.Identity,
             function=torch.positive,  # z itself
-            derivative=lambda z, h: torch.ones_like(z),
             multiply=lambda s, z, h: s,
             slope_bounds=(1.0, 1.0),
         ),
@@ -174,23 +160,19 @@ LOSSES = {"cross-entropy": cross_entropy, "squared-error": squared_error}
 """Losses with their derivative, by name."""
 
 
-def cross_entropy_values(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses of `cross_entropy` at class numbers, shape (batch,), without their derivative."""
-    return torch.logsumexp(output, dim=1) - output.gather(1, labels.unsqueeze(1)).squeeze(1)
-
-
-def squared_error_values(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses of `squared_error` at class numbers, shape (batch,): (||output||^2 - 2 output_y + 1) / 2."""
-    chosen = output.gather(1, labels.unsqueeze(1)).squeeze(1)
-    return 0.5 * output.square().sum(dim=1) - chosen + 0.5
-
-
-LOSS_VALUES = {"cross-entropy": cross_entropy_values, "squared-error": squared_error_values}
-"""Losses without their derivative, by name."""
-
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Losses of the records, shape (batch,), from outputs and targets."""
+
+
+def _chosen(output: Tensor, labels: Tensor) -> Tensor:
+    return output.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+LOSS_VALUES: dict[str, Loss] = {
+    "cross-entropy": lambda output, labels: torch.logsumexp(output, dim=1) - _chosen(output, labels),
+    "squared-error": lambda output, labels: 0.5 * output.square().sum(dim=1) - _chosen(output, labels) + 0.5,
+}
+"""The losses of `LOSSES` at class numbers, without their derivative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,21 +292,16 @@ def _squared_error(output: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (output - y).flatten(1).square().sum(dim=1)
 
 
-def _squared_error_of_classes(output: Tensor, y: Tensor) -> Tensor:
-    targets = y if y.is_floating_point() else functional.one_hot(y, output.shape[1])
-    return _squared_error(output, targets)
-
-
-def _binary_cross_entropy(output: Tensor, y: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(output, y, reduction="none").sum(dim=1)
-
-
 _LOSSES: dict[tuple[str, Target], Loss] = {
     ("cross-entropy", "class"): partial(functional.cross_entropy, reduction="none"),
-    ("squared-error", "class"): _squared_error_of_classes,
+    ("squared-error", "class"): lambda output, y: _squared_error(
+        output, y if y.is_floating_point() else functional.one_hot(y, output.shape[1])
+    ),
     ("cross-entropy", "tokens"): _token_cross_entropy,
     ("squared-error", "real"): _squared_error,
-    ("binary-cross-entropy", "labels"): _binary_cross_entropy,
+    ("binary-cross-entropy", "labels"): lambda output, y: functional.binary_cross_entropy_with_logits(
+        output, y, reduction="none"
+    ).sum(dim=1),
     ("squared-error", "labels"): _squared_error,
 }
 _WORDS: dict[Target, str] = {

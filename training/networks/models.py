@@ -59,7 +59,10 @@ class PatchEmbedding(nn.Module):
     def __init__(self, record_shape: Sequence[int], width: int, patch: int | None) -> None:
         super().__init__()
         channels, height, breadth = _image(record_shape)
-        side = _patch(height, breadth) if patch is None else patch
+        # the least common divisor of both sides that is at least 2 and leaves at most 8 patches a side
+        longest, common = max(height, breadth), math.gcd(height, breadth)
+        fitting = [n for n in range(2, common + 1) if common % n == 0 and longest <= n * _MOST_PATCHES]
+        side = (fitting[0] if fitting else 1) if patch is None else patch
         checks.integer(patch=side, minimum=1)
         if height % side or breadth % side:
             raise ValueError(f"patch = {side} does not divide images of {height}x{breadth}; choose a divisor")
@@ -330,15 +333,6 @@ def _image(record_shape: Sequence[int]) -> tuple[int, int, int]:
     return channels, height, breadth
 
 
-def _patch(height: int, breadth: int) -> int:
-    """Return the least common divisor of both sides that is at least 2 and leaves at most 8 patches a side."""
-    longest, common = max(height, breadth), math.gcd(height, breadth)
-    fitting = [
-        side for side in range(2, common + 1) if common % side == 0 and longest <= side * _MOST_PATCHES
-    ]
-    return fitting[0] if fitting else 1
-
-
 MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vit-small": VisionTransformer,
     "mixer-small": Mixer,
@@ -393,7 +387,21 @@ def build_model(
                     f"{', '.join(known) or 'none'}"
                 )
     if factory in MODELS.values():
-        _require_room(factory, name, facts, options)
+        # refuse weights and gradients that need more memory than is free
+        try:
+            with torch.device("meta"):
+                size: float = sum(p.numel() for p in factory(**facts, **options).parameters())
+        except RuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            size = 2.0**61  # more than torch can count
+        require_memory(
+            BYTES_PER_PARAMETER * size,
+            why=f"weights and gradients of {name}",
+            remedy="lower them",
+            model__options=dict(options),
+            **facts,
+        )
     with seeded_torch(seed):
         model = factory(**facts, **options)
     if not isinstance(model, nn.Module):
@@ -401,23 +409,3 @@ def build_model(
             f"model.name = {name!r} returns a {type(model).__name__}; it must return a torch.nn.Module"
         )
     return model
-
-
-def _require_room(
-    factory: Callable[..., nn.Module], name: str, facts: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Refuse options of a built-in model whose weights and gradients need more memory than is free."""
-    try:
-        with torch.device("meta"):
-            size: float = sum(p.numel() for p in factory(**facts, **options).parameters())
-    except RuntimeError as error:
-        if not is_exhausted(error):
-            raise
-        size = 2.0**61  # more than torch can count
-    require_memory(
-        BYTES_PER_PARAMETER * size,
-        why=f"weights and gradients of {name}",
-        remedy="lower them",
-        model__options=dict(options),
-        **facts,
-    )

@@ -7,7 +7,6 @@ that module only; no later module is differentiated. A network of linear layers 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -28,8 +27,8 @@ from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUs
 from opusim.training.networks.functions import ACTIVATIONS, Activation, activation_of
 
 
-class Jacobian(ABC):
-    """J_i of one module.
+class Jacobian:
+    """J_i of one module, such as a residual block, that torch.func can differentiate; subclasses have closed forms.
 
     Args:
         module: Processes the records of a batch independently.
@@ -39,7 +38,6 @@ class Jacobian(ABC):
         self.module = module
         self.parameters = list(module.parameters())
 
-    @abstractmethod
     def use(self, delta: Tensor, h: Tensor) -> Use:
         """Return the use of the module's parameters at which record i adds J_i^T delta_i.
 
@@ -47,6 +45,7 @@ class Jacobian(ABC):
             delta: Signal at the module's output, shape (batch, ...).
             h: The module's input, shape (batch, ...).
         """
+        return ModuleUse(self.module, delta, h)
 
     def contributions(self, delta: Tensor, h: Tensor) -> Contributions:
         """Return what the records add to the parameters of this module only; for the arguments see `use`."""
@@ -151,14 +150,6 @@ class DeviceConvolutionJacobian(Jacobian):
     def factor_rows(self, h: Tensor) -> Tensor:
         """See Jacobian: one patch per position."""
         return self._product.factor_rows(self._convolution.patches(h))
-
-
-class FunctionalJacobian(Jacobian):
-    """Any module that torch.func can differentiate with respect to its parameters, such as a residual block."""
-
-    @override
-    def use(self, delta: Tensor, h: Tensor) -> ModuleUse:
-        return ModuleUse(self.module, delta, h)
 
 
 class ModuleUse(Use):
@@ -292,7 +283,7 @@ def jacobian_of(module: nn.Module) -> Jacobian:
         return DeviceConvolutionJacobian(module)
     if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
         return ConvolutionJacobian(module)
-    return FunctionalJacobian(module)
+    return Jacobian(module)
 
 
 def _positions(delta: Tensor) -> Tensor:
@@ -364,7 +355,16 @@ class FullyConnected(LayeredNetwork):
         self.linears, self.activations, self.clips = _split_layers(model)
         self.jacobians = [LinearJacobian(linear) for linear in self.linears]
         self.widths = [linear.out_features for linear in self.linears]
-        _check_layers(self.linears)
+        require_trainable(
+            [list(linear.parameters()) for linear in self.linears],
+            if_frozen="remove frozen layers and give their output as x",
+        )
+        for number, (linear, following) in enumerate(pairwise(self.linears), start=1):
+            if following.in_features != linear.out_features:
+                raise ValueError(
+                    f"model: layer {number + 1} takes {following.in_features} inputs but layer {number} has "
+                    f"{linear.out_features} outputs; make them equal"
+                )
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
@@ -413,28 +413,18 @@ class FullyConnected(LayeredNetwork):
                 h = clip(activations[-1]) if clip else activations[-1]
         return ForwardPass(inputs=inputs, pre_activations=pre_activations, activations=activations, output=h)
 
-    def derivative(self, forward: ForwardPass, layer: int, *, through_clip: bool) -> Tensor | None:
-        """Return dh_l/dz_l, shape (batch, n_l), or None if it is 1 everywhere.
+    def multiply_by_derivative(
+        self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
+    ) -> Tensor:
+        """Multiply a signal by dh_l/dz_l in place, and return it.
 
         Args:
+            signal: Shape (batch, n_l).
             forward: Values of the forward pass.
             layer: Layer number, 0 .. L-1, or -1 for the last.
             through_clip: Whether a clipped neuron has slope 0, as in autograd, or phi'_l(z_l), as in eq. 8 of the PDFA
                 paper.
         """
-        phi, clip = self.activations[layer], self.clips[layer]
-        slope = None
-        if phi.name != "identity":
-            slope = phi.derivative(forward.pre_activations[layer], forward.activations[layer])
-        if clip is None or not through_clip:
-            return slope
-        passed = clip.passes(forward.activations[layer])
-        return passed if slope is None else slope * passed
-
-    def multiply_by_derivative(
-        self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
-    ) -> Tensor:
-        """Multiply a signal of shape (batch, n_l) by dh_l/dz_l, in place; for the arguments see `derivative`."""
         phi, clip = self.activations[layer], self.clips[layer]
         z, h = forward.pre_activations[layer], forward.activations[layer]
         signal = phi.multiply(signal, z, h)
@@ -498,7 +488,17 @@ def _split_layers(
     expects = "linear"  # next module: "linear" only, or also an "activation" or clip, or also a "clip"
     for module in model:
         if type(module) is nn.Linear:  # a subclass may compute something else
-            _require_plain(module)
+            # Its weight may be computed, as by torch.nn.utils.prune, or a hook may change its output.
+            changed = [name for name in ("weight", "bias") if name not in module._parameters]
+            if changed or module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
+                what = (
+                    f"its {changed[0]} is computed from other tensors"
+                    if changed
+                    else "hooks may change its output"
+                )
+                raise TypeError(
+                    f"model: {module} is no plain layer, because {what}; remove the hooks, as by prune.remove"
+                )
             linears.append(module)
             activations.append(ACTIVATIONS["identity"])
             clips.append(None)
@@ -518,36 +518,6 @@ def _split_layers(
     if not linears:
         raise ValueError("model holds no nn.Linear; a network needs at least one layer")
     return linears, activations, clips
-
-
-def _require_plain(linear: nn.Linear) -> None:
-    """Refuse a layer that computes something other than the product with its parameters.
-
-    Raises:
-        TypeError: Its weight is computed, as by torch.nn.utils.prune, or it has forward hooks.
-    """
-    changed = [name for name in ("weight", "bias") if name not in linear._parameters]
-    if changed or linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear):
-        what = (
-            f"its {changed[0]} is computed from other tensors" if changed else "hooks may change its output"
-        )
-        raise TypeError(
-            f"model: {linear} is no plain layer, because {what}; remove the hooks, as by prune.remove"
-        )
-
-
-def _check_layers(linears: list[nn.Linear]) -> None:
-    """Refuse layers that share parameters, are frozen or not float32, and widths that do not match."""
-    require_trainable(
-        [list(linear.parameters()) for linear in linears],
-        if_frozen="remove frozen layers and give their output as x",
-    )
-    for number, (linear, following) in enumerate(pairwise(linears), start=1):
-        if following.in_features != linear.out_features:
-            raise ValueError(
-                f"model: layer {number + 1} takes {following.in_features} inputs but layer {number} has "
-                f"{linear.out_features} outputs; make them equal"
-            )
 
 
 def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:

@@ -18,7 +18,7 @@ import secrets
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -104,13 +104,12 @@ def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
         ValueError: A pass changes such a tensor.
     """
     seeded_output(model, first_half(x))
-    before = {name: tensor.clone() for name, tensor in _tensors(model)}
+    before = copies(model)
     for rows in (scaled(x, torch.arange(len(x)), 3.0), x):
         with fixed_parameters(model):
             found = seeded_output(model, rows)
-        for name, tensor in _tensors(model):
-            if name not in before or not same(before[name], tensor):
-                raise _changes_tensor(name)
+        if changed := next(changes(model, before), None):
+            raise _changes_tensor(changed)
     return found
 
 
@@ -158,9 +157,16 @@ def same(first: Tensor, second: Tensor) -> bool:
     return bool(equal.all())
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters and buffers of a module, by name."""
+    return {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def changes(model: nn.Module, before: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the names of parameters and buffers that are not what `copies` returned, or new."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
+            yield name
 
 
 def seed_torch(seed: int) -> None:
@@ -170,11 +176,11 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def seed_generators(seed: int = 0) -> None:
-    """Seed the global generators of torch, numpy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    random.seed(seed)
+def seed_generators() -> None:
+    """Seed the global generators of torch, numpy and Python by 0."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
 
 
 @contextmanager
@@ -259,15 +265,15 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
         with preserved_attributes(model):
             yield
     finally:
-        restore_buffers(model, before)
+        put_back(model, before)
 
 
-def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Copy values back into buffers; keep caches that a pass has created since."""
+def put_back(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Copy values back into parameters and buffers; keep caches that a pass has created since."""
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and before[name].shape == buffer.shape:
-                buffer.copy_(before[name])
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in before and before[name].shape == tensor.shape:
+                tensor.copy_(before[name])
 
 
 @contextmanager
@@ -442,42 +448,34 @@ class _Memory:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, (Tensor, np.ndarray)):
-            self._numbers(path, value)
+        if isinstance(value, np.ndarray):
+            self.values[path] = array = value.copy()
+            self._undo.append(lambda: np.copyto(value, array))
+        elif isinstance(value, Tensor):
+            self.values[path] = copy = value.detach().clone()
+            self._undo.append(lambda: _restore(value, copy))
         elif isinstance(value, (list, deque, tuple)):
-            self._row(path, value)
+            content = list(value)
+            if isinstance(value, MutableSequence):
+                self._undo += [value.clear, partial(value.extend, content)]
+            self.values[f"{path} (length)"] = len(content)
+            for number, each in enumerate(content):
+                self._visit(f"{path}[{number}]", each)
         elif isinstance(value, (set, frozenset)):
-            self.values[path] = content = frozenset(value)
+            self.values[path] = members = frozenset(value)
             if isinstance(value, set):
-                self._undo += [value.clear, partial(value.update, content)]
+                self._undo += [value.clear, partial(value.update, members)]
         elif isinstance(value, dict):
             self._mapping(path, value)
         elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
             self._function(path, value)
-        elif self._is_followed(value):
-            self._attributes(path, value)
-
-    def _is_followed(self, value: Any) -> bool:
-        """Return whether a value is an object of the modules' packages, or a module that is not registered."""
-        ours = _package(type(value)) in _TRUSTED - {"torch"}
-        follows = (isinstance(value, nn.Module) and not ours) or _package(type(value)) in self._homes
-        return follows and hasattr(value, "__dict__") and not isinstance(value, type)
-
-    def _numbers(self, path: str, value: Tensor | np.ndarray) -> None:
-        if isinstance(value, np.ndarray):
-            self.values[path] = array = value.copy()
-            self._undo.append(lambda: np.copyto(value, array))
+        elif isinstance(value, type) or not hasattr(value, "__dict__"):
             return
-        self.values[path] = copy = value.detach().clone()
-        self._undo.append(lambda: _restore(value, copy))
-
-    def _row(self, path: str, value: Sequence[Any]) -> None:
-        content = list(value)
-        if isinstance(value, MutableSequence):
-            self._undo += [value.clear, partial(value.extend, content)]
-        self.values[f"{path} (length)"] = len(content)
-        for number, each in enumerate(content):
-            self._visit(f"{path}[{number}]", each)
+        elif (kind := _package(type(value))) in self._homes or (
+            isinstance(value, nn.Module) and kind not in _TRUSTED - {"torch"}
+        ):
+            # an object of the modules' packages, or a module that is not registered
+            self._attributes(path, value)
 
     def _function(self, path: str, value: Any) -> None:
         """Follow the closure of a function of the modules' packages, and the global variables of its file."""

@@ -12,7 +12,7 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
@@ -112,32 +112,25 @@ def code_facts(path: str) -> dict[str, str]:
     The digest is BLAKE2b over the file that holds the module; files that it imports are not covered. The package of a
     module is imported if there is one.
     """
-    file = Path(_file_of(path.partition(":")[0]))
+    module, known = path.partition(":")[0], "no file"
+    if module in sys.modules:
+        known = _file(sys.modules[module])
+    else:
+        with suppress(*FOREIGN_ERRORS), _current_folder():  # errors of the user's package
+            spec = find_spec(_present(module))
+            known = known if spec is None or spec.origin is None else spec.origin
+    file = Path(known)
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else "none"
     return {"path": path, "file": str(file), "digest": digest}
-
-
-def _file_of(module: str) -> str:
-    """Return the file of a module, imported or not, or "no file" if there is none."""
-    if module in sys.modules:
-        return _file(sys.modules[module])
-    try:
-        with _current_folder():
-            found = find_spec(_present(module))
-    except FOREIGN_ERRORS:  # of the user's package
-        return "no file"
-    return "no file" if found is None or found.origin is None else found.origin
 
 
 def _present(module: str) -> str:
     """Return the name that a module has now: before 0.3, folders named modules of opusim without `opusim.`."""
     if module.rpartition(".")[0].partition(".")[0] not in _LAYERS:
         return module
-    try:
+    with suppress(*FOREIGN_ERRORS):
         if find_spec(module) is not None:  # one of the user's
             return module
-    except FOREIGN_ERRORS:
-        pass
     return _JOINED.get(f"opusim.{module}", f"opusim.{module}")
 
 

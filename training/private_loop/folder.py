@@ -74,10 +74,6 @@ TAKES_NO_GRADIENTS = (
 _VERSION = 1
 _LONGEST = 200
 """Letters of the names of a module's parts, at most."""
-_HIDDEN_NUMBER = (
-    "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records is "
-    "private; give it, or take relation = 'zero_out', under which that number is public"
-)
 _CHECKED = (
     "the criterion was called on one record at a time, with the module's outputs as they were returned, and neither it "
     "nor the module in training was given a number or a tensor without a row for each record",
@@ -217,10 +213,32 @@ class PrivacySettings:
             ValueError: A value is out of range, or one is missing; the message names it.
             NoGuarantee: No noise reaches `target_epsilon`.
         """
-        given["seed"] = _seed(given["mode"], given["seed"])
+        seed = given["seed"]
+        checks.choice(MODES, mode=given["mode"])
+        if given["mode"] == "release" and seed is not None:
+            raise ValueError(
+                f"seed = {seed}: noise and batches of mode = 'release' come from the operating system; leave it out"
+            )
+        if given["mode"] == "experiment":
+            given["seed"] = int(SystemUniforms().random(1)[0] * 2**53) if seed is None else seed
+            checks.integer(minimum=0, maximum=MAX_SEED, seed=given["seed"])
+            given["seed"] = int(given["seed"])
         checks.choice((str(Adjacency.ZERO_OUT), str(Adjacency.ADD_OR_REMOVE_ONE)), relation=given["relation"])
         given["relation"] = Adjacency(given["relation"])
-        given["sample_rate"] = _sample_rate(records, given)
+        rate, batch_size = given["sample_rate"], given["batch_size"]
+        if rate is not None:
+            checks.in_unit_interval(closed="right", sample_rate=rate)
+        elif given["relation"] is Adjacency.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of "
+                "records is private; give it, or take relation = 'zero_out', under which that number is public"
+            )
+        elif batch_size > records:
+            raise ValueError(
+                f"data_loader.batch_size = {batch_size}: exceeds the {records} "
+                f"{'records' if given['records_per_user'] is None else 'users'}; take at most as many"
+            )
+        given["sample_rate"] = float(batch_size / records if rate is None else rate)
         given["clipping"], given["max_grad_norm"] = given["clipping"].with_norms(given["max_grad_norm"])
         checks.positive(max_grad_norm=given["max_grad_norm"])
         checks.in_unit_interval(closed="left", target_delta=given["target_delta"])
@@ -392,35 +410,6 @@ def stated_loop(folder: Path, *, delta: float | None = None) -> Statement:
     return loop_statement(content, settings, [each.name for each in witnesses], delta=delta)
 
 
-def _seed(mode: str, seed: int | None) -> int | None:
-    checks.choice(MODES, mode=mode)
-    if mode == "release":
-        if seed is not None:
-            raise ValueError(
-                f"seed = {seed}: noise and batches of mode = 'release' come from the operating system; leave it out"
-            )
-        return None
-    if seed is None:
-        return int(SystemUniforms().random(1)[0] * 2**53)
-    checks.integer(minimum=0, maximum=MAX_SEED, seed=seed)
-    return int(seed)
-
-
-def _sample_rate(records: int, given: dict[str, Any]) -> float:
-    rate, batch_size = given["sample_rate"], given["batch_size"]
-    if rate is not None:
-        checks.in_unit_interval(closed="right", sample_rate=rate)
-        return float(rate)
-    if given["relation"] is Adjacency.ADD_OR_REMOVE_ONE:
-        raise ValueError(_HIDDEN_NUMBER)
-    if batch_size > records:
-        raise ValueError(
-            f"data_loader.batch_size = {batch_size}: exceeds the {records} "
-            f"{'records' if given['records_per_user'] is None else 'users'}; take at most as many"
-        )
-    return float(batch_size / records)
-
-
 CHECKPOINT_FILE = "private.pt"
 VERSION = 2
 _WITHOUT_DIGEST = 1
@@ -498,35 +487,23 @@ def _read_outer(file: Path) -> tuple[dict[str, Any] | memoryview, Position, int 
         number = outer["version"]
     except Exception as error:  # torch.load has no error of its own
         raise _unreadable_save(file, error) from error
-    if number == _WITHOUT_DIGEST:
-        return _without_digest(file, outer)
-    if number == VERSION:
-        return _checked(file, outer)
-    raise RunFolderError(f"{file} is of another version; resume it with the opusim that wrote it")
-
-
-def _checked(file: Path, outer: Mapping[str, Any]) -> tuple[memoryview, Position, int | None]:
-    """Return content, ledger and inode of a save whose digests fit."""
+    if number not in (_WITHOUT_DIGEST, VERSION):
+        raise RunFolderError(f"{file} is of another version; resume it with the opusim that wrote it")
     try:
+        if number == _WITHOUT_DIGEST:
+            ledger, inode = Position.from_json(outer["ledger"]), outer["inode"]
+            warn_unsealed(file)
+            return outer, ledger, inode
         raw = outer["content"].numpy().data
         facts = {**parse_json(outer["facts"]), "content": digest_of(raw)}
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise _unreadable_save(file, error) from error
+    # The digests must fit.
     _, seal = unsealed(file, facts, remedy=_REMEDY)
     settings = file.with_name(SETTINGS_FILE)
     if seal.get("settings") != digest_of(read_bytes(settings)):
         raise RunFolderError(f"{settings} is not the file that {file.name} was written under; {_REMEDY}")
     return raw, Position.from_json(seal["ledger"]), seal["inode"]
-
-
-def _without_digest(file: Path, state: dict[str, Any]) -> tuple[dict[str, Any], Position, int | None]:
-    """Return state, ledger and inode of a save of a version before 0.3."""
-    try:
-        ledger, inode = Position.from_json(state["ledger"]), state["inode"]
-    except (KeyError, ValueError, TypeError) as error:
-        raise _unreadable_save(file, error) from error
-    warn_unsealed(file)
-    return state, ledger, inode
 
 
 def _unreadable_save(file: Path, error: Exception) -> RunFolderError:

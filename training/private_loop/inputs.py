@@ -26,9 +26,12 @@ from opusim.training.networks.record_gradients.tape import RecordTape, trained_p
 from opusim.training.networks.record_independence import (
     HOOKS,
     MIXES_REMEDY,
+    changes,
+    copies,
     fixed_parameters,
     preserved_attributes,
     preserved_generators,
+    put_back,
     same,
 )
 
@@ -92,15 +95,6 @@ def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Mod
             "make_private",
             stacklevel=3,
         )
-
-
-def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
-    """Return the feedback points in a module or on it."""
-    found: dict[int, FeedbackAlignment] = {}
-    for inner in module.modules():
-        owners = [getattr(hook, "__self__", None) for hook in inner._forward_pre_hooks.values()]
-        found |= {id(owner): owner for owner in (inner, *owners) if isinstance(owner, FeedbackAlignment)}
-    return list(found.values())
 
 
 def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignment]) -> None:
@@ -267,87 +261,62 @@ def template_of(module: nn.Module, given: Rows) -> Any:
     many, few = given.repeated(*_COUNTS)
     place = next(module.parameters()).device
     with preserved_generators(place), preserved_attributes(module), torch.no_grad():
-        start = _copies(module)
+        start = copies(module)
         try:
             _seeded(module, many)  # some modules fill caches in their first pass
-            first = _copies(module)
-            _require_kept(module, {name: start[name] for name, _ in module.named_parameters()})
+            first = copies(module)
+            _require_kept(module, first | {name: start[name] for name, _ in module.named_parameters()})
             with fixed_parameters(module):
                 output = _seeded(module, many)
             _require_kept(module, first)
             one = given.take(torch.zeros(_COUNTS[0], dtype=torch.int64))
-            for others in (many.mapped(_other), many.mapped(_larger), one):
-                _put_back(module, start)
+            turned = many.mapped(lambda leaf: leaf.flip(tuple(range(1, leaf.ndim))))
+
+            def scaled(rows: Rows, factor: float) -> Rows:
+                return rows.mapped(lambda leaf: factor * leaf if leaf.is_floating_point() else leaf)
+
+            for others in (scaled(turned, 0.5), scaled(many, 3.0), one):
+                put_back(module, start)
                 try:
                     _seeded(module, others)
                 except _REFUSALS:
                     continue
                 _require_kept(module, first)
-            _put_back(module, start)
+            put_back(module, start)
             fewer = _seeded(module, few)
         finally:
-            _put_back(module, start)
-    _require_one_row(output, fewer)
-    return output
-
-
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-
-
-def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name in start:
-            tensor.copy_(start[name])
-
-
-def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a changed parameter, and a changed buffer if `before` holds buffers too.
-
-    Raises:
-        ValueError: A parameter or a buffer changed.
-    """
-    parameters = dict(module.named_parameters())
-    tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
-    for name, tensor in tensors.items():
-        if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
-            raise ValueError(
-                f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
-                "reveals the records or their number and which no noise protects; switch that off, such as "
-                "track_running_stats=False, or use modules that keep nothing"
-            )
-
-
-def _other(leaf: Tensor) -> Tensor:
-    """Return other values of records: each one's numbers in the opposite order, real ones halved."""
-    turned = leaf.flip(tuple(range(1, leaf.ndim)))
-    return turned * 0.5 if turned.is_floating_point() else turned
-
-
-def _larger(leaf: Tensor) -> Tensor:
-    """Return three times the real numbers of records."""
-    return 3.0 * leaf if leaf.is_floating_point() else leaf
-
-
-def _require_one_row(output: Any, fewer: Any) -> None:
-    """Refuse outputs without a row for each record, by their shapes in batches of two sizes."""
-    many, few = (
+            put_back(module, start)
+    # Outputs must have a row for each record, as their shapes in batches of two sizes show.
+    shapes, fewer_shapes = (
         [tuple(leaf.shape) for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
         for each in (output, fewer)
     )
-    if len(many) != len(few):
+    if len(shapes) != len(fewer_shapes):
         raise ValueError(
-            f"module returns {len(many)} tensors for {_COUNTS[0]} records and {len(few)} for {_COUNTS[1]}; return "
-            "tensors with a row for each record"
+            f"module returns {len(shapes)} tensors for {_COUNTS[0]} records and {len(fewer_shapes)} for {_COUNTS[1]}; "
+            "return tensors with a row for each record"
         )
-    if not any((a[:1], b[:1]) == ((_COUNTS[0],), (_COUNTS[1],)) for a, b in zip(many, few, strict=True)):
+    pairs = list(zip(shapes, fewer_shapes, strict=True))
+    rows = [(a[:1], b[:1]) == ((_COUNTS[0],), (_COUNTS[1],)) for a, b in pairs]
+    if not any(rows):
         raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
-    for a, b in zip(many, few, strict=True):
-        if a != b and ((a[:1], b[:1]) != ((_COUNTS[0],), (_COUNTS[1],)) or a[1:] != b[1:]):
+    for (a, b), has_rows in zip(pairs, rows, strict=True):
+        if a != b and not (has_rows and a[1:] == b[1:]):
             raise ValueError(
                 f"module returns a tensor of shape {a} for {_COUNTS[0]} records and {b} for {_COUNTS[1]}: records must "
                 "come first, with one row each; transpose or reshape it in the module"
             )
+    return output
+
+
+def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Refuse a changed parameter or buffer."""
+    for name in changes(module, before):
+        kind = "parameter" if name in dict(module.named_parameters()) else "buffer"
+        raise ValueError(
+            f"module: a training pass changes {kind} {name!r}, which reveals the records or their number and which no "
+            "noise protects; switch that off, such as track_running_stats=False, or use modules that keep nothing"
+        )
 
 
 def cut_rows(values: Any, *, records: int, part: slice) -> Any:
@@ -404,18 +373,15 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
         theirs = [one.cpu() for one in like]
         if any(same(ours, one) for one in theirs):
             continue
-        if any(same(_in_order(ours), _in_order(one)) for one in theirs):
+        # sorted, the rows do not depend on their order
+        rows = (each.reshape(len(each), -1) for each in (ours, *theirs))
+        first, *others = (flat[flat.double().sum(dim=1).argsort(stable=True)] for flat in rows)
+        if any(same(first, other) for other in others):
             raise ValueError(
                 "module: an argument has the rows of the loader's batch in another order, which says which of them "
                 "only fill it, with weight zero; keep their order, sort in the module or in the collate function, or "
                 "give fixed_batches=False"
             )
-
-
-def _in_order(rows: Tensor) -> Tensor:
-    """Sort rows, so that the result does not depend on their order."""
-    flat = rows.reshape(len(rows), -1)
-    return flat[flat.double().sum(dim=1).argsort(stable=True)]
 
 
 NO_NUMBERS = (

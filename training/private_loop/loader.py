@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,9 @@ class PrivateLoader:
                 for indices in ([0], [count - 1, count // 2])
             )
             empty = empty_batch(one, two)
-        self._collate: Callable[[list[Any]], _Handed] = _CollateCounted(loader.collate_fn, empty)
+        self._collate: Callable[[list[Any]], _Handed] = partial(
+            _counted, collate=loader.collate_fn, empty=empty
+        )
         if physical.count is not None or users is not None:
             with preserved_generators(torch.device("cpu")):
                 single, pair = (loader.collate_fn([self.dataset[0] for _ in range(n)]) for n in (1, 2))
@@ -163,7 +166,15 @@ class PrivateLoader:
         handing_errors = self._steps.ranks.handing_errors
         if again:
             with handing_errors():
-                self._offer_again(first - 1)
+                self._offers += 1
+                if self._offers > _OFFERS:  # as a loop would that skips the batch
+                    raise RuntimeError(
+                        f"step {first - 1}: its batch was left without a backward pass, by a break or an error, "
+                        f"{self._offers} times; which batches are left out may tell of their records, so the loop ends "
+                        "here: mend the error, or resume from the last save with a smaller max_physical_batch_size if "
+                        "memory ran out"
+                    )
+                self._module.begin(first - 1, *self._last)
             yield self._last[2]
             self._end_step(number)
         batches = iter(self._loader(first, last))
@@ -197,7 +208,16 @@ class PrivateLoader:
                 )
             if ranks.world > 1:
                 self._steps.agree("iterates over the loader")
-                _require_same_norms(self._module.module, ranks)
+                # Parameters may differ from those of the first process by rounding only.
+                named = list(self._module.module.named_parameters())
+                norms = [float(p.detach().norm()) for _, p in named]
+                for (name, _), ours, theirs in zip(named, norms, ranks.broadcast(norms), strict=True):
+                    if abs(ours - theirs) > _DRIFT * abs(theirs):
+                        raise RuntimeError(
+                            f"parameter {name!r} has norm {ours:g} on process {ranks.rank} and {theirs:g} on process "
+                            "0; change parameters and learning rates on every process alike"
+                        )
+                ranks.meet()
         if self._module.trained:
             self._module.drop()
 
@@ -221,21 +241,6 @@ class PrivateLoader:
         self._module.begin(self._steps.step, *self._last)
         self._steps.step += 1
         return True
-
-    def _offer_again(self, step: int) -> None:
-        """Hand out the batch at hand again; refuse if it was left too often, as by a loop that would skip it.
-
-        Raises:
-            RuntimeError: The batch was left too often.
-        """
-        self._offers += 1
-        if self._offers > _OFFERS:
-            raise RuntimeError(
-                f"step {step}: its batch was left without a backward pass, by a break or an error, {self._offers} "
-                "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
-                "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
-            )
-        self._module.begin(step, *self._last)
 
     def _end_step(self, iteration: int) -> None:
         """Refuse to continue before the batch at hand was trained on, or after another iteration began.
@@ -278,19 +283,6 @@ class PrivateLoader:
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
         )
-
-
-def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:
-    """Refuse parameters that differ from those of the first process by more than rounding."""
-    named = list(module.named_parameters())
-    norms = [float(p.detach().norm()) for _, p in named]
-    for (name, _), ours, theirs in zip(named, norms, ranks.broadcast(norms), strict=True):
-        if abs(ours - theirs) > _DRIFT * abs(theirs):
-            raise RuntimeError(
-                f"parameter {name!r} has norm {ours:g} on process {ranks.rank} and {theirs:g} on process 0; "
-                "change parameters and learning rates on every process alike"
-            )
-    ranks.meet()
 
 
 class _Drawn(BatchSampler):
@@ -345,14 +337,9 @@ class _Indexed(torch.utils.data.Dataset[Any]):
         return [_Row() if index == _FILL else next(found) for index in indices]
 
 
-class _CollateCounted:
-    """The user's collate function, with the number of records; a batch without records is the same one each time."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], empty: Any) -> None:
-        self._collate, self._empty = collate, empty
-
-    def __call__(self, records: list[Any]) -> _Handed:
-        return len(records), None, self._collate(records) if records else self._empty
+def _counted(records: list[Any], *, collate: Callable[[list[Any]], Any], empty: Any) -> _Handed:
+    """Collate as the user does, with the number of records; a batch without records is the same one each time."""
+    return len(records), None, collate(records) if records else empty
 
 
 class _CollateFilled:
@@ -376,7 +363,7 @@ class _CollateFilled:
         self, collate: Callable[[list[Any]], Any], one: Any, two: Any, empty: Any, each: int | None
     ) -> None:
         self._collate, self._one, self._two, self._empty, self._each = collate, one, two, empty, each
-        _joined([one], one, two, [_Kept([0])])
+        _joined([one], one, two, [[0]])
 
     def __call__(self, rows: list[Any]) -> _Handed:
         if not rows:
@@ -390,49 +377,24 @@ class _CollateFilled:
         if found and self._collate is default_collate:
             whole = [row for records in found for row in records + records[:1] * (each - len(records))]
             whole += whole[:1] * (len(rows) - len(whole))
-            if _are_alike(whole):
+            # Tuples with tensors, or numbers, of one kind at each place can be stacked at once.
+            plain = set(map(type, whole)) == {tuple} and len(set(map(len, whole))) == 1
+            kinds = [set(map(type, column)) for column in zip(*whole, strict=True)] if plain else []
+            if plain and all(len(kind) == 1 and kind <= {Tensor, int, float} for kind in kinds):
                 return len(rows), sum(drawn) if self._each is None else drawn, self._collate(whole)
         batches = [self._collate(records) for records in found] or [self._one]
-        kept = [_Kept([*range(n), *[0] * (each - n)]) for n in drawn] or [_Kept([0] * each)]
+        kept = [[*range(n), *[0] * (each - n)] for n in drawn] or [[0] * each]
         if left := len(rows) - each * len(kept):
             batches.append(batches[0])
-            kept.append(_Kept([0] * left))
+            kept.append([0] * left)
         whole = _joined(batches, self._one, self._two, kept)
         return len(rows), sum(drawn) if self._each is None else drawn, whole
 
 
-def _are_alike(records: list[Any]) -> bool:
-    """Return whether records are tuples with tensors, or numbers, of one kind at each place, which batches stack."""
-    if set(map(type, records)) != {tuple} or len(set(map(len, records))) > 1:
-        return False
-    kinds = [set(map(type, column)) for column in zip(*records, strict=True)]
-    return all(len(kind) == 1 and kind <= {Tensor, int, float} for kind in kinds)
+def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[Sequence[int]]) -> Any:
+    """Return the rows with these numbers of each batch, one after the other.
 
-
-class _Kept:
-    """The rows of a batch that are kept, in their order; at least one.
-
-    Attributes:
-        rows: Their numbers.
-        least: Rows that the batch must have.
-    """
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows, self.least = rows, max(rows) + 1
-        self._as_they_are = rows == list(range(len(rows)))
-
-    def are_all(self, count: int) -> bool:
-        """Return whether they are the rows of a batch of a size as they stand."""
-        return self._as_they_are and len(self.rows) == count
-
-
-_TOO_FEW = (
-    "data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
-)
-
-
-def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -> Any:
-    """Return some rows of each batch, one after the other; dimensions in which `one` and `two` differ hold rows.
+    Rows stand in the dimensions in which `one` and `two` differ.
 
     Raises:
         ValueError: Rows cannot be told apart, or have other shapes in one batch than in another.
@@ -479,18 +441,20 @@ def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept]) -
     return _rebuilt(batches, one, two, kept, leaf, "")
 
 
-def _numbers(counts: Sequence[int], kept: Sequence[_Kept], where: str) -> list[int] | None:
+def _numbers(counts: Sequence[int], kept: Sequence[Sequence[int]], where: str) -> list[int] | None:
     """Return the numbers of kept rows in batches that stand one after the other; None if all are kept.
 
     Raises:
         ValueError: A batch has too few.
     """
-    if any(count < own.least for count, own in zip(counts, kept, strict=True)):
-        raise ValueError(_TOO_FEW.format(where=where))
-    if all(own.are_all(count) for count, own in zip(counts, kept, strict=True)):
+    if any(count <= max(own) for count, own in zip(counts, kept, strict=True)):
+        raise ValueError(
+            f"data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
+        )
+    if all(own == list(range(count)) for count, own in zip(counts, kept, strict=True)):
         return None
     starts = itertools.accumulate(counts[:-1], initial=0)
-    return [start + row for start, own in zip(starts, kept, strict=True) for row in own.rows]
+    return [start + row for start, own in zip(starts, kept, strict=True) for row in own]
 
 
 def empty_batch(one: Any, two: Any) -> Any:
@@ -524,7 +488,7 @@ _Leaf = Callable[[Sequence[Any], Any, Any, str], Any]
 
 
 def _rebuilt(
-    batches: Sequence[Any], one: Any, two: Any, kept: Sequence[_Kept], leaf: _Leaf, where: str
+    batches: Sequence[Any], one: Any, two: Any, kept: Sequence[Sequence[int]], leaf: _Leaf, where: str
 ) -> Any:
     """Return some rows of each batch: containers entry by entry, lists that grow with the batch row by row."""
     kind: Any = type(one)

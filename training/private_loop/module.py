@@ -354,7 +354,9 @@ class PrivateModule(ModuleInLoop):
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
-            return self._handed(one, _empty(self._template), attach=False)
+            # the outputs of the probe without their rows
+            whole = tree_map(lambda v: v[:0] if isinstance(v, Tensor) and v.ndim else v, self._template)
+            return self._handed(one, whole, attach=False)
         self.tape.follow(args, kwargs)
         if self._limit is not None and batch.records > self._limit:
             with self._drawing():
@@ -510,7 +512,17 @@ class PrivateModule(ModuleInLoop):
                     (one.attached[n], g) for one in batch.passes for n, g in one.wanted(gradients).items()
                 ]
             else:
-                pairs = self._run_again(batch, recorder, gradients, number, part)
+                pairs, place = [], self.trained_parameters[0].device
+                for one in batch.passes:
+                    if not (wanted := one.wanted(gradients)):
+                        continue
+                    args, kwargs = cut_rows((one.args, one.kwargs), records=batch.records, part=part)
+                    # with the same random numbers
+                    with self._drawing(), preserved_generators(place), torch.enable_grad():
+                        set_generator_states(one.states[number])
+                        with preserved_state(self.module, fixed=True), recorder:
+                            leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
+                    pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
             # 2. Run the backward pass; hooks on tensors leave nothing in the module either.
             if pairs:
                 with preserved_state(self.module, fixed=True):
@@ -529,38 +541,9 @@ class PrivateModule(ModuleInLoop):
             for _ in range(readings_of_others if is_shared else 0):
                 points.read_nothing()
 
-    def _run_again(
-        self,
-        batch: Batch,
-        recorder: Recorder,
-        gradients: Gradients,
-        number: int,
-        part: slice,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Run the forward passes of a part again, with the same random numbers; return outputs and their gradients."""
-        pairs = []
-        for one in batch.passes:
-            wanted = one.wanted(gradients)
-            if not wanted:
-                continue
-            args, kwargs = (
-                cut_rows(values, records=batch.records, part=part) for values in (one.args, one.kwargs)
-            )
-            place = self.trained_parameters[0].device
-            with self._drawing(), preserved_generators(place), torch.enable_grad():
-                set_generator_states(one.states[number])
-                with preserved_state(self.module, fixed=True), recorder:
-                    leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
-            pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
-        return pairs
-
 
 class _NewShapes(Exception):
-    """Arguments of shapes in which the module was not followed yet."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        super().__init__("the module ran on arguments of new shapes")
-        self.given = args, kwargs
+    """Arguments, and keyword arguments, of shapes in which the module was not followed yet."""
 
 
 class MeasuredModule(ModuleInLoop):
@@ -602,8 +585,15 @@ class MeasuredModule(ModuleInLoop):
         self._given: list[Any] = []
         with optimizer.evaluation_mode():
             super().__init__(module, given, steps=steps, points=points, most_rows=most_rows)
+
+        def first_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+            """Return the first output with a row for each record."""
+            records = rows_of(tree_leaves((args, kwargs)))
+            leaves = (v for v in tree_leaves(module(*args, **kwargs)) if isinstance(v, Tensor) and v.ndim)
+            return next(leaf for leaf in leaves if len(leaf) == records)
+
         try:
-            optimizer.prepare(self._first_rows, given.values)
+            optimizer.prepare(first_rows, given.values)
         except BaseException:
             self.close()
             raise
@@ -614,14 +604,6 @@ class MeasuredModule(ModuleInLoop):
     def close(self) -> None:
         self._optimizer.private, self._optimizer.around = None, nullcontext
         super().close()
-
-    def _first_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the first output with a row for each record."""
-        leaves = tree_leaves(self.module(*args, **kwargs))
-        records = rows_of(tree_leaves((args, kwargs)))
-        return next(
-            leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == records
-        )
 
     @override
     def outputs(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
@@ -686,7 +668,7 @@ class MeasuredModule(ModuleInLoop):
                     break
                 except _NewShapes as new:
                     with self._optimizer.evaluation_mode():
-                        self.tape.follow(*new.given)
+                        self.tape.follow(*new.args)
             # 3. Their noise.
             noise = self._release.drawn(self._optimizer.directions, at_hand.step)
             released = found if noise is None else noise.added_to(found)
@@ -775,11 +757,6 @@ class _PrivateLoss(torch.autograd.Function):
         with ctx.ranks.handing_errors():
             ctx.write(float(factor))
         return None, None, None, None
-
-
-def _empty(output: Any) -> Any:
-    """Return outputs for no record: those of the probe without their rows."""
-    return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, output)
 
 
 def _refuse_output(output: Tensor) -> None:

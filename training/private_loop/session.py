@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.data.users import Users
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
+from opusim.training.feedback.hooks import points_in
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
     TAKES_NO_GRADIENTS,
@@ -58,19 +59,12 @@ from opusim.training.private_loop.folder import (
     set_generator_states,
     write_save,
 )
-from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_number, require_own_parameters
+from opusim.training.private_loop.inputs import NO_NUMBERS, is_number, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
 from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
 
 ENTRY_POINT_GROUP = "opusim.accountants"
-
-
-class Accountant(Protocol):
-    """Interface of an entry point's class, which is built without arguments."""
-
-    def epsilon(self, mechanisms: Sequence[Mapping[str, Any]], *, delta: float) -> float:
-        """Return epsilon of all mechanisms together, each of which ran `steps` times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +74,12 @@ class NamedAccountant:
     Attributes:
         name: Name of the entry point.
         package: The package.
-        accountant: An object of its class.
+        accountant: An object of its class, which has the method above.
     """
 
     name: str
     package: str
-    accountant: Accountant
+    accountant: Any
 
     @classmethod
     def load(cls, name: str) -> Self:
@@ -101,7 +95,12 @@ class NamedAccountant:
                 f"accountant = {name!r}: {listed}; install the package that brings it, or leave it out: epsilon of "
                 "opusim's own accountant is always stated"
             )
-        found = plugins.load(ENTRY_POINT_GROUP, name, accept=_problem)
+
+        def problem(found: Any) -> str | None:
+            fits = isinstance(found, type) and callable(getattr(found, "epsilon", None))
+            return None if fits else "is no class with a method epsilon(mechanisms, *, delta)"
+
+        found = plugins.load(ENTRY_POINT_GROUP, name, accept=problem)
         package = plugins.package(ENTRY_POINT_GROUP, name)
         try:
             return cls(name=name, package=package, accountant=found())
@@ -144,11 +143,6 @@ class NamedAccountant:
             assumptions=(checked, trusted, *proven.assumptions),
             reason=None if math.isfinite(epsilon) else f"accountant {self.name} gives no finite epsilon",
         )
-
-
-def _problem(found: Any) -> str | None:
-    fits = isinstance(found, type) and callable(getattr(found, "epsilon", None))
-    return None if fits else "is no class with a method epsilon(mechanisms, *, delta)"
 
 
 def _unusable(name: str, package: str, problem: object) -> plugins.PluginError:
@@ -235,8 +229,13 @@ class PrivateCriterion(nn.Module):
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
         with torch.enable_grad():
             losses = self._losses(one, rows)
-            if not self._checked:
-                self._refuse_parameters(losses)
+            if (
+                not self._checked
+            ):  # the first batch; the gradient of a penalty on the parameters would be left out
+                self._checked, trained = True, self._private.trained_parameters
+                own = torch.autograd.grad(losses.sum(), trained, retain_graph=True, allow_unused=True)
+                if any(gradient is not None for gradient in own):
+                    raise ValueError(USES_PARAMETERS)
             found = torch.autograd.grad(losses.sum(), list(free.values()), allow_unused=True)
         gradients = [
             (output, gradient)
@@ -258,15 +257,6 @@ class PrivateCriterion(nn.Module):
             except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
                 self._vmap = False
         return torch.stack([one(*record) for record in zip(*rows, strict=True)])
-
-    def _refuse_parameters(self, losses: Tensor) -> None:
-        """Refuse a criterion, at its first batch, that uses the module's parameters: their gradient is left out."""
-        self._checked = True
-        found = torch.autograd.grad(
-            losses.sum(), self._private.trained_parameters, retain_graph=True, allow_unused=True
-        )
-        if any(gradient is not None for gradient in found):
-            raise ValueError(USES_PARAMETERS)
 
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.
@@ -294,13 +284,10 @@ class PrivateCriterion(nn.Module):
                     "constants such as class weights into the criterion"
                 )
             if tensor.requires_grad and not any(tensor is output for output in outputs):
-                raise ValueError(_CHANGED)
-
-
-_CHANGED = (
-    "criterion: takes the module's outputs exactly as they were returned; move what comes between, such as a reshape, "
-    "into the criterion, which is called on one record at a time"
-)
+                raise ValueError(
+                    "criterion: takes the module's outputs exactly as they were returned; move what comes between, "
+                    "such as a reshape, into the criterion, which is called on one record at a time"
+                )
 
 
 _OWN_RECORD = "the program's own record"
@@ -493,7 +480,7 @@ class PrivateTraining(Shown):
                 "factor": self._private.factor,
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
+                "columns": [feedback.column_sum for feedback in points_in(self.module)],
                 "writer": dict(self._private.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
                 "extra": extra,
@@ -546,7 +533,7 @@ class PrivateTraining(Shown):
         state, position = self._steps.on_first("opens the loop", lambda: read_save(self.folder))
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
+        for feedback, columns in zip(points_in(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
         for name, tensor in self._private.state.items():
             tensor.copy_(state["writer"][name])

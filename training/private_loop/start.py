@@ -23,6 +23,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.training.data.samplers import PhysicalBatches, never_filled
 from opusim.training.data.users import OwnIds, Users, require_users
 from opusim.training.engine.steps import PaidSteps
+from opusim.training.feedback.hooks import points_in
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
 from opusim.training.networks.clipping import CountedSums
@@ -30,7 +31,6 @@ from opusim.training.networks.record_independence import preserved_generators
 from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
     arguments_for,
-    feedback_of,
     require_no_hidden_points,
     require_own_parameters,
     require_own_readings,
@@ -138,7 +138,7 @@ def make_private(
         accountant: Name of another accountant, which an installed package brings by the entry-point group
             "opusim.accountants"; the statement gives its epsilon as well, as claimed. Budget and `epsilon` are those of
             opusim.
-        user_ids: The ID of each record's user, a number or a text, in the order of the data set; None, NaN or a blank
+        user_ids: The ID of each record's user, a whole number or a text, in the order of the data set; None or a blank
             text for none. The collate function is called on the records of one user at a time.
         records_per_user: k, at least 1. A step draws which k records of a user with more it takes.
         clipping: How a record's gradient g is brought within C: "flat", by one factor; "per_layer", by one for each
@@ -204,12 +204,12 @@ def make_private(
             call |= {"user_ids": None if user_ids is None else _digest([str(each) for each in user_ids])}
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
-        points = feedback_of(module)
+        points = points_in(module)
         require_no_hidden_points(module, points)
         require_own_readings(points, ranks.world)
         for each in points:
             each.private_loops += 1
-            stack.callback(_one_loop_less, each)
+            stack.callback(lambda own: setattr(own, "private_loops", own.private_loops - 1), each)
         if mode == "release":
             require_fresh_noise(module)
             for each in points:
@@ -324,10 +324,6 @@ def _takes_device(
         return True
     own = any(type(part).__module__.startswith("opusim") for part in module.modules())
     return None if points or own or isinstance(optimizer, ZerothOrder) else False
-
-
-def _one_loop_less(points: FeedbackAlignment) -> None:
-    points.private_loops -= 1
 
 
 def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -188,22 +188,20 @@ class Draws:
                 self._noise.add_to(copy, self._sigma)
                 continue
             if not self._group:
-                self._begin_group()
+                # Draw a group's directions, which all records share, and the signs and the shift of each record.
+                records, numbers = self.coordinates.shape[0], math.prod(self.coordinates.shape[1:])
+                group, place = min(self._left, numbers), self._like.device
+                self._left -= group
+                columns = haar_columns(self._noise.normal((numbers, group)))
+                scaled = (self._sigma * numbers**0.5 * columns).float()
+                self._group = list(scaled.to(place, non_blocking=True).T)
+                self._signs = torch.where(self._noise.normal((records, numbers), device=place) < 0, -1.0, 1.0)
+                uniform = torch.special.ndtr(self._noise.normal((records, 1), device=place))
+                self._shifts = (uniform * numbers).long().flatten()
             column, size = self._group.pop(), self._signs.shape[1]
             shifted = torch.cat([column, column]).unfold(0, size, 1)  # row k is the column shifted by k
             torch.mul(self._signs, shifted.index_select(0, self._shifts), out=copy.flatten(1))
         return drawn, self.coordinates.noise(drawn)
-
-    def _begin_group(self) -> None:
-        """Draw the next group's directions, which all records share, and the signs and the shift of each record."""
-        records, size = self.coordinates.shape[0], math.prod(self.coordinates.shape[1:])
-        group, place = min(self._left, size), self._like.device
-        self._left -= group
-        columns = haar_columns(self._noise.normal((size, group)))
-        self._group = list((self._sigma * size**0.5 * columns).float().to(place, non_blocking=True).T)
-        self._signs = torch.where(self._noise.normal((records, size), device=place) < 0, -1.0, 1.0)
-        uniform = torch.special.ndtr(self._noise.normal((records, 1), device=place))
-        self._shifts = (uniform * size).long().flatten()
 
 
 def needed_copies(copies: int, outputs: int, directions: Directions, reduction: Reduction) -> int:
@@ -413,7 +411,15 @@ class Estimator:
         ]
         sums: dict[int, _Sum] = {}
         found: list[Tensor] = []
-        for probes in self._passes(counts, len(clean)):
+        size = len(counts)
+        if self.rows_per_pass is not None:
+            size = max(1, self.rows_per_pass // max(self._signs * len(clean), 1))
+        ends = list(accumulate(counts))
+        for start in range(0, ends[-1], size):
+            # The noises of each pass, in the order in which they are drawn, from each layer's copies.
+            stop = min(start + size, ends[-1])
+            shares = (min(stop, end) - max(start, end - n) for end, n in zip(ends, counts, strict=True))
+            probes = [Probe(layer, copies) for layer, copies in enumerate(shares) if copies > 0]
             drawn = []
             for layer, copies in probes:
                 if layer not in sums:
@@ -433,17 +439,6 @@ class Estimator:
     @property
     def _signs(self) -> int:
         return 2 if self.reduction == "antithetic" else 1
-
-    def _passes(self, counts: Sequence[int], batch: int) -> Iterator[list[Probe]]:
-        """Yield the noises of each pass of a batch, in the order in which they are drawn, from each layer's copies."""
-        size = len(counts)
-        if self.rows_per_pass is not None:
-            size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
-        ends = list(accumulate(counts))
-        for start in range(0, ends[-1], size):
-            stop = min(start + size, ends[-1])
-            shares = (min(stop, end) - max(start, end - n) for end, n in zip(ends, counts, strict=True))
-            yield [Probe(layer, copies) for layer, copies in enumerate(shares) if copies > 0]
 
     def _losses(
         self,
@@ -507,9 +502,7 @@ class _Sum:
 
     def __init__(self, draws: Draws, reduction: Reduction, clean: Tensor, copies: int) -> None:
         self.draws = draws
-        self._reduction = reduction
-        self._clean = clean
-        self._copies, self._left = copies, copies
+        self._reduction, self._clean, self._copies, self._left = reduction, clean, copies, copies
         self._signal: Tensor | None = None
         self._noise: Tensor | None = None
         self._loss: Tensor | float = 0.0
@@ -551,10 +544,6 @@ _PARAMETERS_LIMIT = 2**24
 """Noisy parameters in memory at once."""
 
 
-def _records_at_once(size: int) -> int:
-    return max(1, _PARAMETERS_LIMIT // (2 * size))
-
-
 def parts_of_records(size: int, records: float) -> list[float]:
     """Return the records of each part in which `parameter_estimates` takes a batch.
 
@@ -562,7 +551,7 @@ def parts_of_records(size: int, records: float) -> list[float]:
         size: Parameters of the module.
         records: Records of the batch; their mean, if it is random.
     """
-    at_once = _records_at_once(size)
+    at_once = max(1, _PARAMETERS_LIMIT // (2 * size))
     whole, left = divmod(records, at_once)
     return [float(at_once)] * int(whole) + ([left] if left else [])
 
@@ -607,9 +596,8 @@ def parameter_estimates(
         return result
 
     size = sum(parameter.numel() for parameter in network.layer_parameters(layer))
-    at_once = _records_at_once(size)
-    for start in range(0, len(h), at_once):
-        part = slice(start, min(start + at_once, len(h)))
+    stops = [0, *accumulate(map(int, parts_of_records(size, len(h))))]
+    for part in starmap(slice, pairwise(stops)):
         total = h.new_zeros(part.stop - part.start, size)
         for _ in range(copies):
             z = noise.normal(total.shape).to(h.device).mul_(sigma)

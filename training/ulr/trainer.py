@@ -80,22 +80,11 @@ class PlainUpdate:
         noise: NoiseStream,
         protection: PrivateGradients | None = None,
     ) -> None:
-        self._network = network
-        self._estimator = estimator
+        self._network, self._estimator = network, estimator
         self._sigmas = [sigma] * network.depth
         self._noise = noise
         self._protection = protection
-
-    def seek(self, step: int) -> None:
-        """Position every noise source at the start of a step."""
-        self._noise.seek(step)
-        if self._protection is not None:
-            self._protection.seek(step)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """See Trainer.state: that of the protection."""
-        return {} if self._protection is None else self._protection.state
+        self.noises = (noise, protection)  # positioned at the start of each step
 
     def set_gradients(
         self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
@@ -168,24 +157,12 @@ class PublishedUpdate:
         noise: NoiseStream,
         extra: NoiseStream,
     ) -> None:
-        self._network = network
-        self._options = options
-        self._divisor = divisor
-        self._noise = noise
-        self._extra = extra
+        self._network, self._options, self._divisor = network, options, divisor
+        self._noise, self._extra = noise, extra
+        self.noises = (noise, extra)
         self._estimator = Estimator(
             copies=options.copies, reduction="none", rows_per_pass=options.rows_per_pass
         )
-
-    def seek(self, step: int) -> None:
-        """See PlainUpdate.seek."""
-        self._noise.seek(step)
-        self._extra.seek(step)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """See Trainer.state."""
-        return {}
 
     def set_gradients(
         self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
@@ -195,7 +172,15 @@ class PublishedUpdate:
             return self._from_parameter_noise(outputs, losses, clean)
         network, options = self._network, self._options
         weights = torch.where(torch.isfinite(clean), clean, 0.0)
-        roots = [self._root(layer, h, weights) for layer, h in enumerate(outputs.inputs)]
+        roots = []  # R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, shape (batch x positions, inputs)
+        for layer, h in enumerate(outputs.inputs):
+            rows = network.jacobians[layer].factor_rows(h)
+            if rows is None:
+                raise ValueError(
+                    f"layer {layer + 1}: remedy = {options.remedy!r} needs the covariance of its noise, which only "
+                    "linear and ungrouped convolutional modules have; use trainer.remedy = 'parameters'"
+                )
+            roots.append((rows * by_record(weights, rows)).flatten(0, 1))
         sigmas = [self._sigma(layer, root) for layer, root in enumerate(roots)]
         signals = self._estimator.signals(network, outputs, losses, clean, self._noise, sigmas)
         used = used_records(signals, clean)
@@ -208,16 +193,6 @@ class PublishedUpdate:
             if options.remedy == "extra-noise":
                 self._complete(layer, roots[layer] / (sigmas[layer] * options.copies**0.5))
         return used
-
-    def _root(self, layer: int, h: Tensor, weights: Tensor) -> Tensor:
-        """Return R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, shape (batch x positions, inputs)."""
-        rows = self._network.jacobians[layer].factor_rows(h)
-        if rows is None:
-            raise ValueError(
-                f"layer {layer + 1}: remedy = {self._options.remedy!r} needs the covariance of its noise, which only "
-                "linear and ungrouped convolutional modules have; use trainer.remedy = 'parameters'"
-            )
-        return (rows * by_record(weights, rows)).flatten(0, 1)
 
     def _sigma(self, layer: int, root: Tensor) -> float:
         """Return the controller's noise (eq. 8), or the configured one if extra noise completes it.
@@ -443,9 +418,9 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     ) -> StepRecord:
         """See Trainer.step; the diagnostics are estimate_norm, one number per module."""
         network, loss = self.network, LOSS_VALUES[self.config.loss]
-        if self.device is not None:
-            self.device.seek(step)
-        self.update.seek(step)
+        for source in (self.device, *self.update.noises):
+            if source is not None:
+                source.seek(step)
 
         def losses(output: Tensor, rows: slice) -> Tensor:
             labels = y[rows]
@@ -475,7 +450,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     @property
     @override
     def state(self) -> dict[str, Tensor]:
-        return self.update.state
+        return {} if self.writer is None else self.writer.state
 
     @property
     @override

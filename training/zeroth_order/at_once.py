@@ -143,8 +143,12 @@ class BothSides(_Watched):
         self.used: set[int] = set()
         self.per_row: list[int] = []
         self._rules: dict[Any, Callable[..., Tensor]] = {
-            functional.linear: self._linear,
-            torch.addmm: self._addmm,
+            functional.linear: lambda input, weight, bias=None: self._product(
+                functional.linear(input, weight), input, weight, bias, transposed=True
+            ),
+            torch.addmm: lambda bias, input, weight: self._product(  # transformers' Conv1D, rows and tokens
+                torch.mm(input, weight), input, weight, bias, transposed=False
+            ),
             functional.embedding: self._embedding,
             functional.layer_norm: self._layer_norm,
             functional.rms_norm: self._rms_norm,
@@ -162,14 +166,6 @@ class BothSides(_Watched):
 
     # Rules
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._product(functional.linear(input, weight), input, weight, bias, transposed=True)
-
-    def _addmm(
-        self, bias: Tensor, input: Tensor, weight: Tensor
-    ) -> Tensor:  # transformers' Conv1D, rows and tokens
-        return self._product(torch.mm(input, weight), input, weight, bias, transposed=False)
-
     def _product(
         self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     ) -> Tensor:
@@ -186,7 +182,12 @@ class BothSides(_Watched):
                 moved.baddbmm_(self._signed(rows), z.mT if transposed else z)
             else:
                 left, right = reversed(found) if transposed else found
-                self._add_outer(moved, _products(rows, left), right)
+                if left.shape[1] > 1 or rows.device.type != "cpu":
+                    products = rows @ left.mT  # rows (K, R, n) times factors (K, r, n)
+                else:
+                    parts = [torch.mv(own, factor[0]) for own, factor in zip(rows, left, strict=True)]
+                    products = torch.stack(parts)[..., None]
+                self._add_outer(moved, products, right)
         if bias is not None:
             wide = y.view(self.rows, -1, y.shape[-1])
             wide.add_(self._sides(bias, wide))
@@ -292,13 +293,6 @@ class BothSides(_Watched):
             raise Uncovered("a trained tensor has the axes of a batch")
         z = self._signed(z.expand(-1, 2 * self._records * per_row, *tensor.shape))
         return (tensor + z).to(tensor.dtype).reshape(len(other), *[1] * free, *tensor.shape)
-
-
-def _products(rows: Tensor, left: Tensor) -> Tensor:
-    """Return rows (K, R, n) times factors (K, r, n): (K, R, r)."""
-    if left.shape[1] > 1 or rows.device.type != "cpu":
-        return rows @ left.mT
-    return torch.stack([torch.mv(own, factor[0]) for own, factor in zip(rows, left, strict=True)])[..., None]
 
 
 class TwoSides:

@@ -372,19 +372,15 @@ class PromptClassifier(_LanguageModel):
         )
 
     def _separate(self, n_inputs: int, words: list[int] | slice) -> bool:
-        """Return whether prompts that share a row have their own scores, which is found out once."""
-        if self._separates is None:
-            self._separates = self._separates_prompts(n_inputs, words)
-        return self._separates
-
-    def _separates_prompts(self, n_inputs: int, words: list[int] | slice) -> bool:
         """Return whether prompts that share a row have their own scores, to the bit, whatever stands in the others.
 
         A layer that takes no mask, such as a recurrent one, would mix them. Scores in the company of fewer prompts, in
-        another order, may be rounded otherwise, unless all must be `alike`.
+        another order, may be rounded otherwise, unless all must be `alike`. This is found out once.
         """
         if self._mask_token is not None or not {"position_ids", "logits_to_keep"} <= self._accepted:
             return False
+        if self._separates is not None:
+            return self._separates
         x = self.invented_records(n_inputs).to(next(self.parameters()).device)
         order = sorted(range(len(x)), key=lambda n: -int((x[n] != PAD).sum()))
         changed = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -396,7 +392,8 @@ class PromptClassifier(_LanguageModel):
             alone, scores, found = logits[:, -1, words], self._packed(x, words), self._packed(others, words)
             alike = not self.alike or torch.equal(self._packed(x[some], words), scores[some])
         near = torch.allclose(scores.float(), alone.float(), rtol=_ALIKE, atol=_ALIKE)
-        return near and alike and torch.equal(found[~changed], scores[~changed])
+        self._separates = near and alike and torch.equal(found[~changed], scores[~changed])
+        return self._separates
 
     @contextmanager
     def _class_words(self) -> Iterator[list[int] | slice]:
@@ -588,7 +585,7 @@ def load_classifier(
 
     Raises:
         ModuleNotFoundError: transformers, peft or gguf is missing.
-        ValueError: There is no such model, or its tokenizer does not match the prompt.
+        ValueError: There is no such model, its tokenizer does not match the prompt, or it takes no prefix.
     """
     transformers = _library("transformers")
     masked = prompt is not None and prompt.masked
@@ -613,7 +610,17 @@ def load_classifier(
     if lora is not None:
         model = with_lora(model, lora)
     if prefix is not None:
-        model = with_prefix(model, prefix)
+        if not {"past_key_values", "position_ids"} <= _accepted(model):
+            raise ValueError(
+                f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use "
+                "lora_rank"
+            )
+        # It begins as keys and values of random tokens, as random numbers would undo the pretraining.
+        generator = torch.Generator().manual_seed(prefix.seed)
+        tokens = torch.randint(_vocabulary_of(model), (1, prefix.tokens), generator=generator)
+        with torch.no_grad():
+            found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+        model = PrefixedModel(model, torch.stack([torch.cat([keys, values]) for keys, values, *_ in found]))
     description = {
         "name": str(name),
         "prompt": None if prompt is None else asdict(prompt) | {"classes": list(prompt.classes)},
@@ -631,7 +638,15 @@ def load_classifier(
             mask_token=tokenizer.mask_token_id if masked else None,
             description=description,
         )
-    loaded.notes = (_size_note(str(name), model),)
+    parameters = list(model.parameters())
+    size = data_size(sum(p.numel() * p.element_size() for p in parameters))
+    total, trained = (
+        sum(p.numel() for p in own) for own in (parameters, [p for p in parameters if p.requires_grad])
+    )
+    kinds = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    loaded.notes = (
+        f"language model {name}: {total:,} parameters in {kinds} take {size} of memory; {trained:,} are trained",
+    )
     return loaded.eval(), tokenizer
 
 
@@ -668,16 +683,6 @@ def _place_of(name: str) -> tuple[str, str | None]:
         "gguf", f"gguf is missing; the language model {name} needs it: pip install 'opusim[language]'"
     )
     return str(path.parent), path.name
-
-
-def _size_note(name: str, model: nn.Module) -> str:
-    """Say how much memory the parameters take."""
-    parameters = list(model.parameters())
-    size = data_size(sum(p.numel() * p.element_size() for p in parameters))
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    kinds = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-    total = sum(p.numel() for p in parameters)
-    return f"language model {name}: {total:,} parameters in {kinds} take {size} of memory; {trained:,} are trained"
 
 
 def described_classifier(description: dict[str, Any]) -> PromptClassifier | TextModel:
@@ -748,23 +753,6 @@ class PrefixedModel(nn.Module):
         return self.model(
             attention_mask=mask, position_ids=position_ids + tokens, past_key_values=cache, **options
         )
-
-
-def with_prefix(model: nn.Module, prefix: Prefix) -> PrefixedModel:
-    """Add a prefix that begins as keys and values of random tokens, as random numbers would undo the pretraining.
-
-    Raises:
-        ValueError: The model takes no keys and values of earlier tokens, or no positions.
-    """
-    if not {"past_key_values", "position_ids"} <= _accepted(model):
-        raise ValueError(
-            f"prefix_tokens = {prefix.tokens}: {type(model).__name__} takes no prefix at given positions; use lora_rank"
-        )
-    generator = torch.Generator().manual_seed(prefix.seed)
-    tokens = torch.randint(_vocabulary_of(model), (1, prefix.tokens), generator=generator)
-    with torch.no_grad():
-        found = model.eval()(input_ids=tokens, use_cache=True).past_key_values
-    return PrefixedModel(model, torch.stack([torch.cat([keys, values]) for keys, values, *_ in found]))
 
 
 def _vocabulary_of(model: nn.Module) -> int:

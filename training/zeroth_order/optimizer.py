@@ -97,7 +97,8 @@ class ZerothOrder(torch.optim.Optimizer):
                 "module has no parameter that requires a gradient; call requires_grad_(True) on some"
             )
         super().__init__(trained, {"lr": lr, "seed": seed, "steps": 0})
-        self._module, self._directions = module, directions
+        self.module, self.directions = module, directions
+        """The module that it trains, and K."""
         self._perturbation = InPlacePerturbation(
             trained, perturbation=perturbation, weight_decay=weight_decay, rank=rank
         )
@@ -113,18 +114,8 @@ class ZerothOrder(torch.optim.Optimizer):
         (group,), move = self.param_groups, self._perturbation
         return (
             f"{type(self).__name__}(lr={group['lr']:g}, perturbation={move.phi:g}, "
-            f"directions={self._directions}, rank={move.rank}, seed={group['seed']}, steps={group['steps']})"
+            f"directions={self.directions}, rank={move.rank}, seed={group['seed']}, steps={group['steps']})"
         )
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that it trains."""
-        return self._module
-
-    @property
-    def directions(self) -> int:
-        """K."""
-        return self._directions
 
     @property
     def at_once(self) -> bool:
@@ -149,8 +140,19 @@ class ZerothOrder(torch.optim.Optimizer):
         """
         if self.private is not None:
             return self.private(losses, batch)
-        if not self._probed:
-            self._probe(losses, batch)
+        if not self._probed:  # find out, once, whether directions can be evaluated at once
+            self._probed, self._sides.reason = True, "" if batch else "losses are called without a batch"
+            if batch:
+                half = any(p.dtype.itemsize < 4 and p.is_floating_point() for p in self.module.parameters())
+                tolerance = _ALIKE_IN_HALF if half else _ALIKE
+                first = tree_map(lambda v: v[:1] if isinstance(v, Tensor) and v.ndim else v, batch)
+                with self.evaluation_mode():
+                    among, alone = _checked(losses(*batch))[:1], _checked(losses(*first))
+                if torch.allclose(among, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
+                    self._sides.probe(losses, batch)
+                else:
+                    self._sides.reason = "the loss of a record depends on other records of its batch"
+            self._warn(stacklevel=4)
         elif self._sides.at_once and not batch:
             raise ValueError(
                 "batch: must be given to each call if it was to the first; give the arguments of losses"
@@ -259,24 +261,7 @@ class ZerothOrder(torch.optim.Optimizer):
         """Seeds of the next step's directions; they depend on the seed and the number of steps only."""
         (group,) = self.param_groups
         root = derive_seed(group["seed"], "directions")
-        return tuple(derive_seed(root, "direction", group["steps"], j) for j in range(self._directions))
-
-    def _probe(self, losses: Callable[..., Tensor], batch: tuple[Any, ...]) -> None:
-        """Find out, once, whether directions can be evaluated at once."""
-        self._probed = True
-        if batch:
-            half = any(p.dtype.itemsize < 4 and p.is_floating_point() for p in self._module.parameters())
-            tolerance = _ALIKE_IN_HALF if half else _ALIKE
-            first = tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
-            with self.evaluation_mode():
-                among, alone = _checked(losses(*batch))[:1], _checked(losses(*first))
-            if torch.allclose(among, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
-                self._sides.probe(losses, batch)
-            else:
-                self._sides.reason = "the loss of a record depends on other records of its batch"
-        else:
-            self._sides.reason = "losses are called without a batch"
-        self._warn(stacklevel=5)
+        return tuple(derive_seed(root, "direction", group["steps"], j) for j in range(self.directions))
 
     def _warn(self, *, stacklevel: int) -> None:
         """Warn if directions are evaluated one after another, although a rank was given."""
@@ -295,8 +280,8 @@ class ZerothOrder(torch.optim.Optimizer):
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """Put the module into evaluation mode within the block."""
-        modes = {part: part.training for part in self._module.modules()}
-        self._module.eval()
+        modes = {part: part.training for part in self.module.modules()}
+        self.module.eval()
         try:
             yield
         finally:

@@ -42,10 +42,6 @@ _AT_ONCE = 2**20
 """Entries of a matrix that are moved at a time along directions of low rank."""
 
 
-def _directions(seeds: Sequence[int]) -> list[Direction]:
-    return [Direction(seed) for seed in seeds]
-
-
 def has_factors(shape: Sequence[int], rank: int | None) -> bool:
     """Return whether directions have a rank in a tensor of this shape, rather than being full."""
     return rank is not None and len(shape) == 2 and rank * sum(shape) < math.prod(shape)
@@ -105,10 +101,6 @@ class StepEntry:
         """-eta s / n: the move along each of the n directions."""
         return tuple(-self.rate * scalar / len(self.scalars) for scalar in self.scalars)
 
-    def keep(self, weight_decay: float) -> float:
-        """Return 1 - eta lambda, the factor of the weight decay."""
-        return 1.0 - self.rate * weight_decay
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadEntry:
@@ -132,10 +124,6 @@ class UnreadEntry:
     def moves(self) -> tuple[Tensor, ...]:
         """See StepEntry.moves; float32 scalars."""
         return (self.scalars.double() * -self.rate / len(self.seeds)).float().unbind()
-
-    def keep(self, weight_decay: float) -> float:
-        """See StepEntry.keep."""
-        return 1.0 - self.rate * weight_decay
 
     def read(self, scalars: Sequence[float]) -> StepEntry:
         """Return the entry for the log.
@@ -293,8 +281,9 @@ class InPlacePerturbation:
             numbers: Numbers of the tensors that it moves; None for all.
         """
         moves: Sequence[float | Tensor] = entry.moves
-        directions, moves = _directions((entry.seeds[-1], *entry.seeds[:-1])), [moves[-1], *moves[:-1]]
-        keep = entry.keep(self._decay)
+        directions, moves = [Direction(seed) for seed in entry.seeds], [moves[-1], *moves[:-1]]
+        directions = [directions[-1], *directions[:-1]]
+        keep = 1.0 - entry.rate * self._decay
         for number in range(len(self.tensors)) if numbers is None else numbers:
             back = -self._offsets[number] * self.phi
             self._move(self.tensors[number], number, directions, moves, keep=keep, back=back)
@@ -309,7 +298,7 @@ class InPlacePerturbation:
         for number, copy in self.copies.items():
             for entry in self._pending:
                 moves = [float(move) for move in entry.moves]
-                directions, keep = _directions(entry.seeds), entry.keep(self._decay)
+                directions, keep = [Direction(seed) for seed in entry.seeds], 1.0 - entry.rate * self._decay
                 self._move(copy, number, directions, moves, keep=keep, back=0.0)
             self._copies.release_memory()
         self._pending.clear()

@@ -436,8 +436,11 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         self.perturbation.undo_settling()
         try:
             found, entry = self._measured(seeds, x, y), None
-            if self._reads_late(found):
-                self._unread.append((self._unread_entry(seeds, found[:n]), found[2 * n : 3 * n].sum()))
+            # On a card a step's scalars stay there if no other process or noise needs them.
+            if found.device.type != "cpu" and ranks.world == 1 and release.noise is None:
+                rate, scalars = float(self.optimizer.param_groups[0]["lr"]), found[:n] / self._divisor
+                unread = UnreadEntry.rounded(rate=rate, seeds=seeds, scalars=scalars)
+                self._unread.append((unread, found[2 * n : 3 * n].sum()))
             else:
                 found = torch.tensor(ranks.totals(found.tolist()), dtype=torch.float64)
                 entry = self._entry(seeds, found[:n], noise)
@@ -466,10 +469,6 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             diagnostics={name: (own / max(n_records, 1)).tolist() for name, own in shares.items()},
         )
 
-    def _reads_late(self, found: Tensor) -> bool:
-        """Return whether a step's scalars stay on the card that computed them: no other process or noise needs them."""
-        return found.device.type != "cpu" and self.ranks.world == 1 and self.release.noise is None
-
     def _log_unread(self) -> None:
         """Log the steps whose scalars stayed on a card, which is read once for all of them."""
         unread, self._unread = self._unread, []
@@ -493,7 +492,11 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
 
         def losses() -> Iterator[tuple[Tensor, Tensor]]:
             for outputs in self._pairs(seeds, x):
-                (plus, right), (minus, _) = (self._losses(each, y) for each in outputs)
+                if not len(y):
+                    plus, minus, right = (torch.zeros(0, device=y.device) for _ in range(3))
+                else:
+                    plus, minus = (LOSS_VALUES[self.config.loss](each, y) for each in outputs)
+                    right = outputs[0].argmax(dim=1) == y
                 if not figures:
                     loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
                     figures.extend((loss, right.sum()))
@@ -517,23 +520,12 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         """Return the model's outputs, shape (batch, n_classes); no pass for an empty batch."""
         return self.network.outputs(x).float() if len(x) else x
 
-    def _losses(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each record's loss and whether its class is right, shapes (batch,)."""
-        if not len(y):
-            return torch.zeros(0, device=y.device), y == y
-        return LOSS_VALUES[self.config.loss](outputs, y), outputs.argmax(dim=1) == y
-
     def _entry(self, seeds: tuple[int, ...], sums: Tensor, noise: RoundedNoise | None) -> StepEntry:
         """Return the step for the log: the noised sums over batch size and 2 phi."""
         released = sums if noise is None else noise.added_to(sums)
         scalars = [scalar / self._divisor for scalar in released.tolist()]
         rate = float(self.optimizer.param_groups[0]["lr"])
         return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
-
-    def _unread_entry(self, seeds: tuple[int, ...], sums: Tensor) -> UnreadEntry:
-        """Return the step as `_entry` does, with scalars on the card."""
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return UnreadEntry.rounded(rate=rate, seeds=seeds, scalars=sums / self._divisor)
 
     @property
     def _divisor(self) -> float:

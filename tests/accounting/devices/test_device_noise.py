@@ -20,6 +20,7 @@ from opusim.accounting.mechanisms.readings import (
     box_variation,
     device_readings_guarantee,
     epsilon_of_divergence,
+    mu_of_readings,
     poisson_divergence,
 )
 from opusim.noise import GaussianNoise, PhotonCountNoise
@@ -162,6 +163,7 @@ def test_gaussian_readings_compose_and_use_the_smallest_deviation() -> None:
     noise = GaussianNoise(std=np.array([4.0, 2.7]), n_outputs=2, beta=1e-6)
     guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=9, distance=0.9), DELTA)
     assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 9e-6))
+    assert mu_of_readings(DeviceReadings(noise=noise, readings=9, distance=0.9)) == pytest.approx(1.0)
     silent = DeviceReadings(noise=GaussianNoise(std=0.0, n_outputs=2), readings=1, distance=1.0)
     assert math.isinf(device_readings_guarantee(silent, DELTA).epsilon)
 

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from opusim.training.data.tables import table_of
 from opusim.training.data.users import Users
 
 
@@ -21,8 +23,8 @@ def users(ids: Any, most: int = 2, seed: int | None = 5) -> Users:
     "ids",
     [
         ["a", "b", " a", "b\n", "a"],
-        [7, 8, 7.0, "8", np.int32(7)],
-        np.array([7.0, 8.0, 7.0, 8.0, 7.0]),
+        [7, 8, "7 ", "8", np.int32(7)],
+        np.array([7, 8, 7, 8, 7]),
         torch.tensor([7, 8, 7, 8, 7]),
     ],
     ids=["blanks", "numbers and texts", "an array", "a tensor"],
@@ -32,17 +34,26 @@ def test_one_user_has_one_id_however_it_is_written(ids: Any) -> None:
 
 
 def test_a_record_without_an_id_is_a_user_of_its_own() -> None:
-    found = users(["a", None, "", math.nan, "  ", "a", None, np.float64("nan")])
+    found = users(["a", None, "", None, "  ", "a", pd.NA, pd.NaT])
     assert [own.tolist() for own in found.records] == [[0, 5], [1], [2], [3], [4], [6], [7]]
 
 
-@pytest.mark.parametrize("value", [True, ("a", "b"), b"a", object()])
-def test_an_id_that_is_neither_a_number_nor_a_text_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="give a number or a text for each record"):
+@pytest.mark.parametrize("value", [True, ("a", "b"), b"a", object(), 7.0, math.nan, np.float64("nan")])
+def test_an_id_that_is_neither_a_whole_number_nor_a_text_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="give a whole number or a text for each record"):
         users(["a", value])
 
 
-@pytest.mark.parametrize("ids", [["07", 7], ["7.50", 7.5], ["+7", "7"], ["-0", "0"]])
+def test_whole_numbers_next_to_an_empty_cell_of_a_table_are_ids() -> None:
+    frame = pd.DataFrame({"x": [0.1, 0.2, 0.3], "label": [0, 1, 0], "who": [7, None, 7]})
+    assert frame["who"].dtype == float
+    assert table_of(frame, ("label",), "the table", user="who").ids == ["7", None, "7"]
+    frame["who"] = [7.5, None, 7.0]
+    with pytest.raises(TypeError, match="data.user = 'who': an ID is a float"):
+        table_of(frame, ("label",), "the table", user="who")
+
+
+@pytest.mark.parametrize("ids", [["07", 7], ["7.50", "7.5"], ["+7", "7"], ["-0", "0"]])
 def test_one_number_written_in_two_ways_is_refused(ids: list[Any]) -> None:
     with pytest.raises(ValueError, match="user_ids: write one number in two ways"):
         users(["a", *ids])

@@ -277,13 +277,18 @@ def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
     assert largest_share(model, features(40), scale=1.0) <= 1 + ROUNDING
     monkeypatch.setattr(
         sums._Joint,
-        "_parts",
-        lambda layer: [
-            part
-            for half in (slice(0, 1), slice(1, 2))
-            for own in [uses.LinearUse(layer.uses[0].delta[:, half], layer.uses[0].h[:, half], *layer.wrt)]
-            for parts in own.parts_of([own])
-            for part in parts
+        "parts_of",
+        lambda layers: [
+            [
+                part
+                for half in (slice(0, 1), slice(1, 2))
+                for own in [
+                    uses.LinearUse(layer.uses[0].delta[:, half], layer.uses[0].h[:, half], *layer.wrt)
+                ]
+                for parts in own.parts_of([own])
+                for part in parts
+            ]
+            for layer in layers
         ],
     )
     assert largest_share(model, features(40), scale=1.0) == pytest.approx(2**0.5, rel=1e-3)

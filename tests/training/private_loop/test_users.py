@@ -131,7 +131,7 @@ def one_person(folder: Path, ids: list[Any], **options: Any) -> opusim.PrivateTr
 def test_a_person_adds_at_most_c_in_a_step(tmp_path: Path) -> None:
     for limit in (None, 3):
         found = longest(
-            one_person(tmp_path / str(limit), ["7"] * 5 + [7, 7.0], max_physical_batch_size=limit)
+            one_person(tmp_path / str(limit), ["7"] * 5 + [7, "7 "], max_physical_batch_size=limit)
         )
         assert 0.99 < found <= 1 + 1e-6
 
@@ -139,7 +139,7 @@ def test_a_person_adds_at_most_c_in_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_let_a_person_add_more(tmp_path: Path, fault: str) -> None:
     with FAULTS[fault]():
-        assert longest(one_person(tmp_path, ["7"] * 5 + [7, 7.0])) > 1.9
+        assert longest(one_person(tmp_path, ["7"] * 5 + [7, "7 "])) > 1.9
 
 
 def test_batches_of_every_kind_are_joined_user_by_user(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
                 perturbation.settle()
     exact = start.float()
     for entry in entries:
-        keep = entry.keep(0.01)
+        keep = 1.0 - entry.rate * 0.01
         Direction(entry.seeds[0]).return_and_move(exact, 0, back=0.0, keep=keep, move=entry.moves[0])
     assert torch.equal(settled, exact.to(dtype))
     assert not torch.equal(drifting, exact.to(dtype))

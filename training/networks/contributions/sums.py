@@ -21,7 +21,6 @@ from opusim.training.networks.clipping import (
     constants,
     full_precision,
     measured,
-    measured_in_turn,
     resolved,
 )
 from opusim.training.networks.contributions.uses import (
@@ -278,11 +277,11 @@ class _Formed:
                     counts[-1] += 1
                     yield from rows
 
-        norms = iter(measured_in_turn(formed()))
+        norms = iter(measured(formed()))
         found = []
         for layer, count in zip(layers, counts, strict=True):
             own = [[next(norms) for _ in layer.wrt] for _ in range(count)]
-            found.append([Part(each[0] if count == 1 else joined(each)) for each in zip(*own, strict=True)])
+            found.append([Part(joined(each)) for each in zip(*own, strict=True)])
         return found
 
     @classmethod
@@ -305,21 +304,30 @@ class _Formed:
         for rows in self._kept or self.rows():
             own, count = clip, len(rows[0])
             if count < self.records:
-                own = clip.of_records(slice(start, start + count))
-                start += count
+                part, start = slice(start, start + count), start + count
+                own = Clip(
+                    factors=clip.factors[part],
+                    rounded=clip.rounded[part],
+                    squares=clip.squares[part],
+                    kept=None if clip.kept is None else clip.kept[part],
+                )
             if again:
-                own = _remeasured(own, rows)
+                # keep recomputed gradients within the norms measured before
+                squares = resolved(measured(rows)).square().sum(dim=0)
+                finite = squares < torch.inf
+                shorter = torch.where(squares > own.squares, (own.squares / squares).sqrt(), 1.0)
+                scaled = torch.where(finite, shorter * own.factors, 0.0)
+                kept = finite if own.kept is None else own.kept & finite
+                own = Clip(factors=scaled, rounded=scaled.float(), squares=own.squares, kept=kept)
             factors = {torch.float32: own.rounded, torch.float64: own.factors}
-            kept, step = (
-                rows if own.kept is None else [own.finite(values) for values in rows],
-                block or (count if block is None else _EXACT),
-            )
+            finite_rows = rows if own.kept is None else [own.finite(values) for values in rows]
+            step = block or (count if block is None else _EXACT)
             for first in range(0, count, step):
                 part = slice(first, first + step)
                 if block == 0:
-                    added = [own.factors[part] @ values[part].double() for values in kept]
+                    added = [own.factors[part] @ values[part].double() for values in finite_rows]
                 else:
-                    added = [factors[values.dtype][part] @ values[part] for values in kept]
+                    added = [factors[values.dtype][part] @ values[part] for values in finite_rows]
                 pairs = zip(totals, added, strict=True)
                 totals = [total.double() + more for total, more in pairs] if totals else added
         return [total.view_as(p) for total, p in zip(totals, self.wrt, strict=True)]
@@ -344,30 +352,26 @@ class _Joint:
 
     @classmethod
     def parts_of(cls, layers: Sequence[_Joint]) -> list[list[Part]]:
-        """See _Formed."""
-        return [layer._parts() for layer in layers]
-
-    def _parts(self) -> list[Part]:
-        """Return the parts of one layer; `CANCELLED` of the products' magnitudes bounds the rounding of the sum."""
-        uses = self.uses
-        (cut,) = chunked([self])
-        found = [measured_by_gram(*_joined_pairs(uses, part)) for part in cut]
-        positions = sum(use.positions for use in uses)
-        magnitudes = []
-        for use in uses:
-            s, u, factor = use.sizes_of()
-            bounds = resolved([s, u])
-            magnitudes.append(bounds[0] * bounds[1] * factor)
-        size = Measured(torch.stack(magnitudes).sum(dim=0).float(), 2.0**-22, 0.0)
-        norms = found[0] if len(found) == 1 else joined(found)
-        weight = Part(norms, size, None, CANCELLED)
-        with_bias = [use for use in uses if use.bias is not None]
-        if not with_bias:
-            return [weight]
-        signals = torch.stack([use.signals().double() for use in with_bias]).sum(dim=0)
-        sizes = [resolved([use.sizes_of()[0]])[0] * use.positions**0.5 for use in with_bias]
-        own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
-        return [weight, Part(measured(signals)[0], own, None, CANCELLED + positions * 2.0**-23)]
+        """See _Formed; `CANCELLED` of the products' magnitudes bounds the rounding of each layer's sum."""
+        parts = []
+        for layer, cut in zip(layers, chunked(layers), strict=True):
+            uses = layer.uses
+            norms = joined([measured_by_gram(*_joined_pairs(uses, part)) for part in cut])
+            magnitudes = []
+            for use in uses:
+                s, u, factor = use.sizes_of()
+                bounds = resolved([s, u])
+                magnitudes.append(bounds[0] * bounds[1] * factor)
+            size = Measured(torch.stack(magnitudes).sum(dim=0).float(), 2.0**-22, 0.0)
+            parts.append([Part(norms, size, None, CANCELLED)])
+            with_bias = [use for use in uses if use.bias is not None]
+            if with_bias:
+                signals = torch.stack([use.signals().double() for use in with_bias]).sum(dim=0)
+                sizes = [resolved([use.sizes_of()[0]])[0] * use.positions**0.5 for use in with_bias]
+                own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
+                slack = CANCELLED + sum(use.positions for use in uses) * 2.0**-23
+                parts[-1].append(Part(measured([signals])[0], own, None, slack))
+        return parts
 
     @classmethod
     def totals_of(
@@ -417,16 +421,6 @@ def _pulled(
     for parameter, gradient in zip(parameters, found, strict=True):
         if gradient is not None:
             yield parameter, gradient
-
-
-def _remeasured(clip: Clip, rows: Sequence[Tensor]) -> Clip:
-    """Return a clip that keeps recomputed gradients within the norms measured before."""
-    squares = resolved(measured(*rows)).square().sum(dim=0)
-    finite = squares < torch.inf
-    shorter = torch.where(squares > clip.squares, (clip.squares / squares).sqrt(), 1.0)
-    factors = torch.where(finite, shorter * clip.factors, 0.0)
-    kept = finite if clip.kept is None else clip.kept & finite
-    return Clip(factors=factors, rounded=factors.float(), squares=clip.squares, kept=kept)
 
 
 @lru_cache(maxsize=512)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from opusim.training.networks.clipping import (
     by_record,
     finite_rows,
     measured,
-    measured_in_turn,
     product_slack,
 )
 
@@ -116,7 +115,7 @@ class OuterUse(Use):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """Return |s|, |u| and a factor, whose product bounds sum_p |s_p| |u_p| of the matrix, with bias if any."""
-        s, u = measured(self.delta, self.h, coarsely=True)
+        s, u = measured((self.delta, self.h), coarsely=True)
         return s, u, self.reach
 
     @abstractmethod
@@ -213,7 +212,7 @@ class OuterUse(Use):
         single = [cls.single and use.positions == 1 for use in uses]
         sizes = {
             alone: iter(
-                measured_in_turn(
+                measured(
                     (
                         values
                         for use, own in zip(uses, single, strict=True)
@@ -239,7 +238,7 @@ class OuterUse(Use):
                         yield own.pop(0)
 
         # 3. Their norms, and the largest that rounding may leave.
-        found = iter(measured_in_turn(sums()))
+        found = iter(measured(sums()))
         slacks = {p: product_slack(p) for p in {use.positions for use in several}}
         plans, parts = iter(plan), []
         for use, alone in zip(uses, single, strict=True):
@@ -254,7 +253,7 @@ class OuterUse(Use):
                     if use.bias is not None:
                         biases.append(next(found))
                 rounding, root = slacks[use.positions], use.positions**0.5
-                norms = [each[0] if len(cut) == 1 else joined(each) for each in (weights, biases) if each]
+                norms = [joined(each) for each in (weights, biases) if each]
                 slack = rounding * (2 if whole else 1)  # the formed sum rounds too
                 own = [Part(norms[0], s, u, slack * use.reach, MILD * use.reach)]
                 if use.bias is not None:
@@ -355,31 +354,29 @@ class EmbeddingUse(OuterUse):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse; a signal of each position is 1."""
-        (found,) = measured(self.delta, coarsely=True)
+        (found,) = measured([self.delta], coarsely=True)
         ones = Measured(torch.ones_like(found.norms), 0.0, 0.0)
         return found, ones, self.positions**0.5
 
     @classmethod
     def parts_of(cls, uses: Sequence[Self]) -> list[list[Part]]:
-        """See OuterUse."""
-        return [use._parts() for use in uses]
-
-    def _parts(self) -> list[Part]:
-        """Return the parts of one use; signals of an id are added at its first place in the record's sorted ids."""
-        n, p = self.h.shape
-        if p == 1:
-            return [Part(measured(self.delta)[0])]
-        ordered = self.h.sort(dim=1).values
-        places = torch.searchsorted(ordered, self.h.contiguous())
-        places += torch.arange(0, n * p, p, device=places.device)[:, None]
-        sums = (
-            torch.zeros_like(self.delta)
-            .flatten(0, 1)
-            .index_add_(0, places.flatten(), self.delta.flatten(0, 1))
-        )
-        size, _, root = self.sizes_of()
-        slack = 2 * product_slack(p) * root  # of each sum over the positions of one id, here and in the total
-        return [Part(measured(sums.view(n, -1))[0], size, None, slack, MILD * root)]
+        """See OuterUse; signals of an id are added at its first place in the record's sorted ids."""
+        parts = []
+        for use in uses:
+            (n, p), delta = use.h.shape, use.delta
+            if p == 1:
+                parts.append([Part(measured([delta])[0])])
+                continue
+            places = torch.searchsorted(use.h.sort(dim=1).values, use.h.contiguous())
+            places += torch.arange(0, n * p, p, device=places.device)[:, None]
+            sums = torch.zeros_like(delta).flatten(0, 1)
+            sums.index_add_(0, places.flatten(), delta.flatten(0, 1))
+            size, _, root = use.sizes_of()
+            slack = (
+                2 * product_slack(p) * root
+            )  # of each sum over the positions of one id, here and in the total
+            parts.append([Part(measured([sums.view(n, -1)])[0], size, None, slack, MILD * root)])
+        return parts
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: signals are added to the rows of their ids."""
@@ -479,19 +476,11 @@ class ConvolutionUse(OuterUse):
         return ordered.flatten(2 + self._dims).flatten(1, 1 + self._dims)
 
 
-class InMemory(Protocol):
-    """What takes memory for each record: of `records` records `numbers` numbers each, where the tensors `wrt` are."""
+def chunked(uses: Sequence[Any]) -> list[list[slice]]:
+    """Cut the batch of each use into parts whose numbers fit into memory; a card needs large ones to be busy.
 
-    records: int
-    numbers: int
-
-    @property
-    def wrt(self) -> Sequence[Tensor]:
-        """See Use."""
-
-
-def chunked(uses: Sequence[InMemory]) -> list[list[slice]]:
-    """Cut the batch of each use into parts whose numbers fit into memory; a card needs large ones to be busy."""
+    A use has the attributes `wrt`, `records` and `numbers` of `Use`.
+    """
     cuts = []
     for use in uses:
         limit = _NUMBERS_LIMIT if use.wrt[0].device.type == "cpu" else 16 * _NUMBERS_LIMIT
@@ -503,7 +492,11 @@ def chunked(uses: Sequence[InMemory]) -> list[list[slice]]:
 def joined(found: Sequence[Measured]) -> Measured:
     """Join the norms of parts of a batch that were measured alike."""
     first = found[0]
-    return Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
+    return (
+        first
+        if len(found) == 1
+        else Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
+    )
 
 
 def measured_by_gram(s: Tensor, u: Tensor) -> Measured:

@@ -173,12 +173,8 @@ class _Forward(NamedTuple):
     state: list[Tensor]
 
 
-class _Gradients(NamedTuple):
-    """Gradients of a scan: at W_x x_t + b_x and at W_h h_(t-1) + b_h, shape (T, batch, k n), and at the first state."""
-
-    inputs: Tensor
-    own: Tensor
-    first: list[Tensor]
+_Gradients = tuple[Tensor, Tensor, list[Tensor]]
+"""Gradients of a scan: at W_x x_t + b_x and at W_h h_(t-1) + b_h, shape (T, batch, k n), and at the first state."""
 
 
 class _Cell(ABC):
@@ -246,7 +242,7 @@ class _Lstm(_Cell):
             dz = own_dz[:, :4].flatten(1)
             dh = torch.addmm(deltas[t - 1], dz, ordered) if t else dz @ ordered
         whole = torch.cat([found[:, :, 1:4], found[:, :, :1]], dim=2).flatten(2).transpose(0, 1)
-        return _Gradients(whole, whole, [dh, dc])
+        return whole, whole, [dh, dc]
 
 
 class _Gru(_Cell):
@@ -277,7 +273,7 @@ class _Gru(_Cell):
             if t:
                 dh = dh + deltas[t - 1]
         whole = torch.stack(found[::-1]).unsqueeze(2)
-        return _Gradients((whole * inputs).flatten(2), (whole * recurrent).flatten(2), [dh])
+        return (whole * inputs).flatten(2), (whole * recurrent).flatten(2), [dh]
 
 
 class _Rnn(_Cell):
@@ -298,7 +294,7 @@ class _Rnn(_Cell):
             found.append(dz)
             dh = torch.addmm(deltas[t - 1], dz, weight) if t else dz @ weight
         whole = torch.stack(found[::-1])
-        return _Gradients(whole, whole, [dh])
+        return whole, whole, [dh]
 
 
 class _Scan(torch.autograd.Function):
@@ -425,10 +421,13 @@ def unrolled(
             number = layer * directions + direction
             own = list(weights[number * each : (number + 1) * each])
             state = [part[number] for part in states]
-            output, final = _direction(
-                linear, _CELLS[func](), steps, own, has_biases, state, backwards=direction == 1
-            )
-            outputs.append(output)
+            seen = steps.flip(0) if direction else steps
+            biases = own[2:4] if has_biases else [None, None]
+            if len(own) % 2:  # an LSTM whose outputs a matrix projects
+                output, final = _projected(linear, linear(seen, own[0], biases[0]), own, biases[1], state)
+            else:
+                output, final = _seen_layer(linear, _CELLS[func](), seen, [*own[:2], *biases], state)
+            outputs.append(output.flip(0) if direction else output)
             last.append(final)
         steps = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
         if dropout and layer < num_layers - 1:
@@ -451,26 +450,6 @@ def unrolled_cell(
     state = [initial] if isinstance(initial, Tensor) else list(initial)
     _, found = _seen_layer(linear, CELLS[func](), x.unsqueeze(0), [w_ih, w_hh, b_ih, b_hh], state)
     return found[0] if len(found) == 1 else tuple(found)
-
-
-def _direction(
-    linear: Linear,
-    cell: _Cell,
-    steps: Tensor,
-    weights: list[Tensor],
-    has_biases: bool,
-    state: list[Tensor],
-    *,
-    backwards: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs (T, batch, width) of one layer in one direction, and its last states."""
-    steps = steps.flip(0) if backwards else steps
-    biases = weights[2:4] if has_biases else [None, None]
-    if len(weights) % 2:
-        outputs, last = _projected(linear, linear(steps, weights[0], biases[0]), weights, biases[1], state)
-    else:
-        outputs, last = _seen_layer(linear, cell, steps, [*weights[:2], *biases], state)
-    return outputs.flip(0) if backwards else outputs, last
 
 
 def _projected(

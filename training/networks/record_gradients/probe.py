@@ -90,7 +90,8 @@ def probe(
             if second.recorder.is_settled():
                 break
         second.require_rows(first)
-        seeded = second.seeded()
+        pairs = enumerate(zip(second.outputs, second.states, strict=True))
+        seeded = [n for n, (output, state) in pairs if isinstance(state, Held) and output.requires_grad]
         first.differentiate(named, seeded)
         second.differentiate(named, seeded)
         second.require_rows_of_signals()
@@ -299,7 +300,7 @@ class _Pass:
         finally:
             self.tracker.require_unrefused()
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self._states = self.tracker.states(*self.outputs)
+        self.states = self.tracker.states(*self.outputs)
         require_inputs_kept(self.recorder.calls)
 
     def require_rows(self, first: _Pass, *, whole: bool = False) -> None:
@@ -312,7 +313,7 @@ class _Pass:
         Raises:
             ValueError: There is such an output.
         """
-        for number, (output, state) in enumerate(zip(self.outputs, self._states, strict=True)):
+        for number, (output, state) in enumerate(zip(self.outputs, self.states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
             if isinstance(state, Mixed) and grows:
                 raise mixes("the model's output", state)
@@ -321,14 +322,6 @@ class _Pass:
                     f"model: its output of shape {tuple(output.shape)} has no row for each of {self._records} records; "
                     "return one row per record, in the order of the batch"
                 )
-
-    def seeded(self) -> list[int]:
-        """Return which outputs hold records and lead to parameters."""
-        return [
-            n
-            for n, (output, state) in enumerate(zip(self.outputs, self._states, strict=True))
-            if isinstance(state, Held) and output.requires_grad
-        ]
 
     def differentiate(self, named: Sequence[tuple[str, nn.Parameter]], seeded: Sequence[int]) -> None:
         """Run the backward pass from gradients at some outputs.
@@ -344,7 +337,7 @@ class _Pass:
         roots = [self.outputs[n] for n in seeded]
         seeds = [torch.randn(root.shape, generator=generator).to(root) for root in roots]
         for seed, n in zip(seeds, seeded, strict=True):
-            self.tracker.note(self._states[n], seed)
+            self.tracker.note(self.states[n], seed)
         for _, parameter in named:
             parameter.grad = None
         self.tracker.backward = True

@@ -480,17 +480,14 @@ def _unfollowed() -> Iterator[None]:
         yield
 
 
-def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function of torch.nn.functional whose inner calls can be caught.
-
-    The function hands itself to an active TorchFunctionMode as a whole; the copy does not.
-    """
-    code = function.__code__
-    scope = {**function.__globals__, "has_torch_function": operator.not_}  # of some tensors: no
-    return types.FunctionType(code, scope, code.co_name, function.__defaults__)
-
-
-_attention = _transparent(functional.multi_head_attention_forward)
+# torch's function hands itself to an active TorchFunctionMode as a whole; this copy does not, so that its inner calls
+# can be caught
+_attention = types.FunctionType(
+    functional.multi_head_attention_forward.__code__,
+    {**functional.multi_head_attention_forward.__globals__, "has_torch_function": operator.not_},
+    functional.multi_head_attention_forward.__name__,
+    functional.multi_head_attention_forward.__defaults__,
+)
 _REPLACED = {functional.multi_head_attention_forward, functional.one_hot, *RECURRENT, *CELLS}
 _FACTS = {
     Tensor.dtype.__get__,  # type: ignore[attr-defined]

@@ -74,7 +74,13 @@ def require_separate_steps(
             # what this pass sets comes from these records and stays
             seeded_output(model.train(), first_half(x))
         with preserved_generators(x.device), preserved_buffers(model):
-            _require_nothing_kept(model.train(), x)
+            first = require_fixed_tensors(model.train(), x)
+            seeded_output(model, x.flip(0)[:_BATCH])
+            if not same(first, seeded_output(model, x)):
+                raise ValueError(
+                    "model: its output depends on earlier batches, or on random numbers that torch's generator does "
+                    "not draw; use a module that keeps no state between batches"
+                )
             with torch.no_grad():
                 outputs = model.eval()(x)
             _require_separate_losses(loss, outputs, y)
@@ -153,17 +159,6 @@ def require_no_hooks(model: nn.Module) -> None:
                 f"model: parameter {name!r} has a gradient hook, which does not run where the gradients of single "
                 "records are clipped; remove the hook"
             )
-
-
-def _require_nothing_kept(model: nn.Module, x: Tensor) -> None:
-    """Refuse parameters and buffers that a training pass changes, and outputs that depend on earlier batches."""
-    first = require_fixed_tensors(model, x)
-    seeded_output(model, x.flip(0)[:_BATCH])
-    if not same(first, seeded_output(model, x)):
-        raise ValueError(
-            "model: its output depends on earlier batches, or on random numbers that torch's generator does not draw; "
-            "use a module that keeps no state between batches"
-        )
 
 
 def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:

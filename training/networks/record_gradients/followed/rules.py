@@ -331,25 +331,13 @@ def convolution(op: Operation, outputs: Outputs) -> State | list[State]:
     return state if op["grad_output"] is None else _with_weight_gradients(state, op, outputs)
 
 
-def layer_norm(op: Operation, outputs: Outputs) -> State | list[State]:
-    """A norm over the last dimensions, and its gradients."""
+def norm(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A norm over the last dimensions, or over all but the first in groups of channels, and its gradients."""
     op.require_none("weight", "bias")
-    shared = {id(op["weight"]), id(op["bias"])}
-    values = op["input"]
-    state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in shared], values.ndim)
-    if isinstance(state, Held) and state.layout.dim >= values.ndim - len(op["normalized_shape"]):
-        return op.mixed("normalises over the records")
-    return _with_weight_gradients(state, op, outputs) if op.name.endswith("backward") else state
-
-
-def group_norm(op: Operation, outputs: Outputs) -> State | list[State]:
-    """A norm over groups of channels, and its gradients."""
-    op.require_none("weight", "bias")
-    shared = {id(op["weight"]), id(op["bias"])}
-    state, _ = joined(
-        [pair for pair in op.pairs() if id(pair[0]) not in shared], op["input"].ndim, leading=True
-    )
-    if isinstance(state, Held) and state.layout.dim:
+    shared, ndim = {id(op["weight"]), id(op["bias"])}, op["input"].ndim
+    grouped = op["normalized_shape"] is None
+    state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in shared], ndim, leading=grouped)
+    if isinstance(state, Held) and state.layout.dim >= (1 if grouped else ndim - len(op["normalized_shape"])):
         return op.mixed("normalises over the records")
     return _with_weight_gradients(state, op, outputs) if op.name.endswith("backward") else state
 
@@ -404,22 +392,17 @@ _ATTENDS = ("query", "key", "value", "grad_out", "grad_out_", "grad_output", "ou
 def spatial(op: Operation, outputs: Outputs) -> State | list[State]:
     """Pool, resample or pad the last one, two or three dimensions."""
     match = re.search(r"([123])d", op.name)
-    spatial = int(match[1]) if match else 1
-    pairs = op.pairs()
-    state, _ = joined(pairs, pairs[0][0].ndim, leading=True)
-    if isinstance(state, Held) and state.layout.dim >= pairs[0][0].ndim - spatial:
-        raise Refused("works along the records", "give it (records, channels, ...)")
-    return state
+    return leading(int(match[1]) if match else 1, "give it (records, channels, ...)")(op, outputs)
 
 
-def leading(trailing: int) -> Rule:
+def leading(trailing: int, remedy: str = ORDER_REMEDY) -> Rule:
     """Rule of operators on the last dimensions, batched over those before."""
 
     def rule(op: Operation, outputs: Outputs) -> State:
         pairs = op.pairs()
         state, _ = joined(pairs, max(tensor.ndim for tensor, _ in pairs), leading=True)
         if isinstance(state, Held) and state.layout.dim >= min(tensor.ndim for tensor, _ in pairs) - trailing:
-            raise Refused("works along the records", ORDER_REMEDY)
+            raise Refused("works along the records", remedy)
         return state
 
     return rule
@@ -565,11 +548,14 @@ def _places(op: Operation, state: State) -> _Places:
         placed = op.state(index)
         if isinstance(placed, Mixed):
             at_records = isinstance(state, Held) and state.layout.dim == n and state.layout.rows == 1
-            dim = _counting_dimension(index, op.records) if placed.counts and at_records else None
-            if dim is None:
+            # the index must count the records along one dimension, and do nothing else
+            dims = [d for d in range(index.ndim) if index.shape[d] > 1]
+            counts = torch.arange(op.records, device=index.device).to(index)
+            counted = placed.counts and at_records and len(dims) == 1
+            if not counted or not torch.equal(index.flatten(), counts):
                 raise Refused("takes rows by their place in the batch", TABLE_REMEDY)
             own = True
-            found.append(Layout(dim + ndim - index.ndim))
+            found.append(Layout(dims[0] + ndim - index.ndim))
         elif isinstance(placed, Held):
             found.append(placed.layout._replace(dim=placed.layout.dim + ndim - index.ndim))
     if len(set(found)) > 1 or (isinstance(state, Held) and not own and found):
@@ -577,15 +563,6 @@ def _places(op: Operation, state: State) -> _Places:
     numbers = [n for n, _ in given]
     start = numbers[0] if numbers == list(range(numbers[0], numbers[-1] + 1)) else 0
     return _Places(own, start + found[0].dim, found[0]) if found else _Places(own, None, None)
-
-
-def _counting_dimension(index: Tensor, records: int) -> int | None:
-    """Return the dimension along which an index counts the records, if it does nothing else."""
-    dims = [d for d in range(index.ndim) if index.shape[d] > 1]
-    counts = torch.arange(records, device=index.device)
-    if dims == [] or len(dims) > 1 or not torch.equal(index.flatten(), counts.to(index)):
-        return None
-    return dims[0]
 
 
 def counts_on(op: Operation, output: Tensor) -> bool:

@@ -15,7 +15,7 @@ that is read before it is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -90,10 +90,6 @@ _NO_RULE = {
 # The operators whose rows are known; one that no table names is refused if it takes records
 
 
-def _each(names: str, rule: Rule) -> Iterator[tuple[str, Rule]]:
-    return ((name, rule) for name in names.split())
-
-
 _POINTWISE = """
 add sub rsub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn exp exp2 expm1 log log2 log10 log1p
 sqrt rsqrt reciprocal square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid
@@ -146,40 +142,47 @@ _BATCH_NORMS = """
 native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm
 native_batch_norm_backward cudnn_batch_norm_backward _native_batch_norm_legit_no_training
 """
+_NORMS = """
+native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm
+native_group_norm_backward
+"""
 RULES: dict[str, Rule] = {
-    **dict(_each(_POINTWISE, rules.pointwise)),
-    **dict(_each(_REDUCTIONS, rules.reduced)),
-    **dict(_each(_ALONG, rules.along)),
-    **dict(_each(" ".join(VIEWS | JOINS) + _MOVES, rules.moved)),
-    **dict(_each("squeeze", rules.squeezed)),
-    **dict(_each("unfold_backward", rules.unfolded_back)),
-    **dict(_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy nll_loss_forward", rules.loss)),
-    **dict(_each("mm bmm", rules.mm)),
-    **dict(_each("mv", rules.mv)),
-    **dict(_each("dot vdot", rules.dot)),
-    **dict(_each("addmm", rules.added(lambda op: rules.product(op, op["mat1"], op["mat2"])))),
-    **dict(_each("baddbmm", rules.added(lambda op: rules.product(op, op["batch1"], op["batch2"])))),
-    **dict(_each("linear", rules.linear)),
-    **dict(_each("mkldnn_rnn_layer _cudnn_rnn", rules.recurrent)),
-    **dict(_each("_trilinear", rules.trilinear)),
-    **dict(_each("convolution convolution_backward", rules.convolution)),
-    **dict(_each("native_layer_norm native_layer_norm_backward", rules.layer_norm)),
-    **dict(_each("_fused_rms_norm _fused_rms_norm_backward", rules.layer_norm)),
-    **dict(_each("native_group_norm native_group_norm_backward", rules.group_norm)),
-    **dict(_each(_BATCH_NORMS, rules.batch_norm)),
-    **dict(_each(_SPATIAL, rules.spatial)),
-    **dict(_each(_MATRICES, rules.leading(2))),
-    **dict(_each("im2col col2im affine_grid_generator", rules.first_dimension)),
-    **dict(_each("_fft_r2c _fft_c2c _fft_c2r", rules.along)),
-    **dict(_each("view_as_real view_as_complex", rules.view_as_numbers)),
-    **dict(_each("embedding", rules.embedding)),
-    **dict(_each("_embedding_bag _embedding_bag_forward_only", rules.embedding_bag)),
-    **dict(_each("gather scatter scatter_add scatter_reduce", rules.indexed_lines)),
-    **dict(_each("index_select", rules.selected)),
-    **dict(_each("index_add index_copy index_fill", rules.added_at)),
-    **dict(_each("index _unsafe_index", rules.indexed)),
-    **dict(_each("index_put _index_put_impl _unsafe_index_put", rules.put)),
-    **dict(_each("zeros_like ones_like full_like empty_like rand_like randn_like randint_like", rules.like)),
+    **dict.fromkeys(_POINTWISE.split(), rules.pointwise),
+    **dict.fromkeys(_REDUCTIONS.split(), rules.reduced),
+    **dict.fromkeys(_ALONG.split(), rules.along),
+    **dict.fromkeys((" ".join(VIEWS | JOINS) + _MOVES).split(), rules.moved),
+    "squeeze": rules.squeezed,
+    "unfold_backward": rules.unfolded_back,
+    **dict.fromkeys(
+        ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"], rules.loss
+    ),
+    **dict.fromkeys(["mm", "bmm"], rules.mm),
+    "mv": rules.mv,
+    **dict.fromkeys(["dot", "vdot"], rules.dot),
+    "addmm": rules.added(lambda op: rules.product(op, op["mat1"], op["mat2"])),
+    "baddbmm": rules.added(lambda op: rules.product(op, op["batch1"], op["batch2"])),
+    "linear": rules.linear,
+    **dict.fromkeys(["mkldnn_rnn_layer", "_cudnn_rnn"], rules.recurrent),
+    "_trilinear": rules.trilinear,
+    **dict.fromkeys(["convolution", "convolution_backward"], rules.convolution),
+    **dict.fromkeys(_NORMS.split(), rules.norm),
+    **dict.fromkeys(_BATCH_NORMS.split(), rules.batch_norm),
+    **dict.fromkeys(_SPATIAL.split(), rules.spatial),
+    **dict.fromkeys(_MATRICES.split(), rules.leading(2)),
+    **dict.fromkeys(["im2col", "col2im", "affine_grid_generator"], rules.first_dimension),
+    **dict.fromkeys(["_fft_r2c", "_fft_c2c", "_fft_c2r"], rules.along),
+    **dict.fromkeys(["view_as_real", "view_as_complex"], rules.view_as_numbers),
+    "embedding": rules.embedding,
+    **dict.fromkeys(["_embedding_bag", "_embedding_bag_forward_only"], rules.embedding_bag),
+    **dict.fromkeys(["gather", "scatter", "scatter_add", "scatter_reduce"], rules.indexed_lines),
+    "index_select": rules.selected,
+    **dict.fromkeys(["index_add", "index_copy", "index_fill"], rules.added_at),
+    **dict.fromkeys(["index", "_unsafe_index"], rules.indexed),
+    **dict.fromkeys(["index_put", "_index_put_impl", "_unsafe_index_put"], rules.put),
+    **dict.fromkeys(
+        ["zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"],
+        rules.like,
+    ),
 }
 """The rule of each operator, by its name in torch.ops.aten."""
 
@@ -421,8 +424,10 @@ class RowTracker(TorchDispatchMode):
                     records=self._records,
                 )
                 # 3. Run it, and follow its results.
-                if name in _READS:
-                    self._require_unread(op)
+                for state in op.states.values() if name in _READS else ():
+                    if state is not None:
+                        why = f" ({state.reason})" if isinstance(state, Mixed) else ""
+                        raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
                 result = func(*args, **kwargs)
                 rows = list(result) if isinstance(result, tuple | list) else [result]
                 flat = [each for row in rows for each in (row if isinstance(row, list) else [row])]
@@ -465,13 +470,6 @@ class RowTracker(TorchDispatchMode):
             f"model: {self._where(name)} takes a {kind.__name__}, a class of tensors with operators of its own "
             "(__torch_dispatch__), which are not seen; compute with plain tensors"
         )
-
-    def _require_unread(self, op: Operation) -> None:
-        """Refuse numbers of records that become numbers of Python."""
-        for state in op.states.values():
-            if state is not None:
-                why = f" ({state.reason})" if isinstance(state, Mixed) else ""
-                raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
 
     def require_nothing_left(self) -> None:
         """After the passes, refuse numbers of records in a tensor that no pass computed.

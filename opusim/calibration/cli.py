@@ -183,9 +183,8 @@ def _calibrate_recorded(
 ) -> None:
     """Evaluate recorded frames; print the table, and write it with JSON, picture and description."""
     from opusim.calibration.recorded import read_frames
-    from opusim.calibration.recorded_faults import require_lawful
     from opusim.calibration.recorded_report import CameraReport, measured_description
-    from opusim.calibration.recorded_transfer import reduced
+    from opusim.calibration.recorded_transfer import reduced, require_lawful
     from opusim.description.schema import load_description
 
     base = None if name is None else load_description(name)

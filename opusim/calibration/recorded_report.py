@@ -50,7 +50,7 @@ class CameraReport:
         confidence: float,
         description: DeviceDescription | None,
     ) -> CameraReport:
-        """Evaluate frames that `recorded_faults.require_lawful` has accepted."""
+        """Evaluate frames that `recorded_transfer.require_lawful` has accepted."""
         described = {} if description is None else described_constants(description)
         found = transfer.estimates(confidence)
         times = [each.level.times_s for each in transfer.levels if each.level.times_s is not None]

@@ -208,7 +208,16 @@ def convert(
     for _, module in found:
         if isinstance(module, nn.Conv2d):
             zero_padding(module)
-    _remove_parametrizations(converted)
+    # parametrized layers become plain ones with their parameters of evaluation mode; torch's own function would
+    # also change the class of the layers that were copied
+    for layer in list(converted.modules()):
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(layer):
+            layer.eval()
+            held = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}  # type: ignore[union-attr]
+            layer.__class__ = plain_class(layer)
+            del layer.parametrizations
+            for name, value in held.items():
+                layer.register_parameter(name, nn.Parameter(value))
     _without_fused_kernels(converted)
     medium = load_description(device, overrides or None).medium
     chip = 0 if medium is None else medium.seed
@@ -216,7 +225,14 @@ def convert(
     placed = placements(converted, {module: str(device) for _, module in found})
     with ExitStack() as devices:
         for name, module in found:
-            kind, n_inputs, n_outputs = _device_layer(module)
+            layer: Any = module
+            if isinstance(layer, nn.Conv2d):
+                kind: Any = DeviceConv2d
+                n_inputs, n_outputs = layer.in_channels * math.prod(layer.kernel_size), layer.out_channels
+            elif is_transposed(layer):
+                kind, (n_inputs, n_outputs) = DeviceTransposedLinear, layer.weight.shape
+            else:
+                kind, n_inputs, n_outputs = DeviceLinear, layer.in_features, layer.out_features
             opened = open_device(
                 device,
                 mode=mode,
@@ -229,15 +245,6 @@ def convert(
             converted = _replaced(converted, module, kind(module, opened, **options))
         devices.pop_all()
     return DeviceModel(converted, placed, digital)
-
-
-def _device_layer(module: Any) -> tuple[type[nn.Module], int, int]:
-    """Return the class that runs a layer on a device, and the inputs and outputs of its matrix."""
-    if isinstance(module, nn.Conv2d):
-        return DeviceConv2d, module.in_channels * math.prod(module.kernel_size), module.out_channels
-    if is_transposed(module):
-        return DeviceTransposedLinear, *module.weight.shape
-    return DeviceLinear, module.in_features, module.out_features
 
 
 def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -266,21 +273,6 @@ def _copied(model: nn.Module) -> nn.Module:
                 hook.remove(module)
                 del module._forward_pre_hooks[key]
     return copied
-
-
-def _remove_parametrizations(model: nn.Module) -> None:
-    """Turn parametrized layers of a copied model into plain ones with their parameters of evaluation mode.
-
-    `torch.nn.utils.parametrize.remove_parametrizations` would also change the class of the layers that were copied.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module):
-            module.eval()
-            held = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
-            module.__class__ = plain_class(module)
-            del module.parametrizations
-            for name, value in held.items():
-                module.register_parameter(name, nn.Parameter(value))
 
 
 def _without_fused_kernels(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from opusim.description.camera import (
 )
 from opusim.description.crossbar import CrossbarSettings, CrossbarTemperatureSettings
 from opusim.description.photonic import MeshSettings, RingSettings
-from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
+from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.tables import Shown
@@ -647,10 +647,7 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
         key = ".".join((*path, TEMPERATURE))
         if own is not None and TEMPERATURE in own:
             raise ConfigError(file, TEMPERATURE, f"{key} is given too; give one of them")
-        placed: dict[str, Any] = {TEMPERATURE: wanted}
-        for name in reversed(path):
-            placed = {name: placed}
-        return merged(given, placed)
+        return merged(given, nested(key, wanted))
     kind = str(described.get("kind", ""))
     if kind == "crossbar":
         return merged(given, _thermal_read_out(described, wanted))

@@ -19,15 +19,19 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim import plugins
-from opusim.description.bench import BenchSettings
 from opusim.description.camera import (
     FRAMES_PER_TERNARY,
     ArrheniusSettings,
+    BenchSettings,
     CameraSettings,
     DoublingSettings,
 )
-from opusim.description.crossbar import CrossbarSettings, CrossbarTemperatureSettings
-from opusim.description.photonic import MeshSettings, RingSettings
+from opusim.description.crossbar import (
+    CrossbarSettings,
+    CrossbarTemperatureSettings,
+    MeshSettings,
+    RingSettings,
+)
 from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text

@@ -618,21 +618,6 @@ def _fill_rates(
         rates[i] = gain_e[i] * (a * a + b * b) + dark_e[i]
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def _fill_complement_rates(
-    rates: np.ndarray,
-    re: np.ndarray,
-    im: np.ndarray,
-    anchor: np.ndarray,
-    gain_e: np.ndarray,
-    dark_e: np.ndarray,
-) -> None:
-    """Expected electrons of the complements' fields: gain_e |u_a - u|^2 + dark_e."""
-    for i in range(rates.size):
-        a, b = np.float64(anchor[0, i] - re[i]), np.float64(anchor[1, i] - im[i])
-        rates[i] = gain_e[i] * (a * a + b * b) + dark_e[i]
-
-
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def expose_fields(
     numbers: np.ndarray, field: np.ndarray, pixel: np.ndarray, noise: np.ndarray, sensor: _Sensor
@@ -702,8 +687,13 @@ def recover_rows(
                 re, im = field[half, row, start:stop], field[half + 1, row, start:stop]
                 if frame % 2 == 0:
                     _fill_rates(rate, re, im, gain_e, dark_e)
-                else:
-                    _fill_complement_rates(rate, re, im, anchor[:, start:stop], gain_e, dark_e)
+                else:  # of the complements' fields, gain_e |u_a - u|^2 + dark_e
+                    for i in range(rate.size):
+                        a, b = (
+                            np.float64(anchor[0, start + i] - re[i]),
+                            np.float64(anchor[1, start + i] - im[i]),
+                        )
+                        rate[i] = gain_e[i] * (a * a + b * b) + dark_e[i]
                 shot, read = noise[2 * frame, row, start:stop], noise[2 * frame + 1, row, start:stop]
                 fill_numbers(got, rate, offset_e, shot, read, sensor)
                 sign = 1.0 if frame in (0, 3) else -1.0

@@ -290,15 +290,11 @@ class PixelSettings(StrictSection):
         return tuple(key for key in keys if getattr(self, key) is not None)
 
     @model_validator(mode="after")
-    def _telegraph_pixels_have_levels(self) -> Self:
+    def _faults_are_complete(self) -> Self:
         if (self.telegraph_share is None) != (self.telegraph_e is None):
             raise ValueError("telegraph_share and telegraph_e belong together; give both or neither")
         if self.telegraph_us is not None and self.telegraph_share is None:
             raise ValueError("telegraph_us is given without telegraph_share; give both, or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _hot_pixels_have_a_factor(self) -> Self:
         if (self.hot_share > 0) != (self.hot_factor is not None):
             raise ValueError("hot_share and hot_factor belong together; give both or neither")
         return self
@@ -459,7 +455,7 @@ class CameraSettings(StrictSection):
         return None if self.dark is None else self.dark.law()
 
     @model_validator(mode="after")
-    def _a_path_has_a_reference(self) -> Self:
+    def _parts_fit(self) -> Self:
         if self.vibration is not None and self.vibration.phase_rms_rad and self.reference_beam is None:
             raise ValueError(
                 "vibration: phase_rms_rad is a phase to a reference beam, and there is none; give "
@@ -480,10 +476,6 @@ class CameraSettings(StrictSection):
             raise ValueError(
                 "vibration: pointing_rms_pixels and pixels.crosstalk both mix neighbouring pixels; give one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _faults_have_a_stage(self) -> Self:
         pixels = self.pixels
         if pixels is not None and (pixels.hot_share or pixels.dcnu) and self.dark is None:
             raise ValueError("pixels: hot_share and dcnu need dark current; give a section [camera.dark]")
@@ -495,18 +487,10 @@ class CameraSettings(StrictSection):
             raise ValueError("pixels: nonlinearity is relative to saturation; give full_well_e or adc_bits")
         if pixels is not None and pixels.read_noise_spread and not self.sensor.read_noise_e:
             raise ValueError("pixels: read_noise_spread spreads a read noise of 0; give sensor.read_noise_e")
-        return self
-
-    @model_validator(mode="after")
-    def _one_grain(self) -> Self:
         if self.grain_pixels is not None and self.grain_correlation:
             raise ValueError(
                 "grain_pixels and grain_correlation both say how large grains are; give one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _dark_law_holds(self) -> Self:
         law = self.dark_law()
         if self.dark is not None and law is not None:
             law.current_e_per_s(self.dark.temperature_c)

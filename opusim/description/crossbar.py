@@ -292,10 +292,6 @@ class CrossbarSettings(StrictSection):
             )
         if self.low_frequency is not None and self.drift is None:
             raise ValueError("low_frequency: needs drift, whose t0_s it counts from; add drift, or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _spreads_are_not_negative(self) -> Self:
         for polynomial in self.spreads_us():
             if min(sum(c * (k / 100) ** n for n, c in enumerate(polynomial)) for k in range(101)) < 0:
                 raise ValueError(

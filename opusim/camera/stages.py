@@ -524,20 +524,6 @@ _EXPAND_FROM = 12.0
 _MOST_STEPS = 1100  # 15 standard deviations above 700, 300 above 12
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def _small_count(rate: float, w: float) -> float:
-    """Return the smallest n with P(N <= n) >= Phi(w), by adding up masses; rate below `SUM_BELOW`."""
-    target = 0.5 * math.erfc(-w * _ROOT_HALF)
-    mass = math.exp(-rate)
-    below = mass
-    n = 0
-    while below < target and n < _MOST_STEPS:
-        n += 1
-        mass *= rate / n
-        below += mass
-    return float(n)
-
-
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
     """Poisson counts from rates and standard normal numbers.
@@ -560,10 +546,17 @@ def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
         sum_up = near & (rates[i] < SUM_BELOW)
         counts[i] = -1.0 if sum_up else math.floor(x)
         some |= sum_up
-    if some:
+    if some:  # the smallest n with P(N <= n) >= Phi(w), by adding up masses
         for i in range(counts.size):
             if counts[i] < 0.0:
-                counts[i] = _small_count(rates[i], np.float64(w[i]))
+                target = 0.5 * math.erfc(-np.float64(w[i]) * _ROOT_HALF)
+                mass = below = math.exp(-rates[i])
+                n = 0
+                while below < target and n < _MOST_STEPS:
+                    n += 1
+                    mass *= rates[i] / n
+                    below += mass
+                counts[i] = n
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

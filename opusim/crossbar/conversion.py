@@ -249,20 +249,20 @@ def convert(
     placed = placements(converted, {module: str(device) for _, module in found})
     with ExitStack() as devices:
         for name, module in found:
-            layer: Any = module
-            if isinstance(layer, nn.Conv2d):
-                kind: Any = DeviceConv2d
-                n_inputs, n_outputs = layer.in_channels * math.prod(layer.kernel_size), layer.out_channels
-            elif is_transposed(layer):
-                kind, (n_inputs, n_outputs) = DeviceTransposedLinear, layer.weight.shape
+            own: Any = module
+            kind: Any = DeviceLinear
+            if isinstance(module, nn.Conv2d):
+                kind, size = DeviceConv2d, (own.in_channels * math.prod(own.kernel_size), own.out_channels)
+            elif is_transposed(module):
+                kind, size = DeviceTransposedLinear, own.weight.shape
             else:
-                kind, n_inputs, n_outputs = DeviceLinear, layer.in_features, layer.out_features
+                size = own.in_features, own.out_features
             opened = open_device(
                 device,
                 mode=mode,
                 seed=derive_seed(seed, "device of layer", name),
-                n_inputs=n_inputs,
-                n_outputs=n_outputs,
+                n_inputs=size[0],
+                n_outputs=size[1],
                 **{**overrides, "medium": {"seed": derive_seed(seed, "chip of layer", name, chip) >> 1}},
             )
             devices.callback(opened.close)

@@ -363,8 +363,9 @@ class TiledProduct:
             yield mean, constant, current
 
 
-def _add_rows(arrays: list[np.ndarray], numbers: tuple[np.float32, ...], start: int, stop: int) -> None:
-    add_codes(*(array[start:stop] for array in arrays), *numbers)
+def _add_rows(arrays: list[Any], numbers: tuple[np.float32, ...], start: int, stop: int) -> None:
+    parts: Any = [array[start:stop] for array in arrays]
+    add_codes(*parts, *numbers)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

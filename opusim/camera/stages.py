@@ -82,26 +82,6 @@ def _terms(std: float) -> int:
     return math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std))
 
 
-def _rounding(
-    rate: np.ndarray, base: np.ndarray, std: float, gain: float, shot: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """E[e], and Var[e] - 2 Cov[X, e], by the series."""
-    counts = rate if shot else np.zeros_like(rate)
-    start = base if shot else base + gain * rate
-    centre = start + gain * counts
-    start = start - np.rint(centre)  # whole numbers shift both X and its rounding
-    first, second, product = np.zeros_like(rate), np.full_like(rate, 1 / 12), np.zeros_like(rate)
-    for k in range(1, _terms(std) + 1):
-        t, sign = 2 * math.pi * k, 1.0 if k % 2 else -1.0
-        turn = np.exp(1j * gain * t)
-        value = np.exp(1j * t * start + counts * (turn - 1) - 0.5 * (std * t) ** 2)
-        slope = value * (gain * counts * (turn - 1) + 1j * std**2 * t)  # of X less its mean
-        first += sign / (math.pi * k) * value.imag
-        second -= sign / (math.pi * k) ** 2 * value.real
-        product += sign / (math.pi * k) * slope.imag
-    return first, second - first**2 - 2 * product
-
-
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _add_up(
     found: np.ndarray,
@@ -300,10 +280,23 @@ class Sensor:
         if top >= 0:
             ends |= (mean - reach < -0.5) | (mean + reach > top + 0.5)
             if std >= _LEAST_STD_DN:
+                # E[e], and Var[e] - 2 Cov[X, e], by the series
                 inside = ~ends
-                shift, factor = _rounding(rate[inside], base[inside], std, gain, shot > 0)
-                mean[inside] -= shift
-                variance[inside] += factor
+                part, start = rate[inside], base[inside]
+                counts = part if shot else np.zeros_like(part)
+                start = start if shot else start + gain * part
+                start = start - np.rint(start + gain * counts)  # whole numbers shift both X and its rounding
+                first, second, product = np.zeros_like(part), np.full_like(part, 1 / 12), np.zeros_like(part)
+                for k in range(1, _terms(std) + 1):
+                    t, sign = 2 * math.pi * k, 1.0 if k % 2 else -1.0
+                    turn = np.exp(1j * gain * t)
+                    value = np.exp(1j * t * start + counts * (turn - 1) - 0.5 * (std * t) ** 2)
+                    slope = value * (gain * counts * (turn - 1) + 1j * std**2 * t)  # of X less its mean
+                    first += sign / (math.pi * k) * value.imag
+                    second -= sign / (math.pi * k) ** 2 * value.real
+                    product += sign / (math.pi * k) * slope.imag
+                mean[inside] -= first
+                variance[inside] += second - first**2 - 2 * product
             else:
                 ends[:] = True
         if np.any(ends):

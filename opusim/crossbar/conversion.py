@@ -246,7 +246,19 @@ def convert(
     medium = load_description(device, overrides or None).medium
     chip = 0 if medium is None else medium.seed
     options = {"compensate_drift": compensate_drift, "programming_step": programming_step}
-    placed = placements(converted, {module: str(device) for _, module in found})
+    # where each layer with parameters goes
+    placed: list[Placement] = []
+    closed, taken = tuple[str, ...](), {module for _, module in found}
+    for name, module in converted.named_modules():
+        if name.startswith(closed):
+            continue
+        multihead = isinstance(module, nn.MultiheadAttention)
+        whole = module in taken or multihead or parametrize.is_parametrized(module)
+        if whole:
+            closed = (*closed, f"{name}." if name else "")
+        if size := sum(p.numel() for p in module.parameters(recurse=whole)):
+            where = str(device) if module in taken else None
+            placed.append(Placement(name, plain_class(module).__name__, size, where))
     with ExitStack() as devices:
         for name, module in found:
             own: Any = module
@@ -398,31 +410,6 @@ def digital_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of everything with a weight matrix that runs on no device: `digital` for `convert`."""
     taken, others = _holders(model)
     return (*others, *(n for n, each in taken.items() if isinstance(each, nn.Conv2d) and has_groups(each)))
-
-
-def placements(model: nn.Module, devices: dict[nn.Module, str]) -> tuple[Placement, ...]:
-    """Return where each layer with parameters goes.
-
-    Args:
-        model: The digital network.
-        devices: Names of the devices of its layers.
-    """
-    rows = []
-    closed: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(prefix) for prefix in closed):
-            continue
-        whole = (
-            module in devices
-            or isinstance(module, nn.MultiheadAttention)
-            or parametrize.is_parametrized(module)
-        )
-        if whole:
-            closed.append(f"{name}." if name else "")
-        size = sum(p.numel() for p in module.parameters(recurse=whole))
-        if size:
-            rows.append(Placement(name, plain_class(module).__name__, size, devices.get(module)))
-    return tuple(rows)
 
 
 def covers(entry: str, name: str) -> bool:

@@ -622,21 +622,15 @@ class FaultyMirrors(Speckle):
         """Upper limits as `Speckle.largest_fields`: by the triangle inequality from the sound array's.
 
         |u_x| <= |v| + (1 - e) L and |u_(a-x)| <= |u_a - z_1| + (1 - e) L, with L the sound array's limit over data
-        mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors.
+        mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors. If
+        leaks have a speckle of their own, D_i = R_i - e L_i and z is the sum of all D_i, the limits are |v + z / 2| and
+        |u_a - z / 2|, and half of the octagon's limit in `Speckle.largest_fields` over D_i.
         """
-        if self._leaks is not None:
-            return self._largest_with_leaks()
-        limit = np.broadcast_to(self._swing * super().largest_fields()[0], (2, self.n_outputs))
         blank, anchor, data = self._ends
-        sizes = (reduce(np.hypot, field) for field in (blank, anchor - data))
-        return np.stack([size + own for size, own in zip(sizes, limit, strict=True)])
-
-    def _largest_with_leaks(self) -> np.ndarray:
-        """Return upper limits of |v + sum_i D_i x_i| and |u_a - sum_i D_i x_i|, D_i = R_i - e L_i: (2, n_outputs).
-
-        With z the sum of all D_i they are |v + z / 2| and |u_a - z / 2|, and half of the octagon's limit in
-        `Speckle.largest_fields` over D_i.
-        """
+        if self._leaks is None:
+            limit = np.broadcast_to(self._swing * super().largest_fields()[0], (2, self.n_outputs))
+            sizes = (reduce(np.hypot, field) for field in (blank, anchor - data))
+            return np.stack([size + own for size, own in zip(sizes, limit, strict=True)])
         planes, free = self.law.planes, self._free[:, None]
         reach = np.zeros((self.law.modes, 4, self.n_outputs))
         for outputs in self._output_blocks():
@@ -649,7 +643,6 @@ class FaultyMirrors(Speckle):
                     sums = [part.abs().sum(0, dtype=torch.float64).numpy() for part in (p, q, *slanted)]
                     reach[mode, :, outputs.start : outputs.stop] += np.stack(sums)
         half = 0.5 * np.max(reach, axis=1) * (1 + _SUM_SLACK) / math.cos(math.pi / 8) * self.law.modes**-0.5
-        blank, anchor, data = self._ends
         limits = []
         for middle in (blank + data / 2, anchor - data / 2):
             own = np.hypot(middle[0::2], middle[1::2]) + half  # of each mode

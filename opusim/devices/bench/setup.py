@@ -228,7 +228,19 @@ def measure_setup(
                 "make grains smaller on the sensor, or light more of it"
             )
         share *= 0.7 * max(found / n_outputs, 0.3)
-    return replace(setup, scale=setup.scale * _unit_scale(source, setup, name))
+    # 4. The factor that brings the entries of the matrix to variance 1: from two readings of unit vectors.
+    n = setup.layout.n_inputs
+    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED)).numpy()[:_UNIT_VECTORS]
+    x = np.repeat(np.eye(n, dtype=np.int8)[chosen], 2, axis=0)
+    readings = setup.decode(signed_sum(source.show(setup.layout.ternary(x), setup.outputs)), x)
+    products = readings[0::2] * readings[1::2]
+    power, error = float(products.mean()), float(products.std()) / products.size**0.5
+    if not power > 5 * error:
+        raise DeviceFault(
+            f"device {name!r}: two readings of single inputs do not agree: the light of an input is below the noise; "
+            "lengthen the exposure, brighten the laser, raise bench.macro_pixel or open fewer inputs"
+        )
+    return replace(setup, scale=setup.scale * power**-0.5)
 
 
 def search_exposure(
@@ -410,26 +422,6 @@ def _choose_outputs(
         date=time.strftime("%Y-%m-%d"),
     )
     return setup, len(flat)
-
-
-def _unit_scale(source: Sequencer, setup: BenchSetup, name: str) -> float:
-    """Return c, which brings the entries of the matrix to variance 1: from two readings of unit vectors.
-
-    Raises:
-        DeviceFault: the readings are noise.
-    """
-    n = setup.layout.n_inputs
-    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED)).numpy()[:_UNIT_VECTORS]
-    x = np.repeat(np.eye(n, dtype=np.int8)[chosen], 2, axis=0)
-    readings = setup.decode(signed_sum(source.show(setup.layout.ternary(x), setup.outputs)), x)
-    products = readings[0::2] * readings[1::2]
-    power, error = float(products.mean()), float(products.std()) / products.size**0.5
-    if not power > 5 * error:
-        raise DeviceFault(
-            f"device {name!r}: two readings of single inputs do not agree: the light of an input is below the noise; "
-            "lengthen the exposure, brighten the laser, raise bench.macro_pixel or open fewer inputs"
-        )
-    return power**-0.5
 
 
 def _around(centre: tuple[int, int], sides: tuple[int, int], whole: Roi, settings: BenchSettings) -> Roi:

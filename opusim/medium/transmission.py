@@ -221,14 +221,14 @@ class Medium:
         last = -(-columns.stop // OUTPUTS_PER_BLOCK)
         skip = columns.start - first * OUTPUTS_PER_BLOCK
         tile = torch.empty((len(rows), len(columns)), dtype=torch.float32, device=device)
-        blocks = torch.arange(first, last, dtype=torch.int64, device=device)
+        numbers = torch.arange(first, last, dtype=torch.int64, device=device)
         at_once = max(1, _TORCH_ROWS // max(1, last - first))
         for part in blocks(len(rows), at_once):
             pause()
             inputs = torch.arange(
                 rows.start + part.start, rows.start + part.stop, dtype=torch.int64, device=device
             )
-            words = philox_torch(blocks, inputs[:, None], self.plane, self.epoch, self.seed)
+            words = philox_torch(numbers, inputs[:, None], self.plane, self.epoch, self.seed)
             halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
             tile[part.start : part.stop] = table[halves.flatten(1)[:, skip : skip + len(columns)]]
         return tile

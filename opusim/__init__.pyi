@@ -18,7 +18,7 @@ from opusim.accounting import calibrate_noise as calibrate_noise
 from opusim.accounting import guarantees as guarantees
 from opusim.accounting import read_ledger as read_ledger
 from opusim.crossbar.conversion import convert as convert
-from opusim.crossbar.noise_aware import noise_aware as noise_aware
+from opusim.crossbar.conversion import noise_aware as noise_aware
 from opusim.description.schema import load_description as load_description
 from opusim.devices.base import NoisyDevice as NoisyDevice
 from opusim.devices.kinds import register_device as register_device

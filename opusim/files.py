@@ -535,7 +535,17 @@ def parse_toml(text: str) -> dict[str, Any]:
         tomllib.TOMLDecodeError: It is no TOML, is nested more than `DEPTH_LIMIT` deep, has keys of more than
             `KEY_LIMIT` parts in all, or holds a whole number of `INTEGER_LIMIT` or more in magnitude.
     """
-    if (parts := _key_parts(text)) > KEY_LIMIT:
+    parts = 0  # an upper bound on the parts of all keys; in a line with quotes every dot counts
+    for line in text.split("\n"):
+        if '"' in line or "'" in line:
+            parts += line.count(".") + line.count("=") + 1
+        elif line.lstrip().startswith("["):
+            name = line.partition("]")[0]  # of a table, or the beginning of a list
+            parts += 0 if "," in name else name.count(".") + 1
+        else:
+            for piece in line.split("=")[:-1]:
+                parts += piece[max(piece.rfind(","), piece.rfind("{")) + 1 :].count(".") + 1
+    if parts > KEY_LIMIT:
         raise tomllib.TOMLDecodeError(
             f"its keys have {parts:,} parts, more than the limit of {KEY_LIMIT:,}; give fewer keys, or lists of numbers"
         )
@@ -551,21 +561,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     if problem:
         raise tomllib.TOMLDecodeError(problem)
     return value
-
-
-def _key_parts(text: str) -> int:
-    """Return an upper bound on the parts of all keys in TOML; in a line with quotes every dot counts."""
-    parts = 0
-    for line in text.split("\n"):
-        if '"' in line or "'" in line:
-            parts += line.count(".") + line.count("=") + 1
-        elif line.lstrip().startswith("["):
-            name = line.partition("]")[0]  # of a table, or the beginning of a list
-            parts += 0 if "," in name else name.count(".") + 1
-        else:
-            for piece in line.split("=")[:-1]:
-                parts += piece[max(piece.rfind(","), piece.rfind("{")) + 1 :].count(".") + 1
-    return parts
 
 
 def to_toml(content: Mapping[str, Any], prefix: str = "") -> str:

@@ -80,8 +80,10 @@ class Progress:
     def __enter__(self) -> Self:
         if not self._show:
             return self
-        if (display := _notebook_display()) is not None:
-            self._cell = _NotebookBar(display)
+        ipython: Any = sys.modules.get("IPython")
+        shell = None if ipython is None else ipython.get_ipython()
+        if getattr(shell, "kernel", None) is not None:  # this process is the kernel of a notebook
+            self._cell = _NotebookBar(ipython.display)
         elif self._stream.isatty():
             self._bar = Bar(
                 TextColumn("{task.description}"),
@@ -219,10 +221,3 @@ class _NotebookBar:
     def clear(self) -> None:
         """Clear the output of the cell."""
         self._handle.update(self._html(""))
-
-
-def _notebook_display() -> Any:
-    """Return `IPython.display` if this process is the kernel of a notebook, else None."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return None if getattr(shell, "kernel", None) is None else ipython.display  # type: ignore[union-attr]

@@ -68,6 +68,18 @@ def _above_absolute_zero(**temperatures_c: float) -> None:
             )
 
 
+def _require_reachable(
+    temperatures_c: tuple[float, float], limits: tuple[float, float], **wanted: float
+) -> None:
+    """Refuse a value that no temperature gives."""
+    (coldest, hottest), (low, high), ((name, value),) = temperatures_c, limits, wanted.items()
+    if not low <= value <= high or low == high:
+        raise ValueError(
+            f"{name} = {value:g}: cannot be reached by temperature, {coldest:g} to {hottest:g} degrees Celsius give "
+            f"{low:.6g} to {high:.6g}; change the exposure or the bias light, or add a digital share of noise"
+        )
+
+
 class DarkCurrent(ABC):
     """Electrons per second and pixel that appear without light, growing with temperature, never negative.
 
@@ -114,12 +126,8 @@ class DarkCurrent(ABC):
         checks.positive(current_e_per_s=current_e_per_s)
         low = self.current_e_per_s(self.temperature_min_c)
         high = self.current_e_per_s(self.temperature_max_c)
-        if not low <= current_e_per_s <= high or low == high:
-            raise ValueError(
-                f"current_e_per_s = {current_e_per_s:g}: cannot be reached by temperature, "
-                f"{self.temperature_min_c:g} to {self.temperature_max_c:g} degrees Celsius give {low:.6g} to "
-                f"{high:.6g}; change the exposure or the bias light, or add a digital share of noise"
-            )
+        working_c = self.temperature_min_c, self.temperature_max_c
+        _require_reachable(working_c, (low, high), current_e_per_s=current_e_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,11 +360,7 @@ class TemperatureLaw:
         checks.positive(std=std)
         coldest, hottest = self.temperatures_c
         low, high = self.std(coldest), self.std(hottest)
-        if not low <= std <= high or low == high:
-            raise ValueError(
-                f"std = {std:g}: cannot be reached by temperature, {coldest:g} to {hottest:g} degrees Celsius give "
-                f"{low:.6g} to {high:.6g}; change the exposure or the bias light, or add a digital share of noise"
-            )
+        _require_reachable((coldest, hottest), (low, high), std=std)
         if self.thermal_e2_per_k:  # a noise that grows with the temperature: halve its range to the last bits
             for _ in range(_HALVINGS):
                 middle = (coldest + hottest) / 2

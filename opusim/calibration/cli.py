@@ -137,7 +137,35 @@ def calibrate_command(
                 option, "--recorded", "is missing, and this option is for frames in files; give it"
             )
     if recorded is not None:
-        _calibrate_recorded(recorded, out, name, confidence, bits, packing, temperature_c, title)
+        # evaluate the frames; print the table, and write it with JSON, picture and description
+        from opusim.calibration.recorded import read_frames
+        from opusim.calibration.recorded_report import CameraReport, measured_description
+        from opusim.calibration.recorded_transfer import reduced, require_lawful
+        from opusim.description.schema import load_description
+
+        base = None if name is None else load_description(name)
+        if base is not None and base.camera is None:
+            raise ConfigError(base.name, "kind", f"{base.kind!r} has no camera; name a camera, or nothing")
+        with output_folder(out):
+            transfer = reduced(read_frames(recorded, bits=bits, packing=packing), progress="lines")
+            camera = CameraReport.of(transfer, require_lawful(transfer), confidence, base)
+        typer.echo(camera.text())
+        (out / "camera.txt").write_text(f"{camera.text()}\n", encoding="utf-8")
+        content = json.dumps(camera.to_json(), indent=2, ensure_ascii=False)
+        (out / "camera.json").write_text(f"{content}\n", encoding="utf-8")
+        camera.figure().savefig(out / "camera.png", dpi=110)
+        typer.echo(f"report: {out / 'camera.txt'}, camera.json and camera.png")
+        if base is None:
+            typer.echo("to write a description, name the camera that gives its other numbers")
+            return
+        path = out / f"{base.name}_measured.toml"
+        description, remarks = measured_description(
+            camera, base, path.stem, title=title, temperature_c=temperature_c
+        )
+        path.write_text(to_toml(description.dump()), encoding="utf-8")
+        for remark in remarks:
+            typer.echo(wrapped(remark))
+        typer.echo(f"description: {path}; opusim device show {quoted(path)}")
         return
     if name is None:
         raise ConfigError("NAME", "--recorded", "is missing too; name a device, or give frames in files")
@@ -169,49 +197,6 @@ def calibrate_command(
 _OF_DEVICES = ("outputs", "inputs", "frames", "readings", "warm_c", "beta", "seed")
 """Options of `calibrate_command` for devices only."""
 _OF_FILES = ("bits", "packing", "temperature_c", "title")
-
-
-def _calibrate_recorded(
-    recorded: Path,
-    out: Path,
-    name: str | None,
-    confidence: float,
-    bits: int | None,
-    packing: Packing | None,
-    temperature_c: float | None,
-    title: str | None,
-) -> None:
-    """Evaluate recorded frames; print the table, and write it with JSON, picture and description."""
-    from opusim.calibration.recorded import read_frames
-    from opusim.calibration.recorded_faults import require_lawful
-    from opusim.calibration.recorded_report import CameraReport, measured_description
-    from opusim.calibration.recorded_transfer import reduced
-    from opusim.description.schema import load_description
-
-    base = None if name is None else load_description(name)
-    if base is not None and base.camera is None:
-        raise ConfigError(base.name, "kind", f"{base.kind!r} has no camera; name a camera, or nothing")
-    with output_folder(out):
-        found = read_frames(recorded, bits=bits, packing=packing)
-        transfer = reduced(found, progress="lines")
-        report = CameraReport.of(transfer, require_lawful(transfer), confidence, base)
-    typer.echo(report.text())
-    (out / "camera.txt").write_text(f"{report.text()}\n", encoding="utf-8")
-    content = json.dumps(report.to_json(), indent=2, ensure_ascii=False)
-    (out / "camera.json").write_text(f"{content}\n", encoding="utf-8")
-    report.figure().savefig(out / "camera.png", dpi=110)
-    typer.echo(f"report: {out / 'camera.txt'}, camera.json and camera.png")
-    if base is None:
-        typer.echo("to write a description, name the camera that gives its other numbers")
-        return
-    path = out / f"{base.name}_measured.toml"
-    description, remarks = measured_description(
-        report, base, path.stem, title=title, temperature_c=temperature_c
-    )
-    path.write_text(to_toml(description.dump()), encoding="utf-8")
-    for remark in remarks:
-        typer.echo(wrapped(remark))
-    typer.echo(f"description: {path}; opusim device show {quoted(path)}")
 
 
 def check_command(

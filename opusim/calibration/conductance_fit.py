@@ -27,7 +27,6 @@ import csv
 import datetime
 import hashlib
 import io
-import itertools
 import math
 import reprlib
 from dataclasses import dataclass, field, replace
@@ -200,14 +199,36 @@ def fit(
     """
     checks.in_unit_interval(confidence=confidence)
     checks.integer(minimum=20, replicates=replicates)
-    _check_units(data)
-    shapes = _shapes(data) if shape is None else [shape]
-    lines = len(data.target)
+    # 1. Refuse values in other units than their targets, judged at the earliest times, since drift lowers later ones.
+    expected = data.target * (1.0 if data.factor is None else data.factor)
+    early = data.time_s <= np.quantile(data.time_s, 0.25)
+    size = float((expected[early] ** 2).sum())
+    if not size:
+        raise ConfigError("readings", "targets", "are all 0 at the earliest times; measure larger ones")
+    gain = float((expected[early] * data.value[early]).sum()) / size
+    if abs(gain - 1) > _GAIN_TOLERANCE:
+        wanted = "the targets" if data.factor is None else "input * weight"
+        raise ConfigError(
+            "readings",
+            "values",
+            f"are {gain:.3g} times {wanted} at the earliest times; bring them to the same unit (divide them by a gain)",
+        )
+    # 2. The forms with at most one constant for eight lines, or three; products add the noise of outputs.
+    lines, laws = len(data.target), list[tuple[TimeLaw, bool]]([("none", False)])
+    if data.elapsed.max() > 0:
+        laws += [("drift", False), ("drift", True), ("relaxation", False)]
+    degrees = range(min(4, len(np.unique(abs(data.target)))))
+    most = max(3, lines // _LINES_PER_CONSTANT) + (data.factor is not None)
+    possible = [Shape(degree=k, time=time, slope=slope) for k in degrees for time, slope in laws]
+    shapes = (
+        [each for each in possible if len(_first_guess(data, each)) <= most] if shape is None else [shape]
+    )
 
     def criterion(found: FittedLaw) -> float:  # Akaike's, with its correction for few lines
         constants = len(found.numbers())
         return 2 * _loss(found, data) + 2 * constants * lines / max(1, lines - constants - 1)
 
+    # 3. The best one, and a parametric bootstrap of whole devices.
     law = min((_fitted(data, each) for each in shapes), key=criterion)
     generator = np.random.default_rng(seed)
     estimates = law.numbers()
@@ -228,37 +249,6 @@ def fit(
     return ConductanceFit(
         law=law, limits=limits, confidence=confidence, p_value=p_value, residuals=residuals, lines=lines
     )
-
-
-def _check_units(data: Measurements) -> None:
-    """Refuse values in other units than their targets, judged at the earliest times, since drift lowers later ones."""
-    expected = data.target * (1.0 if data.factor is None else data.factor)
-    early = data.time_s <= np.quantile(data.time_s, 0.25)
-    size = float((expected[early] ** 2).sum())
-    if not size:
-        raise ConfigError("readings", "targets", "are all 0 at the earliest times; measure larger ones")
-    gain = float((expected[early] * data.value[early]).sum()) / size
-    if abs(gain - 1) > _GAIN_TOLERANCE:
-        wanted = "the targets" if data.factor is None else "input * weight"
-        raise ConfigError(
-            "readings",
-            "values",
-            f"are {gain:.3g} times {wanted} at the earliest times; bring them to the same unit (divide them by a gain)",
-        )
-
-
-def _shapes(data: Measurements) -> list[Shape]:
-    """Return the forms with at most one constant for eight lines, or three; products add the noise of outputs."""
-    highest = min(3, len(np.unique(abs(data.target))) - 1)
-    laws: list[tuple[TimeLaw, bool]] = [("none", False)]
-    if data.elapsed.max() > 0:
-        laws += [("drift", False), ("drift", True), ("relaxation", False)]
-    found = [
-        Shape(degree=degree, time=time, slope=slope)
-        for degree, (time, slope) in itertools.product(range(highest + 1), laws)
-    ]
-    most = max(3, len(data.target) // _LINES_PER_CONSTANT) + (data.factor is not None)  # noise of outputs
-    return [shape for shape in found if len(_first_guess(data, shape)) <= most]
 
 
 def _fitted(data: Measurements, shape: Shape, start: np.ndarray | None = None) -> FittedLaw:
@@ -316,23 +306,20 @@ def expected_moments(law: FittedLaw, data: Measurements) -> tuple[np.ndarray, np
     if data.factor is None:
         mean, variance = data.target, law.spread(data.target, late) ** 2
     else:
-        plus, minus = (np.maximum(side, 0.0) for side in (data.target, -data.target))
-        sides = [_limited(g, law.spread(g, late)) for g in (plus, minus)]
-        mean, variance = sides[0][0] - sides[1][0], sides[0][1] + sides[1][1]
+        mean = variance = np.zeros(len(data.target))
+        for sign in (1, -1):  # mean and variance of max(g + spread z, 0) on each side
+            g = np.maximum(sign * data.target, 0.0)
+            spread = law.spread(g, late)
+            density, share = np.exp(-((g / spread) ** 2) / 2) / math.sqrt(2 * math.pi), ndtr(g / spread)
+            own = g * share + spread * density
+            squares = (g**2 + spread**2) * share + g * spread * density
+            mean, variance = mean + sign * own, variance + np.maximum(squares - own**2, 0.0)
     if law.shape.time == "drift":
         loss = np.exp(-np.clip(law.nu(abs(data.target)) * elapsed, -_LARGEST_LOSS, _LARGEST_LOSS))
         mean, variance = mean * loss, loss**2 * (variance + (mean * law.nu_std * elapsed) ** 2)
     if data.factor is not None:
         mean, variance = data.factor * mean, data.factor**2 * variance + law.output_std**2
     return mean, np.sqrt(variance)
-
-
-def _limited(g: np.ndarray, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and variance of max(g + spread z, 0)."""
-    ratio = g / spread
-    density, share = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi), ndtr(ratio)
-    mean = g * share + spread * density
-    return mean, np.maximum((g**2 + spread**2) * share + g * spread * density - mean**2, 0.0)
 
 
 def _loss(law: FittedLaw, data: Measurements) -> float:

@@ -29,6 +29,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -469,17 +470,11 @@ def _setting(folder: Path, path: Path) -> tuple[float, float | None, str]:
         light = float(photons[1].replace(",", "."))
         return exposure_us, light, f"flat, {exposure_us:g} µs, {light:g} photons"
     # light of unknown strength: a stack is a level of its own, single images one for each name without its number
-    is_stack = path.suffix.lower() != ".npy" and _pages(path) == 1
-    return exposure_us, None, re.sub(r"\d+$", "", text).rstrip("_- ") if is_stack else text
-
-
-def _pages(path: Path) -> int:
-    """Return how many images a file holds; 1 if it cannot be read."""
-    try:
-        with open(open_to_read(path), "rb") as file, Image.open(file) as image:
-            return int(getattr(image, "n_frames", 1))
-    except _UNREADABLE:
-        return 1
+    pages = 2 if path.suffix.lower() == ".npy" else 1
+    if pages == 1:
+        with suppress(*_UNREADABLE), open(open_to_read(path), "rb") as file, Image.open(file) as image:
+            pages = int(getattr(image, "n_frames", 1))
+    return exposure_us, None, re.sub(r"\d+$", "", text).rstrip("_- ") if pages == 1 else text
 
 
 def _of_array_file(path: Path) -> tuple[list[RecordedLevel], int | None]:

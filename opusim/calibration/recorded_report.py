@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from opusim.calibration.calibrate import WORDS, described_constants, shown
@@ -50,7 +49,7 @@ class CameraReport:
         confidence: float,
         description: DeviceDescription | None,
     ) -> CameraReport:
-        """Evaluate frames that `recorded_faults.require_lawful` has accepted."""
+        """Evaluate frames that `recorded_transfer.require_lawful` has accepted."""
         described = {} if description is None else described_constants(description)
         found = transfer.estimates(confidence)
         times = [each.level.times_s for each in transfer.levels if each.level.times_s is not None]
@@ -133,8 +132,39 @@ class CameraReport:
         figure = blank_figure(10, 8)
         figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
         (transfer, response), (dark, spatial) = figure.subplots(2, 2)
-        self._draw_transfer(transfer)
         found, own = self.transfer, self.transfer.dark
+        # variances with their limits, and the line with its limits
+        x = found.means - found.dark_line(found.total)[0]
+        rest = np.setdiff1d(np.arange(x.size), found.on_line)
+        transfer.plot(
+            x[rest], found.variances[rest], "o", color="0.7", label="left out: rounding or saturation"
+        )
+        errors = 2 * found.variance_errors[found.on_line]
+        transfer.errorbar(
+            x[found.on_line],
+            found.variances[found.on_line],
+            yerr=errors,
+            fmt="o",
+            color="C0",
+            capsize=3,
+            label="used, with two standard errors",
+        )
+        grid = np.linspace(0, x[found.on_line].max(), 30)
+        sums = np.stack([each.sums for each in found.levels], axis=1)
+
+        def heights(total: np.ndarray) -> dict[str, float]:
+            line = found.line(total)
+            return {str(n): line.floor + line.gain * point for n, point in enumerate(grid.tolist())}
+
+        band: list[Estimate] = list(jackknife(sums, heights, confidence=self.confidence).values())
+        gain = self.constants["gain_dn_per_e"]
+        label = f"K = {gain.value:.4g} ({gain.low:.4g} to {gain.high:.4g}) DN/e⁻"
+        transfer.plot(grid, [each.value for each in band], "k--", linewidth=0.8, label=label)
+        limits = [each.low for each in band], [each.high for each in band]
+        transfer.fill_between(grid, *limits, color="0.8", label=self.limits)
+        transfer.set(xlabel="mean above black, DN", ylabel="temporal variance, DN²", title="Photon transfer")
+        transfer.set_ylim(top=1.45 * float(found.variances.max()))  # room for the legend
+        transfer.legend(loc="upper left")
         response.set_title("Linearity")
         if found.light is None:
             response.text(0.5, 0.5, "the light is not known", ha="center", transform=response.transAxes)
@@ -159,39 +189,6 @@ class CameraReport:
         )
         spatial.legend()
         return figure
-
-    def _draw_transfer(self, axes: Axes) -> None:
-        """Draw variances with their limits, and the line with its limits."""
-        found = self.transfer
-        x = found.means - found.dark_line(found.total)[0]
-        rest = np.setdiff1d(np.arange(x.size), found.on_line)
-        axes.plot(x[rest], found.variances[rest], "o", color="0.7", label="left out: rounding or saturation")
-        errors = 2 * found.variance_errors[found.on_line]
-        axes.errorbar(
-            x[found.on_line],
-            found.variances[found.on_line],
-            yerr=errors,
-            fmt="o",
-            color="C0",
-            capsize=3,
-            label="used, with two standard errors",
-        )
-        grid = np.linspace(0, x[found.on_line].max(), 30)
-        sums = np.stack([each.sums for each in found.levels], axis=1)
-
-        def heights(total: np.ndarray) -> dict[str, float]:
-            line = found.line(total)
-            return {str(n): line.floor + line.gain * point for n, point in enumerate(grid.tolist())}
-
-        band: list[Estimate] = list(jackknife(sums, heights, confidence=self.confidence).values())
-        gain = self.constants["gain_dn_per_e"]
-        label = f"K = {gain.value:.4g} ({gain.low:.4g} to {gain.high:.4g}) DN/e⁻"
-        axes.plot(grid, [each.value for each in band], "k--", linewidth=0.8, label=label)
-        limits = [each.low for each in band], [each.high for each in band]
-        axes.fill_between(grid, *limits, color="0.8", label=self.limits)
-        axes.set(xlabel="mean above black, DN", ylabel="temporal variance, DN²", title="Photon transfer")
-        axes.set_ylim(top=1.45 * float(found.variances.max()))  # room for the legend
-        axes.legend(loc="upper left")
 
 
 def measured_description(

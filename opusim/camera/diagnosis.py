@@ -241,7 +241,7 @@ def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float
         return None
     change = _Change(first, now, ~silent)
     newly = float(np.mean(silent & ~_silent(first)))
-    return (
+    found = (
         change.blank_light()
         or (
             (
@@ -253,7 +253,14 @@ def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float
         )
         or change.cross_talk()
         or change.stuck_mirrors()
-        or change.moving_medium()
+    )
+    correlation, moved = (1.0, False) if found else change.correlation(_LIT)
+    if not moved:
+        return found
+    return (
+        f"shows its frames with a correlation of {correlation:.2f} to their first ones: its medium decorrelated or "
+        "was swapped",
+        "begin a new run with it, or bring the medium back",
     )
 
 
@@ -347,8 +354,8 @@ class _Change:
             gone, tested = int(np.sum(told & (now < least))), int(told.sum())
         if 0 < gone < tested:
             return f"has {gone} of {tested} mirrors stuck that were shown singly", _STUCK_REMEDY
-        _, data_moved = self._correlation(_HALF)
-        correlation, moved = self._correlation(_COMPLEMENTS)
+        _, data_moved = self.correlation(_HALF)
+        correlation, moved = self.correlation(_COMPLEMENTS)
         if moved and not data_moved:
             return (
                 "shows data mirrors as before and all mirrors as another speckle: mirrors of the anchor are stuck",
@@ -363,17 +370,6 @@ class _Change:
             )
         return None
 
-    def moving_medium(self) -> tuple[str, str] | None:
-        """Frames that correlate less with their first ones than noise explains."""
-        correlation, moved = self._correlation(_LIT)
-        if not moved:
-            return None
-        return (
-            f"shows its frames with a correlation of {correlation:.2f} to their first ones: its medium decorrelated or "
-            "was swapped",
-            "begin a new run with it, or bring the medium back",
-        )
-
     def _singles(self, look: FrameLook) -> tuple[np.ndarray, np.ndarray]:
         """Return readings of single mirrors, I_e - I_(a-e) - I_0 + I_a, and the variance of their errors."""
         mean, variance = look.mean[:, self._alive], look.variance[:, self._alive] / look.repeats
@@ -381,7 +377,7 @@ class _Change:
         reading = mean[one] - mean[rest] - mean[0] + mean[1]
         return reading, variance[one] + variance[rest] + variance[0] + variance[1]
 
-    def _correlation(self, rows: slice) -> tuple[float, bool]:
+    def correlation(self, rows: slice) -> tuple[float, bool]:
         """Return the correlation over outputs of some frames with their first ones, noise taken out.
 
         The second value says whether it is significantly below 1.

@@ -150,9 +150,18 @@ class Laser:
             stream: source of the noise; takes one reading of it.
         """
         if self._exposure is not None:
-            return np.maximum(
-                0.0, self.mean + self._at_once * _averaged_normals(frames, *self._exposure, stream)
-            )
+            # Means of x over exposures in turn, exact. Given x_0 at its beginning, an exposure's mean m and its end x_1
+            # are Gaussian with the means x_0 (1 - e^-a) / a and x_0 e^-a, the variances (2 a - 3 + 4 e^-a - e^-2a) /
+            # a^2 and 1 - e^-2a, and the covariance (1 - e^-a)^2 / a.
+            a, pause = self._exposure
+            first, own, between, begin = stream.normal((4, frames)).double().numpy()
+            fall, end, kept = -math.expm1(-a), math.sqrt(-math.expm1(-2 * a)), math.exp(-pause)
+            variance = 2 * a / 3 if a < 1e-3 else (2 * a - 3 + 4 * math.exp(-a) - math.exp(-2 * a)) / a**2
+            slope = fall**2 / a / end
+            x = kept * end * first + math.sqrt(-math.expm1(-2 * pause)) * between  # new at the next beginning
+            x = signal.lfilter([1.0], [1.0, -kept * math.exp(-a)], np.concatenate([begin[:1], x[:-1]]))
+            mean = x * fall / a + slope * first + math.sqrt(max(variance - slope**2, 0.0)) * own
+            return np.maximum(0.0, self.mean + self._at_once * mean)
         g = frame_normals(frames, self._correlation, stream)
         if self._law == "gaussian":
             return np.maximum(0.0, self.mean + self._rms * g)
@@ -187,27 +196,6 @@ def _averaged(a: float) -> float:
     if a < 1e-3:  # the formula loses digits
         return 1 - a / 3 + a * a / 12
     return 2 * (a + math.expm1(-a)) / a**2
-
-
-def _averaged_normals(frames: int, a: float, pause: float, stream: NoiseStream) -> np.ndarray:
-    """Return means of x over exposures that are taken in turn, exact, float64, shape (frames,).
-
-    Given x_0 at its beginning, an exposure's mean m and its end x_1 are Gaussian with the means x_0 (1 - e^-a) / a and
-    x_0 e^-a, the variances (2 a - 3 + 4 e^-a - e^-2a) / a^2 and 1 - e^-2a, and the covariance (1 - e^-a)^2 / a.
-
-    Args:
-        frames: at least 1.
-        a: exposure in units of the correlation time, above 0.
-        pause: time from an exposure's end to the next one's beginning, at least 0.
-        stream: source; takes one reading of it.
-    """
-    first, own, between, begin = stream.normal((4, frames)).double().numpy()
-    fall, end, kept = -math.expm1(-a), math.sqrt(-math.expm1(-2 * a)), math.exp(-pause)
-    variance = 2 * a / 3 if a < 1e-3 else (2 * a - 3 + 4 * math.exp(-a) - math.exp(-2 * a)) / a**2
-    slope = fall**2 / a / end
-    x = kept * end * first + math.sqrt(-math.expm1(-2 * pause)) * between  # what is new at the next beginning
-    x = signal.lfilter([1.0], [1.0, -kept * math.exp(-a)], np.concatenate([begin[:1], x[:-1]]))
-    return np.asarray(x * fall / a + slope * first + math.sqrt(max(variance - slope**2, 0.0)) * own)
 
 
 def dead_pixels(faults: PixelSettings, seed: int, pixels: np.ndarray) -> np.ndarray:
@@ -638,11 +626,8 @@ def exposure_of(
 
 def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
     """Return the stages after the light, without the fixed pattern, in the numbers that the link sends."""
-    sensor, bits = (
-        Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e", "row_pixels"})),
-        frames.packed_bits,
-    )
-    return sensor if bits is None else sensor.sent_in(bits)
+    sensor = Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e", "row_pixels"}))
+    return sensor if frames.packed_bits is None else sensor.sent_in(frames.packed_bits)
 
 
 def dark_charge_e(

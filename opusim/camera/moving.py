@@ -193,31 +193,24 @@ class Motion:
             some = slice(start, start + at_once)
             wanted, place = np.unique(rows[some], return_inverse=True)
             shown = patterns[torch.from_numpy(wanted).to(patterns.device)]
-            out[:, some] = self._block(speckle, shown, place.reshape(-1), complement[some], stream)
-        return out
-
-    def _block(
-        self, speckle: Speckle, shown: torch.Tensor, place: np.ndarray, flip: np.ndarray, stream: NoiseStream
-    ) -> torch.Tensor:
-        """Return the fields of some frames; `place` is a frame's pattern, `flip` whether its complement is shown."""
-        frames = place.size
-        after = self._time + frames * self.frame
-        end = speckle.at(self._point(after))
-        span = (end.point - speckle.point) / STEPS_PER_TAU
-        weights, covariance = bridge(np.minimum(self.ahead(frames), span), span)
-        out = torch.zeros((len(speckle.law.planes), frames, speckle.n_outputs))
-        for state, weight in zip((speckle, end), weights, strict=True):
-            if not weight.any():
-                continue
-            field = state.fields_of(shown, place, flip)
-            out.add_(field.mul_(torch.from_numpy(weight.astype(np.float32))[:, None]))
-        covariance = covariance * overlaps(speckle, shown, place, flip)
-        largest = float(covariance.diagonal().max())
-        if largest > 0:
-            factor = np.linalg.cholesky(covariance + _JITTER * largest * np.eye(frames)).astype(np.float32)
-            out.add_(torch.from_numpy(factor) @ speckle.normals(frames, stream))
-        self._time = after
-        speckle.become(end)
+            place, flip = place.reshape(-1), complement[some]
+            after = self._time + place.size * self.frame
+            end = speckle.at(self._point(after))
+            span = (end.point - speckle.point) / STEPS_PER_TAU
+            weights, covariance = bridge(np.minimum(self.ahead(place.size), span), span)
+            part = torch.zeros((len(out), place.size, speckle.n_outputs))
+            for state, weight in zip((speckle, end), weights, strict=True):
+                if weight.any():
+                    field = state.fields_of(shown, place, flip)
+                    part.add_(field.mul_(torch.from_numpy(weight.astype(np.float32))[:, None]))
+            covariance = covariance * overlaps(speckle, shown, place, flip)
+            largest = float(covariance.diagonal().max())
+            if largest > 0:
+                root = np.linalg.cholesky(covariance + _JITTER * largest * np.eye(place.size))
+                part.add_(torch.from_numpy(root.astype(np.float32)) @ speckle.normals(place.size, stream))
+            out[:, some] = part
+            self._time = after
+            speckle.become(end)
         return out
 
 

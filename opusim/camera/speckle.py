@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import product
@@ -54,10 +54,12 @@ from opusim.description.camera import MirrorSettings
 from opusim.errors import ConfigError
 from opusim.medium.transmission import (
     IMAGINARY_PLANE,
+    INPUTS_PER_EXACT_SUM,
     REAL_PLANE,
     TABLE_STEP,
     Medium,
     blocked_product,
+    blocks,
     exact_product,
 )
 from opusim.randomness.streams import NoiseStream, derive_seed
@@ -127,7 +129,6 @@ def _node_weights(point: float) -> dict[float, float]:
 _PIXELS_PER_BLOCK = 2048
 _INPUTS_PER_TILE = 2048
 _MOST_PIXELS_PER_OUTPUT = 64
-_INPUTS_PER_EXACT_SUM = 2**17  # see `opusim.medium.transmission.Medium`
 _SUM_SLACK = 1e-5  # above the rounding of a float32 sum
 
 
@@ -371,13 +372,13 @@ class Speckle:
         out = torch.empty((len(planes), frames.shape[0], self.n_outputs), dtype=torch.float32)
         for part, plane in enumerate(planes):
             dense = self.dense(plane, frames.device) if self.fits_dense else None
-            if dense is not None and self.law.n_inputs <= _INPUTS_PER_EXACT_SUM:
+            if dense is not None and self.law.n_inputs <= INPUTS_PER_EXACT_SUM:
                 if frames.device.type == "cpu":
                     blocked_product(frames, dense, out[part])
                 else:
                     out[part] = blocked_product(frames, dense)
                 continue
-            for outputs in self._output_blocks():
+            for outputs in blocks(self.n_outputs, _PIXELS_PER_BLOCK):
 
                 def tile(
                     inputs: range,
@@ -429,7 +430,7 @@ class Speckle:
         matrix = self._dense.get((plane, where))
         if matrix is None:
             matrix = torch.empty((self.law.n_inputs, self.n_outputs), dtype=torch.float32)
-            for outputs in self._output_blocks():
+            for outputs in blocks(self.n_outputs, _PIXELS_PER_BLOCK):
                 matrix[:, outputs.start : outputs.stop] = self._tile(plane, outputs, range(self.law.n_inputs))
             matrix = self._dense[plane, where] = matrix.to(where)
         return matrix
@@ -443,11 +444,6 @@ class Speckle:
             ValueError: see `dense`.
         """
         return self.dense(plane)
-
-    def _output_blocks(self) -> Iterator[range]:
-        """Return ranges of outputs whose pixels lie within one block."""
-        for start in range(0, self.n_outputs, _PIXELS_PER_BLOCK):
-            yield range(start, min(start + _PIXELS_PER_BLOCK, self.n_outputs))
 
     def _tile(self, plane: int, outputs: range, inputs: range) -> torch.Tensor:
         """Return transposed entries at some outputs: float32, shape (inputs, outputs)."""
@@ -489,7 +485,7 @@ class Speckle:
     def _at_outputs(self) -> np.ndarray:
         """Return `_sums` at the outputs, at the present time."""
         parts = []
-        for outputs in self._output_blocks():
+        for outputs in blocks(self.n_outputs, _PIXELS_PER_BLOCK):
             pixels = self.pixels[outputs.start : outputs.stop]
             window = range(int(pixels[0]), int(pixels[-1]) + 1)
             parts.append(self._sums(window, self.point)[:, :, pixels - window.start])
@@ -503,10 +499,9 @@ class Speckle:
         """
         total = np.zeros((self.law.modes, 8, len(pixels)))
         n, planes = self.law.n_inputs, self.law.planes
-        for start, mode in product(range(0, self.law.mirrors, _INPUTS_PER_TILE), range(self.law.modes)):
-            rows = range(start, min(start + _INPUTS_PER_TILE, self.law.mirrors))
+        for rows, mode in product(blocks(self.law.mirrors, _INPUTS_PER_TILE), range(self.law.modes)):
             p, q = (self._pixel_tile(plane, pixels, rows, point) for plane in planes[2 * mode : 2 * mode + 2])
-            data_p, data_q = p[: max(0, n - start)], q[: max(0, n - start)]
+            data_p, data_q = p[: max(0, n - rows.start)], q[: max(0, n - rows.start)]
             half = math.sqrt(0.5)
             parts = [p, q, data_p, data_q, data_p.abs(), data_q.abs()]
             sums = [part.sum(0, dtype=torch.float64) for part in parts]
@@ -563,9 +558,8 @@ class FaultyMirrors(Speckle):
         table = torch.from_numpy(np.stack([self._blank, self._lit, free]))  # (3, mirrors)
         leaks = torch.from_numpy(np.stack([1 - self._blank, 1 - self._lit, -free])) * self._leak
         found = np.zeros((len(table), len(self.law.planes), self.n_outputs))
-        for outputs in self._output_blocks():
-            for start in range(0, self.law.mirrors, _MIRRORS_AT_ONCE):
-                rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.mirrors))
+        for outputs in blocks(self.n_outputs, _PIXELS_PER_BLOCK):
+            for rows in blocks(self.law.mirrors, _MIRRORS_AT_ONCE):
                 for part, plane in enumerate(self.law.planes):
                     sums = table[:, rows.start : rows.stop] @ super()._tile(plane, outputs, rows).double()
                     if self._leaks is not None:
@@ -622,26 +616,19 @@ class FaultyMirrors(Speckle):
         """Upper limits as `Speckle.largest_fields`: by the triangle inequality from the sound array's.
 
         |u_x| <= |v| + (1 - e) L and |u_(a-x)| <= |u_a - z_1| + (1 - e) L, with L the sound array's limit over data
-        mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors.
+        mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors. If
+        leaks have a speckle of their own, D_i = R_i - e L_i and z is the sum of all D_i, the limits are |v + z / 2| and
+        |u_a - z / 2|, and half of the octagon's limit in `Speckle.largest_fields` over D_i.
         """
-        if self._leaks is not None:
-            return self._largest_with_leaks()
-        limit = np.broadcast_to(self._swing * super().largest_fields()[0], (2, self.n_outputs))
         blank, anchor, data = self._ends
-        sizes = (reduce(np.hypot, field) for field in (blank, anchor - data))
-        return np.stack([size + own for size, own in zip(sizes, limit, strict=True)])
-
-    def _largest_with_leaks(self) -> np.ndarray:
-        """Return upper limits of |v + sum_i D_i x_i| and |u_a - sum_i D_i x_i|, D_i = R_i - e L_i: (2, n_outputs).
-
-        With z the sum of all D_i they are |v + z / 2| and |u_a - z / 2|, and half of the octagon's limit in
-        `Speckle.largest_fields` over D_i.
-        """
+        if self._leaks is None:
+            limit = np.broadcast_to(self._swing * super().largest_fields()[0], (2, self.n_outputs))
+            sizes = (reduce(np.hypot, field) for field in (blank, anchor - data))
+            return np.stack([size + own for size, own in zip(sizes, limit, strict=True)])
         planes, free = self.law.planes, self._free[:, None]
         reach = np.zeros((self.law.modes, 4, self.n_outputs))
-        for outputs in self._output_blocks():
-            for start in range(0, self.law.n_inputs, _MIRRORS_AT_ONCE):
-                rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.n_inputs))
+        for outputs in blocks(self.n_outputs, _PIXELS_PER_BLOCK):
+            for rows in blocks(self.law.n_inputs, _MIRRORS_AT_ONCE):
                 for mode in range(self.law.modes):
                     pair = planes[2 * mode : 2 * mode + 2]
                     p, q = (self._tile(each, outputs, rows) * free[rows.start : rows.stop] for each in pair)
@@ -649,7 +636,6 @@ class FaultyMirrors(Speckle):
                     sums = [part.abs().sum(0, dtype=torch.float64).numpy() for part in (p, q, *slanted)]
                     reach[mode, :, outputs.start : outputs.stop] += np.stack(sums)
         half = 0.5 * np.max(reach, axis=1) * (1 + _SUM_SLACK) / math.cos(math.pi / 8) * self.law.modes**-0.5
-        blank, anchor, data = self._ends
         limits = []
         for middle in (blank + data / 2, anchor - data / 2):
             own = np.hypot(middle[0::2], middle[1::2]) + half  # of each mode

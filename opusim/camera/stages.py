@@ -82,26 +82,6 @@ def _terms(std: float) -> int:
     return math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std))
 
 
-def _rounding(
-    rate: np.ndarray, base: np.ndarray, std: float, gain: float, shot: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """E[e], and Var[e] - 2 Cov[X, e], by the series."""
-    counts = rate if shot else np.zeros_like(rate)
-    start = base if shot else base + gain * rate
-    centre = start + gain * counts
-    start = start - np.rint(centre)  # whole numbers shift both X and its rounding
-    first, second, product = np.zeros_like(rate), np.full_like(rate, 1 / 12), np.zeros_like(rate)
-    for k in range(1, _terms(std) + 1):
-        t, sign = 2 * math.pi * k, 1.0 if k % 2 else -1.0
-        turn = np.exp(1j * gain * t)
-        value = np.exp(1j * t * start + counts * (turn - 1) - 0.5 * (std * t) ** 2)
-        slope = value * (gain * counts * (turn - 1) + 1j * std**2 * t)  # of X less its mean
-        first += sign / (math.pi * k) * value.imag
-        second -= sign / (math.pi * k) ** 2 * value.real
-        product += sign / (math.pi * k) * slope.imag
-    return first, second - first**2 - 2 * product
-
-
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _add_up(
     found: np.ndarray,
@@ -300,10 +280,23 @@ class Sensor:
         if top >= 0:
             ends |= (mean - reach < -0.5) | (mean + reach > top + 0.5)
             if std >= _LEAST_STD_DN:
+                # E[e], and Var[e] - 2 Cov[X, e], by the series
                 inside = ~ends
-                shift, factor = _rounding(rate[inside], base[inside], std, gain, shot > 0)
-                mean[inside] -= shift
-                variance[inside] += factor
+                part, start = rate[inside], base[inside]
+                counts = part if shot else np.zeros_like(part)
+                start = start if shot else start + gain * part
+                start = start - np.rint(start + gain * counts)  # whole numbers shift both X and its rounding
+                first, second, product = np.zeros_like(part), np.full_like(part, 1 / 12), np.zeros_like(part)
+                for k in range(1, _terms(std) + 1):
+                    t, sign = 2 * math.pi * k, 1.0 if k % 2 else -1.0
+                    turn = np.exp(1j * gain * t)
+                    value = np.exp(1j * t * start + counts * (turn - 1) - 0.5 * (std * t) ** 2)
+                    slope = value * (gain * counts * (turn - 1) + 1j * std**2 * t)  # of X less its mean
+                    first += sign / (math.pi * k) * value.imag
+                    second -= sign / (math.pi * k) ** 2 * value.real
+                    product += sign / (math.pi * k) * slope.imag
+                mean[inside] -= first
+                variance[inside] += second - first**2 - 2 * product
             else:
                 ends[:] = True
         if np.any(ends):
@@ -524,20 +517,6 @@ _EXPAND_FROM = 12.0
 _MOST_STEPS = 1100  # 15 standard deviations above 700, 300 above 12
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def _small_count(rate: float, w: float) -> float:
-    """Return the smallest n with P(N <= n) >= Phi(w), by adding up masses; rate below `SUM_BELOW`."""
-    target = 0.5 * math.erfc(-w * _ROOT_HALF)
-    mass = math.exp(-rate)
-    below = mass
-    n = 0
-    while below < target and n < _MOST_STEPS:
-        n += 1
-        mass *= rate / n
-        below += mass
-    return float(n)
-
-
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
     """Poisson counts from rates and standard normal numbers.
@@ -560,10 +539,17 @@ def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
         sum_up = near & (rates[i] < SUM_BELOW)
         counts[i] = -1.0 if sum_up else math.floor(x)
         some |= sum_up
-    if some:
+    if some:  # the smallest n with P(N <= n) >= Phi(w), by adding up masses
         for i in range(counts.size):
             if counts[i] < 0.0:
-                counts[i] = _small_count(rates[i], np.float64(w[i]))
+                target = 0.5 * math.erfc(-np.float64(w[i]) * _ROOT_HALF)
+                mass = below = math.exp(-rates[i])
+                n = 0
+                while below < target and n < _MOST_STEPS:
+                    n += 1
+                    mass *= rates[i] / n
+                    below += mass
+                counts[i] = n
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -615,21 +601,6 @@ def _fill_rates(
     """Expected electrons of fields: gain_e |u|^2 + dark_e."""
     for i in range(rates.size):
         a, b = np.float64(re[i]), np.float64(im[i])
-        rates[i] = gain_e[i] * (a * a + b * b) + dark_e[i]
-
-
-@numba.njit(nogil=True, error_model="numpy")
-def _fill_complement_rates(
-    rates: np.ndarray,
-    re: np.ndarray,
-    im: np.ndarray,
-    anchor: np.ndarray,
-    gain_e: np.ndarray,
-    dark_e: np.ndarray,
-) -> None:
-    """Expected electrons of the complements' fields: gain_e |u_a - u|^2 + dark_e."""
-    for i in range(rates.size):
-        a, b = np.float64(anchor[0, i] - re[i]), np.float64(anchor[1, i] - im[i])
         rates[i] = gain_e[i] * (a * a + b * b) + dark_e[i]
 
 
@@ -702,8 +673,13 @@ def recover_rows(
                 re, im = field[half, row, start:stop], field[half + 1, row, start:stop]
                 if frame % 2 == 0:
                     _fill_rates(rate, re, im, gain_e, dark_e)
-                else:
-                    _fill_complement_rates(rate, re, im, anchor[:, start:stop], gain_e, dark_e)
+                else:  # of the complements' fields, gain_e |u_a - u|^2 + dark_e
+                    for i in range(rate.size):
+                        a, b = (
+                            np.float64(anchor[0, start + i] - re[i]),
+                            np.float64(anchor[1, start + i] - im[i]),
+                        )
+                        rate[i] = gain_e[i] * (a * a + b * b) + dark_e[i]
                 shot, read = noise[2 * frame, row, start:stop], noise[2 * frame + 1, row, start:stop]
                 fill_numbers(got, rate, offset_e, shot, read, sensor)
                 sign = 1.0 if frame in (0, 3) else -1.0

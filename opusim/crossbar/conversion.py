@@ -3,6 +3,23 @@
 A weight matrix is a parameter with at least two dimensions longer than 1. Each must go to a device or be named as
 digital: an accuracy looks better than it is if a part of the network never ran on the chip. Embeddings look rows up and
 normalisations scale features, so both stay digital without being named.
+
+**Noise-aware training** (`noise_aware`): a digital network learns to tolerate a device, by noise on weights and outputs
+in training mode only.
+
+Each forward pass in training mode computes y = (W + E) x + b + e. For a number q, E_ij ~ N(0, (q s_i)^2) with
+s_i = max_j |W_ij|, and e = 0. For a device, (W + E)_ij = c s_i (m_ij + d_ij z_ij), z_ij ~ N(0, 1), with the mean m and
+the spread d that the device states for W_ij / s_i at a time (`ProgrammableDevice.weight_moments`), and with the c of
+the layer that makes <c s m, W> equal <W, W>, in units of the rows' scales, as the compensation of drift does. Small
+conductances drift more than large ones, so that a network has to learn with the weights that are left. A chip of light,
+whose errors spread over the whole matrix, has m = W_ij / s_i and the same d everywhere (`spread_error`).
+e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions of an output, v the least variance of
+a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
+
+The gradient treats E / s as a constant and s as a function of the weights: noise grows with the largest weight of a
+row, and training lowers that weight if it costs more than it helps. A limit of some standard deviations of their row,
+in training and in evaluation, does the same by force (Joshi et al., Nature Communications 2020, take 2 to 2.5). The
+gradient passes the limit as if it were not there.
 """
 
 from __future__ import annotations
@@ -12,11 +29,13 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
@@ -26,16 +45,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opusim import checks
 from opusim.crossbar.layers import (
+    LEAST_SCALE,
     DeviceConv2d,
     DeviceLinear,
     DeviceTransposedLinear,
     has_groups,
     zero_padding,
 )
+from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
+from opusim.errors import ConfigError
+from opusim.noise import ConverterLatticeNoise, SignalGaussianNoise
 from opusim.randomness.seeds import derive_seed
+from opusim.randomness.streams import SeededStream
 
 
 class DeviceModel(nn.Module):
@@ -208,36 +232,55 @@ def convert(
     for _, module in found:
         if isinstance(module, nn.Conv2d):
             zero_padding(module)
-    _remove_parametrizations(converted)
+    # parametrized layers become plain ones with their parameters of evaluation mode; torch's own function would
+    # also change the class of the layers that were copied
+    for layer in list(converted.modules()):
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(layer):
+            layer.eval()
+            held = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}  # type: ignore[union-attr]
+            layer.__class__ = plain_class(layer)
+            del layer.parametrizations
+            for name, value in held.items():
+                layer.register_parameter(name, nn.Parameter(value))
     _without_fused_kernels(converted)
     medium = load_description(device, overrides or None).medium
     chip = 0 if medium is None else medium.seed
     options = {"compensate_drift": compensate_drift, "programming_step": programming_step}
-    placed = placements(converted, {module: str(device) for _, module in found})
+    # where each layer with parameters goes
+    placed: list[Placement] = []
+    closed, taken = tuple[str, ...](), {module for _, module in found}
+    for name, module in converted.named_modules():
+        if name.startswith(closed):
+            continue
+        multihead = isinstance(module, nn.MultiheadAttention)
+        whole = module in taken or multihead or parametrize.is_parametrized(module)
+        if whole:
+            closed = (*closed, f"{name}." if name else "")
+        if size := sum(p.numel() for p in module.parameters(recurse=whole)):
+            where = str(device) if module in taken else None
+            placed.append(Placement(name, plain_class(module).__name__, size, where))
     with ExitStack() as devices:
         for name, module in found:
-            kind, n_inputs, n_outputs = _device_layer(module)
+            own: Any = module
+            kind: Any = DeviceLinear
+            if isinstance(module, nn.Conv2d):
+                kind, size = DeviceConv2d, (own.in_channels * math.prod(own.kernel_size), own.out_channels)
+            elif is_transposed(module):
+                kind, size = DeviceTransposedLinear, own.weight.shape
+            else:
+                size = own.in_features, own.out_features
             opened = open_device(
                 device,
                 mode=mode,
                 seed=derive_seed(seed, "device of layer", name),
-                n_inputs=n_inputs,
-                n_outputs=n_outputs,
+                n_inputs=size[0],
+                n_outputs=size[1],
                 **{**overrides, "medium": {"seed": derive_seed(seed, "chip of layer", name, chip) >> 1}},
             )
             devices.callback(opened.close)
             converted = _replaced(converted, module, kind(module, opened, **options))
         devices.pop_all()
     return DeviceModel(converted, placed, digital)
-
-
-def _device_layer(module: Any) -> tuple[type[nn.Module], int, int]:
-    """Return the class that runs a layer on a device, and the inputs and outputs of its matrix."""
-    if isinstance(module, nn.Conv2d):
-        return DeviceConv2d, module.in_channels * math.prod(module.kernel_size), module.out_channels
-    if is_transposed(module):
-        return DeviceTransposedLinear, *module.weight.shape
-    return DeviceLinear, module.in_features, module.out_features
 
 
 def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -266,21 +309,6 @@ def _copied(model: nn.Module) -> nn.Module:
                 hook.remove(module)
                 del module._forward_pre_hooks[key]
     return copied
-
-
-def _remove_parametrizations(model: nn.Module) -> None:
-    """Turn parametrized layers of a copied model into plain ones with their parameters of evaluation mode.
-
-    `torch.nn.utils.parametrize.remove_parametrizations` would also change the class of the layers that were copied.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module):
-            module.eval()
-            held = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
-            module.__class__ = plain_class(module)
-            del module.parametrizations
-            for name, value in held.items():
-                module.register_parameter(name, nn.Parameter(value))
 
 
 def _without_fused_kernels(model: nn.Module) -> None:
@@ -382,31 +410,6 @@ def digital_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of everything with a weight matrix that runs on no device: `digital` for `convert`."""
     taken, others = _holders(model)
     return (*others, *(n for n, each in taken.items() if isinstance(each, nn.Conv2d) and has_groups(each)))
-
-
-def placements(model: nn.Module, devices: dict[nn.Module, str]) -> tuple[Placement, ...]:
-    """Return where each layer with parameters goes.
-
-    Args:
-        model: The digital network.
-        devices: Names of the devices of its layers.
-    """
-    rows = []
-    closed: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(prefix) for prefix in closed):
-            continue
-        whole = (
-            module in devices
-            or isinstance(module, nn.MultiheadAttention)
-            or parametrize.is_parametrized(module)
-        )
-        if whole:
-            closed.append(f"{name}." if name else "")
-        size = sum(p.numel() for p in module.parameters(recurse=whole))
-        if size:
-            rows.append(Placement(name, plain_class(module).__name__, size, devices.get(module)))
-    return tuple(rows)
 
 
 def covers(entry: str, name: str) -> bool:
@@ -524,3 +527,179 @@ def _listed(names: Collection[str]) -> str:
 
 def _cut(shown: list[str]) -> str:
     return ", ".join([*shown[:_SHOWN], *(["..."] if shown[_SHOWN:] else [])])
+
+
+_POINTS = 2048
+"""Points of the table of a device's moments, on each side of 0."""
+
+
+def noise_aware(
+    model: nn.Module,
+    noise: float | str | Path,
+    *,
+    after_s: float = 0.0,
+    clip: float | None = None,
+    seed: int = 0,
+    digital: Collection[str] = (),
+) -> nn.Module:
+    """Inject noise into a network in training mode, so that it learns to tolerate a device's.
+
+    Each forward pass in training mode draws fresh noise for each nn.Linear and nn.Conv2d that `convert` puts on a
+    device; in evaluation mode the network is as it is. Gradients are those at the noisy weights.
+    A forward pass that torch.utils.checkpoint repeats draws other noise, and its gradients are wrong.
+
+    Args:
+        model: the network, changed in place.
+        noise: standard deviation of weights relative to the largest weight of each output's row, at least 0; or a
+            device, by name or path: its errors of weights and its noise of outputs.
+        after_s: seconds since programming that the network is to tolerate, at least 0; only for a device.
+        clip: limit of weights, standard deviations of their row, above 0; None sets no limit.
+        seed: seed of the noise, in [0, 2^64).
+        digital: names of layers that get no noise, because `convert` will leave them digital.
+
+    Returns:
+        The model itself. `convert` takes it as it is, with limited weights.
+
+    Raises:
+        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer, has a weight
+            matrix that `convert` refuses, is noise-aware already, or has a convolution that `convert` refuses, if noise
+            names a device.
+        ConfigError: the device states no programming noise.
+    """
+    layers = convertible_layers(model, digital)
+    checks.non_negative(after_s=after_s)
+    if clip is not None:
+        checks.positive(clip=clip)
+    named = isinstance(noise, (str, Path))
+    if not named:
+        checks.non_negative(noise=noise)
+        if after_s:
+            raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
+    for name, module in layers:
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            raise ValueError(
+                f"model: layer {name!r} is a {type(module).__name__}, whose columns are outputs; replace it by "
+                f"nn.Linear, or leave it without noise by digital=[{name!r}]"
+            )
+        if parametrize.is_parametrized(module, "weight") and any(
+            isinstance(each, _WeightNoise)
+            for each in module.parametrizations["weight"]  # type: ignore[index]
+        ):
+            raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
+        if module._parameters.get("weight") is None and not parametrize.is_parametrized(module, "weight"):
+            raise ValueError(
+                f"model: a hook computes the weight of layer {name!r}, as pruning and the older weight_norm do; take "
+                "it off, as by torch.nn.utils.prune.remove(layer, 'weight')"
+            )
+        if named and isinstance(module, nn.Conv2d):
+            zero_padding(module)
+    for name, module in layers:
+        stream = SeededStream(seed, f"weight noise of layer {name}")
+        law: Any = noise
+        if named:
+            weight: Any = module.weight
+            n_outputs, n_inputs = weight.flatten(1).shape
+            law = open_device(law, n_inputs=n_inputs, n_outputs=n_outputs)
+            if not isinstance(law, ProgrammableDevice):
+                reason = f"{law.kind!r} tells no programming noise; give a number instead"
+                raise ConfigError(str(noise), "kind", reason)
+            outputs = SeededStream(seed, f"output noise of layer {name}")
+            # the standard deviation of a reading of small inputs, rounding included, in units of w x
+            with law:
+                stated, scale = law.described_noise, law.reading_scale
+            std = float(stated.std_low / scale) if isinstance(stated, SignalGaussianNoise) else 0.0
+            if isinstance(stated, ConverterLatticeNoise):
+                squares = stated.conversions * (stated.std_low**2 + stated.step**2 / 12)
+                std = float(squares**0.5 / scale)
+            module.register_forward_hook(partial(_with_output_noise, std, outputs))
+        if clip is not None:
+            parametrize.register_parametrization(module, "weight", _Limited(clip))
+        parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
+    return model
+
+
+class _Limited(nn.Module):
+    """Limit weights to some standard deviations of their row; gradients pass unchanged.
+
+    A row whose weights are all equal, such as a row of one weight, has no limit.
+    """
+
+    def __init__(self, clip: float) -> None:
+        super().__init__()
+        self._clip = clip
+
+    def forward(self, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = weight.flatten(1)
+            std, rounding = (
+                rows.std(dim=1, correction=0),
+                torch.finfo(rows.dtype).eps * rows.abs().amax(dim=1),
+            )
+            most = (self._clip * std).masked_fill_(std <= rounding, torch.inf)
+            most = most.reshape(-1, *(1,) * (weight.dim() - 1))
+            change = weight.clamp(-most, most) - weight
+        return weight + change
+
+
+class _WeightNoise(nn.Module):
+    """Replace a weight in training mode by a draw of what a device holds, or add relative noise to it.
+
+    The draw relative to the row's scale is a constant of the backward pass; the scale is not.
+    """
+
+    def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
+        super().__init__()
+        self._stream = stream
+        self._relative, self._spread = None if isinstance(law, ProgrammableDevice) else law, None
+        if isinstance(law, ProgrammableDevice):
+            self._spread = law.spread_error()
+        if isinstance(law, ProgrammableDevice) and self._spread is None:
+            points = torch.linspace(-1, 1, 2 * _POINTS + 1)
+            mean, self._std = (row[0] for row in law.weight_moments(points[None], after_s))
+            self._shift = mean - points
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if not self.training:
+            return weight
+        rows = weight.flatten(1)
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
+        with torch.no_grad():
+            change = self._stream.normal(rows.shape, device=weight.device)
+            if self._relative is not None:
+                change.mul_(self._relative)
+            elif self._spread is not None:
+                change.mul_(self._spread * (rows / scale).square().mean().sqrt())
+            else:  # a draw of what the device holds minus the weights, from the table of its moments
+                relative = rows / scale
+                # NaN stays one by `add_`
+                index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()
+                mean = self._shift.to(weight.device)[index].add_(relative)
+                # <w, mean> becomes <w, w> over the layer, as `DeviceLinear` compensates drift
+                factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
+                drawn = mean.addcmul_(self._std.to(weight.device)[index], change)
+                change = drawn.mul_(factor).sub_(relative)
+        return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
+
+
+def _with_output_noise(
+    std: float, stream: SeededStream, module: nn.Module, inputs: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """Add noise to a layer's outputs in training, `std` for weights and inputs in [-1, 1]: a forward hook."""
+    if not module.training:
+        return output
+    with torch.no_grad():
+        chain: Any = module.parametrizations["weight"]  # type: ignore[index]
+        weight: Tensor = chain.original
+        for parametrization in list(chain)[:-1]:  # the last one is the noise
+            weight = parametrization(weight)
+        rows = weight.detach().flatten(1).abs().amax(dim=1)
+        if isinstance(module, nn.Conv2d):  # the largest magnitude of each patch
+            sizes: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
+            patches = functional.unfold(inputs[0].abs().amax(dim=1, keepdim=True), *sizes)
+            largest = patches.amax(dim=1).reshape(len(output), 1, *output.shape[2:])
+            rows = rows[:, None, None]
+        else:
+            largest = inputs[0].abs().amax(dim=-1, keepdim=True)
+        noise = stream.normal(output.shape, device=output.device)
+        noise = noise.mul_(std).mul_(rows).mul_(largest)
+    return output + noise.to(output.dtype)

@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numba
@@ -271,18 +272,47 @@ class TiledProduct:
     ) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
         """Return the sum of the tiles' codes, in units of w x, for checked float32 inputs in [-1, 1]."""
         total = torch.zeros((len(x), len(self._weights)), dtype=torch.float32, device=x.device)
-        self.saturated = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        saturated = self.saturated = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        step, bits = self._converter.output_step, self._converter.output_bits
+        most = 0 if bits is None else levels(bits)
         for mean, constant, current in self._tiles(self._converter.shown(x)):
             normal = stream.normal(mean.shape, device=x.device)
-            self._add_codes(total, self.saturated, mean, constant, current, normal)
+            if x.device.type == "cpu":
+                parts = total, saturated, mean, constant, current, normal
+                numbers = np.float32(self._factor), np.float32(step), np.float32(most)
+                add_rows = partial(_add_rows, [part.numpy() for part in parts], numbers)
+                run_split(add_rows, len(total), grain=max(1, _ELEMENTS_PER_THREAD // total.shape[1]))
+                continue
+            read = mean.addcmul((constant[:, None] + self._factor * current).sqrt_(), normal)
+            if step:
+                codes = (read / step).round_().clamp_(-most, most)
+                saturated |= (codes.abs() == most).any(dim=1)
+                read = codes.mul_(step)
+            total += read
         return total
 
     def variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
         """Return the exact variance of `read`, float64, from the masses of every code."""
         total = torch.zeros((len(x), len(self._weights)), dtype=torch.float64, device=x.device)
-        for mean, constant, current in self._tiles(self._converter.shown(x)):
-            noise = constant[:, None].double() + self._factor * current.double()
-            total += self._code_variance(mean.double(), noise.sqrt())
+        step, bits = self._converter.output_step, self._converter.output_bits
+        for tile, constant, current in self._tiles(self._converter.shown(x)):
+            mean, std = tile.double(), (constant[:, None].double() + self._factor * current.double()).sqrt()
+            if bits is None:
+                total += std.square()
+                continue
+            # the variance of what the ADC shows of N(mean, std^2)
+            most, scaled = levels(bits), mean / step
+            nearest = scaled.round().clamp(-most, most)
+            below, first, second = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
+            for code in range(-most, most + 1):
+                edge = torch.ones_like(mean)
+                if code < most:
+                    edge = torch.special.ndtr((code + 0.5 - scaled) * step / std)
+                mass, offset = edge - below, code - nearest
+                first += mass * offset
+                second += mass * offset**2
+                below = edge
+            total += (second - first.square()) * step**2
         return total
 
     def std_limits(self) -> tuple[float, float]:
@@ -316,9 +346,13 @@ class TiledProduct:
             pause()
             mean, squares = x @ w.T, x.square()
             if settings.ir_drop and settings.ir_drop_conductance_ratio is not None:
-                mean = mean.sub_(
-                    voltage_drop(x, w, magnitudes, settings.ir_drop_conductance_ratio, settings.ir_drop)
-                )
+                # what the wires take off the outputs; see step 2 above
+                n = x.shape[1]
+                a = (x.abs() @ magnitudes.T).mul_(n / settings.ir_drop_conductance_ratio)
+                c = a.mul(0.05).sub_(0.2).mul_(a).add_(0.5).mul_(a)
+                position = torch.arange(n, dtype=torch.float32, device=x.device).div_(n)
+                nearness = 1 - (1 - position).square_()
+                mean = mean.sub_(c.mul_(settings.ir_drop).mul_((x * nearness) @ w.T))
             constant = squares.sum(1).mul_(settings.weight_std**2).add_(settings.output_std**2)
             current = squares @ magnitudes.T if settings.current_std else mean
             if self._thermal:
@@ -328,71 +362,10 @@ class TiledProduct:
                 )
             yield mean, constant, current
 
-    def _add_codes(
-        self,
-        total: torch.Tensor,
-        saturated: torch.Tensor,
-        mean: torch.Tensor,
-        constant: torch.Tensor,
-        current: torch.Tensor,
-        normal: torch.Tensor,
-    ) -> None:
-        """Add what the ADC of a tile shows to the total, in place, and mark rows with a code at the ADC's bound.
 
-        On the CPU the compiled kernel does it.
-        """
-        step, factor = self._converter.output_step, self._factor
-        most = levels(self._converter.output_bits) if self._converter.output_bits is not None else 0
-        if total.device.type == "cpu":
-            arrays = [part.numpy() for part in (total, saturated, mean, constant, current, normal)]
-            numbers = np.float32(factor), np.float32(step), np.float32(most)
-
-            def add_rows(start: int, stop: int) -> None:
-                t, s, m, c, i, n = (array[start:stop] for array in arrays)
-                add_codes(t, s, m, c, i, n, *numbers)
-
-            run_split(add_rows, len(total), grain=max(1, _ELEMENTS_PER_THREAD // total.shape[1]))
-            return
-        variance = constant[:, None] + factor * current
-        read = mean.addcmul(variance.sqrt_(), normal)
-        if not step:
-            total += read
-            return
-        codes = (read / step).round_().clamp_(-most, most)
-        saturated |= (codes.abs() == most).any(dim=1)
-        total += codes.mul_(step)
-
-    def _code_variance(self, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-        """Variance of what an ADC shows of N(mean, std^2), float64."""
-        step, bits = self._converter.output_step, self._converter.output_bits
-        if bits is None:
-            return std.square()
-        most, scaled = levels(bits), mean / step
-        nearest = scaled.round().clamp(-most, most)
-        below, first, second = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
-        for code in range(-most, most + 1):
-            edge = (
-                torch.special.ndtr((code + 0.5 - scaled) * step / std)
-                if code < most
-                else torch.ones_like(mean)
-            )
-            mass, offset = edge - below, code - nearest
-            first += mass * offset
-            second += mass * offset**2
-            below = edge
-        return (second - first.square()) * step**2
-
-
-def voltage_drop(
-    x: torch.Tensor, w: torch.Tensor, magnitudes: torch.Tensor, ratio: float, scale: float
-) -> torch.Tensor:
-    """Return what the wires take off the outputs of a tile, shape (batch, outputs); see step 2 above."""
-    n = x.shape[1]
-    a = (x.abs() @ magnitudes.T).mul_(n / ratio)
-    c = a.mul(0.05).sub_(0.2).mul_(a).add_(0.5).mul_(a)
-    position = torch.arange(n, dtype=torch.float32, device=x.device).div_(n)
-    nearness = 1 - (1 - position).square_()
-    return c.mul_(scale).mul_((x * nearness) @ w.T)
+def _add_rows(arrays: list[Any], numbers: tuple[np.float32, ...], start: int, stop: int) -> None:
+    parts: Any = [array[start:stop] for array in arrays]
+    add_codes(*parts, *numbers)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

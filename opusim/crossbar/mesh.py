@@ -45,7 +45,7 @@ import torch
 from typing_extensions import override
 
 from opusim.crossbar.photonic import Light, PhotonicDevice
-from opusim.description.photonic import MeshSettings
+from opusim.description.crossbar import MeshSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 

@@ -11,8 +11,7 @@ import torch
 
 from opusim.crossbar.device import ConvertedDevice, TiledProduct
 from opusim.crossbar.programmable import Converter
-from opusim.description.crossbar import ProductSettings
-from opusim.description.photonic import PhotonicSettings
+from opusim.description.crossbar import PhotonicSettings, ProductSettings
 from opusim.description.schema import DeviceDescription
 from opusim.devices.inputs import real_batch
 from opusim.errors import ConfigError

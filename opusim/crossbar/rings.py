@@ -38,7 +38,7 @@ import torch
 from typing_extensions import override
 
 from opusim.crossbar.photonic import Light, PhotonicDevice
-from opusim.description.photonic import RingSettings
+from opusim.description.crossbar import RingSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 

@@ -1,11 +1,15 @@
-"""The section ``[camera]`` of a device description: every number of the physical twin, with units in the names."""
+"""The section ``[camera]`` of a device description: every number of the physical twin, with units in the names.
+
+The section ``[bench]`` says how opusim uses your own mirror array and camera.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opusim.description.section import StrictSection
 from opusim.temperature import ArrheniusDarkCurrent, DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
@@ -286,15 +290,11 @@ class PixelSettings(StrictSection):
         return tuple(key for key in keys if getattr(self, key) is not None)
 
     @model_validator(mode="after")
-    def _telegraph_pixels_have_levels(self) -> Self:
+    def _faults_are_complete(self) -> Self:
         if (self.telegraph_share is None) != (self.telegraph_e is None):
             raise ValueError("telegraph_share and telegraph_e belong together; give both or neither")
         if self.telegraph_us is not None and self.telegraph_share is None:
             raise ValueError("telegraph_us is given without telegraph_share; give both, or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _hot_pixels_have_a_factor(self) -> Self:
         if (self.hot_share > 0) != (self.hot_factor is not None):
             raise ValueError("hot_share and hot_factor belong together; give both or neither")
         return self
@@ -455,7 +455,7 @@ class CameraSettings(StrictSection):
         return None if self.dark is None else self.dark.law()
 
     @model_validator(mode="after")
-    def _a_path_has_a_reference(self) -> Self:
+    def _parts_fit(self) -> Self:
         if self.vibration is not None and self.vibration.phase_rms_rad and self.reference_beam is None:
             raise ValueError(
                 "vibration: phase_rms_rad is a phase to a reference beam, and there is none; give "
@@ -476,10 +476,6 @@ class CameraSettings(StrictSection):
             raise ValueError(
                 "vibration: pointing_rms_pixels and pixels.crosstalk both mix neighbouring pixels; give one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _faults_have_a_stage(self) -> Self:
         pixels = self.pixels
         if pixels is not None and (pixels.hot_share or pixels.dcnu) and self.dark is None:
             raise ValueError("pixels: hot_share and dcnu need dark current; give a section [camera.dark]")
@@ -491,19 +487,83 @@ class CameraSettings(StrictSection):
             raise ValueError("pixels: nonlinearity is relative to saturation; give full_well_e or adc_bits")
         if pixels is not None and pixels.read_noise_spread and not self.sensor.read_noise_e:
             raise ValueError("pixels: read_noise_spread spreads a read noise of 0; give sensor.read_noise_e")
-        return self
-
-    @model_validator(mode="after")
-    def _one_grain(self) -> Self:
         if self.grain_pixels is not None and self.grain_correlation:
             raise ValueError(
                 "grain_pixels and grain_correlation both say how large grains are; give one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _dark_law_holds(self) -> Self:
         law = self.dark_law()
         if self.dark is not None and law is not None:
             law.current_e_per_s(self.dark.temperature_c)
+        return self
+
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class BenchSettings(StrictSection):
+    """How a bench is used (`opusim.devices.bench`). These are choices, not properties of the instruments.
+
+    Attributes:
+        patterns: factory of the mirror array, ``module:factory``, called without arguments; empty if the caller of
+            `opusim.devices.open_bench` gives the array. The module is installed, or lies in the working folder.
+        grabber: factory of the camera, likewise.
+        setup: folder in which the setup of each window (exposure, region, outputs, scale) is kept, and read at the next
+            opening; None measures it at every opening, each time with another matrix.
+        macro_pixel: side of the square blocks of mirrors that are switched together, mirrors.
+        window_rows: rows of mirrors that are used, in the middle of the array, or None for all.
+        window_columns: columns of mirrors that are used, likewise.
+        reference_share: share of the blocks that carry no data: off in the frame of a vector, on in the anchor and in
+            every complement; in [0.05, 0.95].
+        exposure_us: exposure of a frame, microseconds, or None to search for it.
+        shortest_exposure_us: shortest exposure that the search tries, microseconds.
+        readout_us: part of a frame's time in which the camera cannot expose, microseconds; the longest exposure is
+            ``frames.frame_period_us`` minus it.
+        range_share: share of the converter's range, above the blank frame, that the search gives to the mean of the
+            anchor's brightest region; speckle is exponential, so a share e^(-1/range_share) of its pixels is full.
+        binning: pixels of the camera that are read as one, along each axis (2: blocks of 2 x 2).
+        region_step: rows and columns of the camera's region are multiples of it, pixels.
+        lowest: pixels whose anchor is darker than this multiple of the local mean are no outputs.
+        highest: pixels whose anchor is brighter than this multiple of it are no outputs.
+        most_saturated: share of the outputs that may be full in a frame; with more the bench does not open.
+        most_nonlinear: largest tolerated deviation of readings from linear ones, root mean square, relative to the
+            readings.
+        least_correlation: correlation of the anchor's frame with that of the setup; below it the medium counts as
+            another one.
+        frames_per_sequence: patterns that are loaded and shown at once, or None for as many as fit into 128 MiB, 64 to
+            256; the camera's buffer holds their frames and some ten more.
+        tries: how often a sequence with lost or doubled frames is shown before that is an error.
+    """
+
+    patterns: str = ""
+    grabber: str = ""
+    setup: str | None = None
+    macro_pixel: int = Field(default=8, ge=1)
+    window_rows: int | None = Field(default=None, ge=1)
+    window_columns: int | None = Field(default=None, ge=1)
+    reference_share: float = Field(default=0.5, ge=0.05, le=0.95)
+    exposure_us: float | None = Field(default=None, gt=0)
+    shortest_exposure_us: float = Field(default=1.0, gt=0)
+    readout_us: float = Field(default=50.0, ge=0)
+    range_share: float = Field(default=0.15, gt=0, lt=0.5)
+    binning: int = Field(default=1, ge=1, le=16)
+    region_step: int = Field(default=8, ge=1)
+    lowest: float = Field(default=0.1, gt=0, le=1)
+    highest: float = Field(default=3.5, ge=1.5)
+    most_saturated: float = Field(default=0.01, gt=0, lt=1)
+    most_nonlinear: float = Field(default=0.05, gt=0, lt=1)
+    least_correlation: float = Field(default=0.9, gt=0, lt=1)
+    frames_per_sequence: int | None = Field(default=None, ge=FRAMES_PER_TERNARY)
+    tries: int = Field(default=3, ge=1, le=100)
+
+    @field_validator("patterns", "grabber")
+    @classmethod
+    def _names_a_factory(cls, value: str) -> str:
+        if value and not _FACTORY.fullmatch(value):
+            raise ValueError(f"{value!r} names no factory; write module:name, such as my_bench:Camera")
+        return value
+
+    @model_validator(mode="after")
+    def _both_are_named(self) -> Self:
+        if bool(self.patterns) != bool(self.grabber):
+            raise ValueError("patterns and grabber belong together; name both, or neither")
         return self

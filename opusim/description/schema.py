@@ -19,16 +19,20 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim import plugins
-from opusim.description.bench import BenchSettings
 from opusim.description.camera import (
     FRAMES_PER_TERNARY,
     ArrheniusSettings,
+    BenchSettings,
     CameraSettings,
     DoublingSettings,
 )
-from opusim.description.crossbar import CrossbarSettings, CrossbarTemperatureSettings
-from opusim.description.photonic import MeshSettings, RingSettings
-from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
+from opusim.description.crossbar import (
+    CrossbarSettings,
+    CrossbarTemperatureSettings,
+    MeshSettings,
+    RingSettings,
+)
+from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.tables import Shown
@@ -262,10 +266,6 @@ class TemperatureSettings(StrictSection):
     def _one_dark_law(self) -> Self:
         if (self.doubling_k is None) == (self.activation_ev is None):
             raise ValueError("give exactly one of doubling_k and activation_ev")
-        return self
-
-    @model_validator(mode="after")
-    def _temperature_in_range(self) -> Self:
         if not self.temperature_min_c <= self.temperature_c <= self.temperature_max_c:
             raise ValueError(
                 f"temperature_c = {self.temperature_c:g}: must lie between temperature_min_c = "
@@ -422,10 +422,6 @@ class DeviceDescription(Shown, StrictSection):
         elif sum(getattr(self, section) is not None for section in _SECTIONS) > 1:
             *others, last = (f"[{section}]" for section in _SECTIONS)
             raise ValueError(f"sections {', '.join(others)} and {last} describe different devices; keep one")
-        return self
-
-    @model_validator(mode="after")
-    def _hardware_has_its_own_medium(self) -> Self:
         is_hardware = self.bench is not None or (self.lighton is not None and not self.lighton.simulated)
         if is_hardware and self.medium is not None:
             raise ValueError(
@@ -434,40 +430,30 @@ class DeviceDescription(Shown, StrictSection):
         return self
 
     @model_validator(mode="after")
-    def _camera_fits_its_frames(self) -> Self:
-        if self.camera is None:
-            return self
-        if self.noise is not None:
+    def _frames_fit(self) -> Self:
+        if self.camera is not None and self.noise is not None:
             raise ValueError(
                 "noise: a camera's noise comes from its stages; set camera.light or camera.sensor instead (leave out "
                 "--sigma)"
             )
-        shown = self.camera.frames_per_projection
-        if self.frames.frames_per_projection != shown:
-            how = "" if self.camera.reference_beam is None else " with this reference beam"
-            raise ValueError(
-                f"frames.frames_per_projection: a camera shows {shown} for a ternary vector{how}; write {shown}"
-            )
-        if self.camera.light.exposure_us > self.frames.frame_period_us:
-            raise ValueError(
-                f"camera.light.exposure_us = {self.camera.light.exposure_us:g}: is longer than "
-                f"frames.frame_period_us = {self.frames.frame_period_us:g}; lengthen the period"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _bench_fits_its_frames(self) -> Self:
-        shown = self.frames.frames_per_projection
+        shown, packing = self.frames.frames_per_projection, self.frames.packing
+        if self.camera is not None:
+            wanted, exposure_us = self.camera.frames_per_projection, self.camera.light.exposure_us
+            if shown != wanted:
+                how = "" if self.camera.reference_beam is None else " with this reference beam"
+                raise ValueError(
+                    f"frames.frames_per_projection: a camera shows {wanted} for a ternary vector{how}; write {wanted}"
+                )
+            if exposure_us > self.frames.frame_period_us:
+                raise ValueError(
+                    f"camera.light.exposure_us = {exposure_us:g}: is longer than "
+                    f"frames.frame_period_us = {self.frames.frame_period_us:g}; lengthen the period"
+                )
         if self.bench is not None and shown != FRAMES_PER_TERNARY:
             raise ValueError(
                 f"frames.frames_per_projection = {shown}: a bench shows {FRAMES_PER_TERNARY} for a ternary vector; "
                 f"write {FRAMES_PER_TERNARY}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _numbers_have_bits_to_pack(self) -> Self:
-        packing = self.frames.packing
         if packing is not None and any((self.crossbar, self.mesh, self.rings)):
             raise ValueError(
                 f"frames.packing = {packing!r}: a programmable chip has no camera's link; remove it"
@@ -647,10 +633,7 @@ def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[
         key = ".".join((*path, TEMPERATURE))
         if own is not None and TEMPERATURE in own:
             raise ConfigError(file, TEMPERATURE, f"{key} is given too; give one of them")
-        placed: dict[str, Any] = {TEMPERATURE: wanted}
-        for name in reversed(path):
-            placed = {name: placed}
-        return merged(given, placed)
+        return merged(given, nested(key, wanted))
     kind = str(described.get("kind", ""))
     if kind == "crossbar":
         return merged(given, _thermal_read_out(described, wanted))

@@ -342,7 +342,11 @@ class _Caller:
         self._calls.put(None)
 
     def _work(self) -> None:
-        with pausing(self._require_wanted):
+        def require_wanted() -> None:
+            if self._is_stopped:
+                raise Abandoned
+
+        with pausing(require_wanted):
             while (call := self._calls.get()) is not None:
                 act, undo = call
                 answer: tuple[Any, BaseException | None]
@@ -354,10 +358,6 @@ class _Caller:
                     with suppress(Exception):  # the caller has already raised its time-out
                         undo()
                 self._answers.put(answer)
-
-    def _require_wanted(self) -> None:
-        if self._is_stopped:
-            raise Abandoned
 
 
 INSTALL_LIGHTONML = "pip install 'opusim[lighton]', and then pip install --no-deps lightonml==1.4.3"

@@ -634,7 +634,9 @@ class NoisyDevice(Shown, ABC):
             settings,
             self.name,
             n_inputs=self.n_inputs,
-            read=self._read_vectors,
+            read=lambda vectors: (
+                self._read_in_calls(self._project, vectors.to(self._torch_device)).cpu().double().numpy()
+            ),
             law=self._law_as_decoded,
             judges_law=lambda: (
                 self._is_credited or self._certified is not None or self.description.is_simulated
@@ -644,11 +646,6 @@ class NoisyDevice(Shown, ABC):
             baseline=baseline,
             certified=self._certified is not None,
         )
-
-    def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
-        """Return readings of ternary vectors for the monitor, float64."""
-        batch = vectors.to(self._torch_device)
-        return self._read_in_calls(self._project, batch).cpu().double().numpy()
 
     def _require_open(self) -> None:
         if not self.is_open:

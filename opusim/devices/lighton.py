@@ -146,24 +146,20 @@ class LightonDevice(NoisyDevice):
             exposure_us = self._settings.exposure_us
             overrides = {} if exposure_us is None else {"exposure_us": exposure_us}
             if not self._settings.simulated:
-                overrides["frametime_us"] = self._described_frame_us(exposure_us)
+                # the described time of a frame, or the least that the camera's window allows if that is longer, by
+                # which frames are counted then; lightonml 1.4.3, internal/runner.py
+                device, described = self._opu.device, self.description.frames.period_us(self.n_outputs)
+                exposed_us = device.exposure_us if exposure_us is None else exposure_us
+                least = max(device.output_readout_us, exposed_us) + 50
+                if least > described:
+                    _LOG.warning(
+                        "opusim: device %r: frames.frame_period_us = %g is shorter than the %g us that %d outputs "
+                        "take; frames take %g us, set it to that",
+                        *(self.name, described, least, self.n_outputs, least),
+                    )
+                self._actual_frame_us = float(math.ceil(max(described, least)))
+                overrides["frametime_us"] = int(self._actual_frame_us)
             self._opu.fit1d(n_features=self.n_inputs, online=False, **overrides)
-
-    def _described_frame_us(self, exposure_us: float | None) -> int:
-        """Return the described time from frame to frame, or the least that the camera's window allows if longer.
-
-        Frames are then counted with the longer one. Rule of the least time: lightonml 1.4.3, internal/runner.py.
-        """
-        device, described = self._opu.device, self.description.frames.period_us(self.n_outputs)
-        least = max(device.output_readout_us, device.exposure_us if exposure_us is None else exposure_us) + 50
-        if least > described:
-            _LOG.warning(
-                "opusim: device %r: frames.frame_period_us = %g is shorter than the %g us that %d outputs take; "
-                "frames take %g us, set it to that",
-                *(self.name, described, least, self.n_outputs, least),
-            )
-        self._actual_frame_us = float(math.ceil(max(described, least)))
-        return int(self._actual_frame_us)
 
     def _close(self) -> None:
         opu, self._opu = self._opu, None

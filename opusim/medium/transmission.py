@@ -26,7 +26,7 @@ REAL_PLANE, IMAGINARY_PLANE = 1, 2
 """Counter words of the two real media of a complex one; plane 0 is B of the ideal and the gaussian device."""
 _OUTPUTS_PER_TILE = 2048
 _INPUTS_PER_TILE = 2048  # with the above, tiles of 16 MiB
-_INPUTS_PER_EXACT_SUM = 2**17
+INPUTS_PER_EXACT_SUM = 2**17
 _ENTRIES_PER_BLOCK = 2**25  # computed between two pauses, in less than a tenth of a second
 _TORCH_ROWS = 2**19  # counters encrypted at a time by the torch path; each takes about 100 bytes meanwhile
 
@@ -195,11 +195,11 @@ class Medium:
         wanted = range(self.n_outputs)
         if outputs is not None:
             (wanted,) = _windows(outputs=(outputs, self.n_outputs))
-        if self.fits_dense and self.n_inputs <= _INPUTS_PER_EXACT_SUM:
+        if self.fits_dense and self.n_inputs <= INPUTS_PER_EXACT_SUM:
             return blocked_product(x, self.dense(x.device)[:, wanted.start : wanted.stop])
         y = torch.empty((x.shape[0], len(wanted)), dtype=torch.float32, device=x.device)
         on_cpu, rows_at_once = x.device.type == "cpu", min(_INPUTS_PER_TILE, self.n_inputs)
-        for part in _blocks(len(wanted), _OUTPUTS_PER_TILE):
+        for part in blocks(len(wanted), _OUTPUTS_PER_TILE):
             columns = range(wanted.start + part.start, wanted.start + part.stop)
             room = torch.empty((rows_at_once if on_cpu else 0, len(columns)), dtype=torch.float32)
 
@@ -221,14 +221,14 @@ class Medium:
         last = -(-columns.stop // OUTPUTS_PER_BLOCK)
         skip = columns.start - first * OUTPUTS_PER_BLOCK
         tile = torch.empty((len(rows), len(columns)), dtype=torch.float32, device=device)
-        blocks = torch.arange(first, last, dtype=torch.int64, device=device)
+        numbers = torch.arange(first, last, dtype=torch.int64, device=device)
         at_once = max(1, _TORCH_ROWS // max(1, last - first))
-        for part in _blocks(len(rows), at_once):
+        for part in blocks(len(rows), at_once):
             pause()
             inputs = torch.arange(
                 rows.start + part.start, rows.start + part.stop, dtype=torch.int64, device=device
             )
-            words = philox_torch(blocks, inputs[:, None], self.plane, self.epoch, self.seed)
+            words = philox_torch(numbers, inputs[:, None], self.plane, self.epoch, self.seed)
             halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
             tile[part.start : part.stop] = table[halves.flatten(1)[:, skip : skip + len(columns)]]
         return tile
@@ -252,13 +252,13 @@ def exact_product(
     total = torch.zeros((x.shape[0], n_outputs), dtype=torch.float64, device=x.device)
     partial = torch.zeros_like(total, dtype=torch.float32)
     vectors_at_once = max(1, PRODUCTS_PER_BLOCK // (_INPUTS_PER_TILE * max(1, n_outputs)))
-    for rows in _blocks(x.shape[1], _INPUTS_PER_TILE):
+    for rows in blocks(x.shape[1], _INPUTS_PER_TILE):
         part = tile(rows)
-        for vectors in _blocks(x.shape[0], vectors_at_once):
+        for vectors in blocks(x.shape[0], vectors_at_once):
             pause()
             shown = x[vectors.start : vectors.stop, rows.start : rows.stop]
             partial[vectors.start : vectors.stop].addmm_(shown, part)
-        if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == x.shape[1]:
+        if rows.stop % INPUTS_PER_EXACT_SUM == 0 or rows.stop == x.shape[1]:
             total += partial
             partial.zero_()
     return total.float()
@@ -279,13 +279,13 @@ def blocked_product(
     at_once = max(1, PRODUCTS_PER_BLOCK // matrix.numel())
     if out is None:
         out = torch.empty((x.shape[0], matrix.shape[1]), dtype=x.dtype, device=x.device)
-    for rows in _blocks(x.shape[0], at_once):
+    for rows in blocks(x.shape[0], at_once):
         pause()
         torch.mm(x[rows.start : rows.stop], matrix, out=out[rows.start : rows.stop])
     return out
 
 
-def _blocks(length: int, size: int) -> Iterator[range]:
+def blocks(length: int, size: int) -> Iterator[range]:
     """Return [0, length) in ranges of at most `size`."""
     return (range(start, min(start + size, length)) for start in range(0, length, size))
 

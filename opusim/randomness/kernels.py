@@ -81,12 +81,6 @@ def _round(
 
 
 @numba.njit(nogil=True, forceinline=True)
-def _next_key(k0: np.uint64, k1: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """Return the key of the next round: a Weyl sequence per word."""
-    return k0 + _WEYL_0, k1 + _WEYL_1
-
-
-@numba.njit(nogil=True, forceinline=True)
 def philox_block(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
@@ -103,26 +97,10 @@ def philox_block(
     Returns:
         The four output words.
     """
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    k0, k1 = _next_key(k0, k1)
-    c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
-    return c0, c1, c2, c3
+    for _ in range(9):  # LLVM unrolls it
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        k0, k1 = k0 + _WEYL_0, k1 + _WEYL_1  # the next round's key: a Weyl sequence per word
+    return _round(c0, c1, c2, c3, k0, k1)
 
 
 PAIRS = 512

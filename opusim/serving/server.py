@@ -313,7 +313,23 @@ class Server:
             self._serve(stop)
         finally:
             has_ended = self._owner.stop(_LAST_CALL_S)
-            self._say_end(has_ended=has_ended)
+            # Tell clients, close devices that no thread uses any more, and write the journal.
+            for session in self._places:
+                if session.running is not None:
+                    request = session.running.message.value("request", str, "")[:64]
+                    error = DeviceUnavailable("the server was stopped; start it, and resume")
+                    self._send(session.route, error_message(error, request=request))
+            for session in (*self._places, *self._leaving):
+                if session.running is not None:
+                    session.calls += int(session.running.begun)
+                if session.view is not None and has_ended:
+                    session.view.close()
+            self._write_journal()
+            if not has_ended:
+                _LOG.warning(
+                    "a call of the device did not end within %g s; the process ends without closing the device",
+                    _LAST_CALL_S,
+                )
             self._socket.close(all_ended=has_ended)
             if has_ended:
                 self._instrument.close()
@@ -610,25 +626,6 @@ class Server:
     def _close_view(self, session: Session) -> None:
         """Have a client's device closed by the thread that owns it; the journal is written after that."""
         self._queue.put(session.token, Work(session, Message(kind="close")))
-
-    def _say_end(self, *, has_ended: bool) -> None:
-        """Tell clients that the server stops, close devices that no thread uses any more, and write the journal."""
-        for session in self._places:
-            if session.running is not None:
-                request = session.running.message.value("request", str, "")[:64]
-                error = DeviceUnavailable("the server was stopped; start it, and resume")
-                self._send(session.route, error_message(error, request=request))
-        for session in (*self._places, *self._leaving):
-            if session.running is not None:
-                session.calls += int(session.running.begun)
-            if session.view is not None and has_ended:
-                session.view.close()
-        self._write_journal()
-        if not has_ended:
-            _LOG.warning(
-                "a call of the device did not end within %g s; the process ends without closing the device",
-                _LAST_CALL_S,
-            )
 
     def _write_journal(self) -> None:
         for session in (*self._places, *self._leaving):

@@ -16,8 +16,7 @@ from scipy.linalg import hadamard
 from typing_extensions import override
 
 from opusim import checks
-from opusim.description.bench import BenchSettings
-from opusim.description.camera import FRAMES_PER_TERNARY
+from opusim.description.camera import FRAMES_PER_TERNARY, BenchSettings
 from opusim.description.schema import DeviceDescription, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import measure_noise
@@ -502,7 +501,7 @@ def open_bench(
         monitor: keys of ``[monitor]``.
         mode: as for `opusim.open_device`.
         torch_device: where readings are put.
-        **settings: keys of ``[bench]`` (`opusim.description.bench.BenchSettings`).
+        **settings: keys of ``[bench]`` (`opusim.description.camera.BenchSettings`).
 
     Returns:
         The device, open.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from opusim.description.bench import BenchSettings
+from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Sequencer
 from opusim.errors import DeviceFault
 from opusim.processes import pause

@@ -27,7 +27,7 @@ import torch
 from scipy.ndimage import uniform_filter
 
 from opusim.camera.exposure import FRAME_SIGNS
-from opusim.description.bench import BenchSettings
+from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Roi, Sequencer
 from opusim.devices.bench.mirrors import MirrorLayout
 from opusim.devices.bench.probes import look_at_light, require_interference
@@ -192,16 +192,31 @@ def measure_setup(
         DeviceError: an instrument failed.
     """
     search = partial(search_exposure, source, settings=settings, name=name, longest_us=longest_us)
-    whole = _stepped(sensor, settings, name)
+    # 1. The largest region whose sides are multiples of the camera's step and of the binning.
+    step = math.lcm(settings.region_step, settings.binning)
+    if min(sensor[2:]) < step:
+        raise ConfigError(
+            name,
+            "bench.region_step",
+            f"and bench.binning ask for multiples of {step} pixels, and the sensor has {sensor[2]} x {sensor[3]}; "
+            "lower them",
+        )
+    whole: Roi = (0, 0, sensor[2] // step * step, sensor[3] // step * step)
+    # 2. The exposure, the place of the most light, in binned pixels, and the grains there.
     exposure_us, lit = search(whole, start_us=longest_us)
-    centre = _brightest(lit)
+    row, column = np.unravel_index(int(np.argmax(lit)), lit.shape)
+    centre = int(row), int(column)
     probe = _around(centre, (_PROBE, _PROBE), whole, settings)
     source.configure(exposure_us=exposure_us, roi=probe, binning=settings.binning)
     require_interference(look_at_light(source), name)
-    grain = grain_spacing(*_speckles(source), name=name)
-    cells, share = n_outputs, _USABLE
+    twice = source.show(np.repeat(random_switches(source.layout), 2, axis=0))
+    grain = grain_spacing(twice[0::2], twice[1::2], name=name)
+    # 3. A square region of so many grains that enough of them are usable outputs.
+    share = _USABLE
     while True:
-        roi = _around(centre, _sides(cells / share, grain), whole, settings)
+        side = math.sqrt(n_outputs / share * grain[0] * grain[1])
+        sides = math.ceil(side) + grain[0], math.ceil(side) + grain[1]
+        roi = _around(centre, sides, whole, settings)
         exposure_us, _ = search(roi, start_us=exposure_us)
         setup, found = _choose_outputs(source, roi, settings, exposure_us, grain, n_outputs)
         if found >= n_outputs:
@@ -213,7 +228,19 @@ def measure_setup(
                 "make grains smaller on the sensor, or light more of it"
             )
         share *= 0.7 * max(found / n_outputs, 0.3)
-    return replace(setup, scale=setup.scale * _unit_scale(source, setup, name))
+    # 4. The factor that brings the entries of the matrix to variance 1: from two readings of unit vectors.
+    n = setup.layout.n_inputs
+    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED)).numpy()[:_UNIT_VECTORS]
+    x = np.repeat(np.eye(n, dtype=np.int8)[chosen], 2, axis=0)
+    readings = setup.decode(signed_sum(source.show(setup.layout.ternary(x), setup.outputs)), x)
+    products = readings[0::2] * readings[1::2]
+    power, error = float(products.mean()), float(products.std()) / products.size**0.5
+    if not power > 5 * error:
+        raise DeviceFault(
+            f"device {name!r}: two readings of single inputs do not agree: the light of an input is below the noise; "
+            "lengthen the exposure, brighten the laser, raise bench.macro_pixel or open fewer inputs"
+        )
+    return replace(setup, scale=setup.scale * power**-0.5)
 
 
 def search_exposure(
@@ -330,16 +357,10 @@ def grain_spacing(first: np.ndarray, second: np.ndarray, *, name: str) -> tuple[
     return found[0], found[1]
 
 
-def _speckles(source: Sequencer) -> tuple[np.ndarray, np.ndarray]:
-    """Return two frames of each of some random patterns."""
-    frames = source.show(np.repeat(random_switches(source.layout, _SPECKLES), 2, axis=0))
-    return frames[0::2], frames[1::2]
-
-
-def random_switches(layout: MirrorLayout, count: int) -> np.ndarray:
+def random_switches(layout: MirrorLayout) -> np.ndarray:
     """Return switches of random patterns with half of all groups on, the same at every call."""
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.randint(0, 2, (count, layout.groups), generator=generator).numpy().astype(bool)
+    return torch.randint(0, 2, (_SPECKLES, layout.groups), generator=generator).numpy().astype(bool)
 
 
 def _anchor_and_blank(source: Sequencer, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -362,7 +383,7 @@ def _choose_outputs(
     One pixel of each cell of the size of a grain is an output, unless it is dark, too bright, full in a frame, bright
     without light, or does not change with the patterns.
     """
-    switches = random_switches(source.layout, _SPECKLES)
+    switches = random_switches(source.layout)
     speckles = source.show(switches).astype(np.float64)
     anchors, blanks = _anchor_and_blank(source, _ANCHOR_FRAMES)
     top = source.top_dn
@@ -401,51 +422,6 @@ def _choose_outputs(
         date=time.strftime("%Y-%m-%d"),
     )
     return setup, len(flat)
-
-
-def _unit_scale(source: Sequencer, setup: BenchSetup, name: str) -> float:
-    """Return c, which brings the entries of the matrix to variance 1: from two readings of unit vectors.
-
-    Raises:
-        DeviceFault: the readings are noise.
-    """
-    n = setup.layout.n_inputs
-    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED)).numpy()[:_UNIT_VECTORS]
-    x = np.repeat(np.eye(n, dtype=np.int8)[chosen], 2, axis=0)
-    readings = setup.decode(signed_sum(source.show(setup.layout.ternary(x), setup.outputs)), x)
-    products = readings[0::2] * readings[1::2]
-    power, error = float(products.mean()), float(products.std()) / products.size**0.5
-    if not power > 5 * error:
-        raise DeviceFault(
-            f"device {name!r}: two readings of single inputs do not agree: the light of an input is below the noise; "
-            "lengthen the exposure, brighten the laser, raise bench.macro_pixel or open fewer inputs"
-        )
-    return power**-0.5
-
-
-def _stepped(sensor: Roi, settings: BenchSettings, name: str) -> Roi:
-    """Return the largest region of the sensor whose sides are multiples of the camera's step and of the binning."""
-    step = math.lcm(settings.region_step, settings.binning)
-    if min(sensor[2:]) < step:
-        raise ConfigError(
-            name,
-            "bench.region_step",
-            f"and bench.binning ask for multiples of {step} pixels, and the sensor has {sensor[2]} x {sensor[3]}; "
-            "lower them",
-        )
-    return 0, 0, sensor[2] // step * step, sensor[3] // step * step
-
-
-def _brightest(lit: np.ndarray) -> tuple[int, int]:
-    """Return the place of the most light, binned pixels."""
-    row, column = np.unravel_index(int(np.argmax(lit)), lit.shape)
-    return int(row), int(column)
-
-
-def _sides(cells: float, grain: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns, binned pixels, of a square of `cells` grains."""
-    side = math.sqrt(cells * grain[0] * grain[1])
-    return math.ceil(side) + grain[0], math.ceil(side) + grain[1]
 
 
 def _around(centre: tuple[int, int], sides: tuple[int, int], whole: Roi, settings: BenchSettings) -> Roi:

@@ -11,8 +11,7 @@ from PIL import Image
 
 from opusim.calibration.frames import COUNT, VARIANCE, Estimate
 from opusim.calibration.recorded import inspected, levels_of
-from opusim.calibration.recorded_faults import require_lawful
-from opusim.calibration.recorded_transfer import RecordedTransfer, reduced
+from opusim.calibration.recorded_transfer import RecordedTransfer, reduced, require_lawful
 from opusim.errors import ConfigError
 from tests.oracles.sensor_frames import SENSORS, Pixels, Sensor, recording
 

@@ -14,10 +14,9 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import opusim
-from opusim.crossbar.conversion import DeviceModel, convert
+from opusim.crossbar.conversion import DeviceModel, convert, noise_aware
 from opusim.crossbar.device import CrossbarDevice
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
-from opusim.crossbar.noise_aware import noise_aware
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device

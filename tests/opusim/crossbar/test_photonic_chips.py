@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.crossbar.conversion import convert
+from opusim.crossbar.conversion import convert, noise_aware
 from opusim.crossbar.mesh import MeshDevice, decomposed, rounded, set_phases
-from opusim.crossbar.noise_aware import noise_aware
 from opusim.crossbar.programmable import SeveralChips
 from opusim.crossbar.rings import RingDevice, detuned, dropped
-from opusim.description.photonic import MeshSettings
+from opusim.description.crossbar import MeshSettings
 from opusim.description.schema import AccessSettings, load_description
 from opusim.devices import kinds
 from opusim.devices.base import NoisyDevice

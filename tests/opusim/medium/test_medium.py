@@ -64,7 +64,7 @@ def test_a_ternary_projection_is_exact_for_every_tiling(monkeypatch: pytest.Monk
     exact = (x.double() @ dense.dense().double()).float()
     monkeypatch.setattr(medium_module, "_OUTPUTS_PER_TILE", 32)
     monkeypatch.setattr(medium_module, "_INPUTS_PER_TILE", 64)
-    monkeypatch.setattr(medium_module, "_INPUTS_PER_EXACT_SUM", 128)
+    monkeypatch.setattr(medium_module, "INPUTS_PER_EXACT_SUM", 128)
     for limit in (0, 1024):
         assert torch.equal(Medium(300, 90, seed, dense_limit_mib=limit).project(x), exact)
     assert torch.equal(dense.project(x), exact)

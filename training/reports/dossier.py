@@ -473,7 +473,8 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     for file, test in self_tests.items():
         _require_like(test, file, statement, run)
     others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
-    audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
+    ours = "private loop" if run is None else run.config.trainer.kind
+    audits = {file: _about_this(audit, statement, file, path, ours) for file, audit in audits.items()}
     return _Facts(
         path=path,
         kind="private loop" if settings is not None else "search" if kind == "search" else "run",
@@ -508,14 +509,20 @@ def _kept_in(given: Path) -> tuple[dict[Path, Audit], dict[Path, MechanismAudit]
     return kept, tested
 
 
-def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Audit:
+def _about_this(audit: Audit, statement: Statement, file: str, path: Path, kind: str) -> Audit:
     """Return an audit that says in which numbers what it attacked differs from what a ledger states.
 
     The descriptions of two mechanisms are compared, which name unit, clip, noise multiplier, rate, steps and divisor.
 
     Raises:
-        RunFolderError: It attacked another unit, relation or mechanism.
+        RunFolderError: It attacked another kind of training, unit, relation or mechanism.
     """
+    attacked_kind = "" if audit.origin is None else audit.origin.kind
+    if attacked_kind not in ("", kind):
+        raise RunFolderError(
+            f"audits: {file} is no audit of {path}: it attacked training by {attacked_kind}, and this is {kind}; leave "
+            f"it out, or audit this folder: opusim audit {quoted(path)}"
+        )
     trials = {getattr(each, "rests_on", "") for each in statement.mechanisms} - {""}  # of a search
     like = [
         (theirs, ours)

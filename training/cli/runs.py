@@ -559,7 +559,7 @@ def audit(
             _require_absent({"--canaries": canaries}, "goes with --one-run only")
     if trust_code:
         say_trusted(RunFolder(run).read_facts())
-    shared = {
+    shared: dict[str, Any] = {
         "data": None if data is None else _own_arrays(data),
         "trust_code": trust_code,
         "out": out,
@@ -571,10 +571,10 @@ def audit(
         from opusim.accounting.one_run import FEWEST_CANARIES
         from opusim.training.attacks.one_run.final_model import audit_final_model
 
-        if trials is not None:
-            checks.integer(minimum=FEWEST_CANARIES, **{"--trials": trials})
-        asked = {"trainings": trials, "jobs": jobs, "cluster": cluster}
-        given = {name: value for name, value in asked.items() if value is not None}
+        named: dict[str, Any] = {} if trials is None else {"--trials": trials}
+        checks.integer(minimum=FEWEST_CANARIES, **named)
+        options = {"trainings": trials, "jobs": jobs, "cluster": cluster}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         found = audit_final_model(run, **shared, **given, progress="lines")
     else:
         found = _play(run, shared, trials, canaries, one_run=one_run)

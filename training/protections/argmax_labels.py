@@ -294,8 +294,8 @@ class ArgmaxReadout:
             if frames.certified is not None:
                 limits = " within the limits of device.certificate"
                 way = "allow that much, calibrate with more --frames and --outputs, which narrows the limits,"
-            least = min(search.least_epsilon for search in searches)
-            reason = f"{epsilon:g} is below what any light gives{limits}, {least:.3g}; {way} or use {KEY} = 'digital'"
+            lowest = min(search.least_epsilon for search in searches)
+            reason = f"{epsilon:g} is below what any light gives{limits}, {lowest:.3g}; {way} or use {KEY} = 'digital'"
             raise ConfigError("configuration", "protection.epsilon", reason)
         best = max(found, key=lambda search: search.keep)
         light, worst = best.within_all_powers()

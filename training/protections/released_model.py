@@ -316,10 +316,10 @@ def public_design(x: Tensor, *, cached: bool, **settings: Any) -> Design:
             return Design(metric=Metric(factor=factor), weights=weights, ridge=float(kept["ridge"]))
     design = Design.levelled(x, **settings)
     if file is not None:
-        factor, weights = design.metric.factor.cpu().numpy(), design.weights.cpu().numpy()
+        a, w = design.metric.factor.cpu().numpy(), design.weights.cpu().numpy()
         # a full or read-only disk costs time, not the run
-        with suppress(OSError), unnamed_until_whole(file) as stream:
-            np.savez(stream, factor=factor, weights=weights, ridge=np.float64(design.ridge))
+        with suppress(OSError), unnamed_until_whole(file) as unfinished:
+            np.savez(unfinished, factor=a, weights=w, ridge=np.float64(design.ridge))
     return design
 
 

@@ -739,6 +739,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts that answers are made from, by name: the variants that fit, with what they name."""
     statement, first, k = facts.statement, facts.first, facts.per_user
     noun = "user" if first.unit is Unit.USER else "record"
+    checkers = " and ".join(statement.ledger.enforced_by)
     code = [] if facts.run is None else _own_code(facts.run)
     device = None if facts.run is None else facts.run.facts["device"]
     features = None if facts.run is None else facts.run.facts["data"].get("features", {}).get("device")
@@ -818,7 +819,8 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
             f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
             for place, one in enumerate(_versions(facts))
         )
-        or _versions_of_loop(statement),
+        or (checkers and f"Trained with {checkers}. The folder keeps no other versions.")
+        or "The folder keeps no versions of packages.",
         "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
@@ -857,13 +859,6 @@ def _programs(facts: _Facts) -> str:
         for one in facts.programs
     )
     return "; then ".join(found) or "not named in the folder"
-
-
-def _versions_of_loop(statement: Statement) -> str:
-    """Return what the folder of a private loop says of versions."""
-    if not statement.ledger.enforced_by:
-        return "The folder keeps no versions of packages."
-    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:

@@ -342,13 +342,6 @@ class LabelCounts(_LabelFrame):
         """Expected counts of all steps of each label, shape (labels, pixels); readings of one label add up."""
         return self.steps * (self.brightest * np.asarray(self.light) + np.asarray(self.dark))
 
-    @property
-    def rates_low(self) -> np.ndarray:
-        """Their lower limits, at the same light and dark charge."""
-        return self.steps * (
-            self.brightest * np.asarray(self.light_low or self.light) + np.asarray(self.dark)
-        )
-
     def describe(self) -> str:
         """Return what ran, in a few words."""
         times = "once" if self.steps == 1 else f"{self.steps:,} times"
@@ -373,7 +366,8 @@ class LabelCounts(_LabelFrame):
         rates = np.concatenate([one.rates for one in mechanisms], axis=1)
         if not any(one.light_low for one in mechanisms):
             return _known_bounds(rates, delta)
-        low = np.concatenate([one.rates_low for one in mechanisms], axis=1)
+        lows = [replace(one, light=one.light_low or one.light).rates for one in mechanisms]
+        low = np.concatenate(lows, axis=1)  # at the same light and dark charge
         worst = max(
             (
                 _known_bounds(paired_limits(low, rates, *pair), delta)

@@ -421,11 +421,6 @@ class ClippedRecords(CertifiedMechanism):
             )
 
     @property
-    def sum_multiplier(self) -> float:
-        """The noise on a step's sum over its bound: more than noise_multiplier if a count is released with it."""
-        return self.noise_multiplier / (1.0 if self.count_noise is None else share_of_sum(self.count_noise))
-
-    @property
     def additive(self) -> bool:
         """See Mechanism.additive; the last of ceil(steps / b) releases may be a part."""
         return self.bands == 1

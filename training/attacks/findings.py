@@ -32,9 +32,10 @@ from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.one_run import NOT_NORMAL, Law, Method, OneRunBound, OneRunResult, guesses_bound
 from opusim.tables import Shown, html_table, output_width, table_text, wrapped
 from opusim.training.errors import RunFolderError
-from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
+from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE, RunFolder
 from opusim.training.runs.storage import (
     StoredGuarantee,
+    kind_of,
     read_json,
     record_from_json,
     record_json,
@@ -422,12 +423,14 @@ class Origin:
         mode: experiment or release.
         lines: Lines of its ledger when it was audited.
         digest: Of the last one of them, which depends on all lines before it.
+        kind: `trainer.kind` of a run, or "private loop"; empty if an older version kept it.
     """
 
     folder: str
     mode: str
     lines: int
     digest: str
+    kind: str = ""
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -436,10 +439,13 @@ class Origin:
         Raises:
             LedgerCorrupt: The ledger was changed, cut or reordered.
         """
-        content = read_ledger(folder / LEDGER_FILE)
-        position = content.position
+        content, is_run = read_ledger(folder / LEDGER_FILE), kind_of(folder) == "run"
         return cls(
-            folder=folder.resolve().name, mode=content.mode, lines=position.lines, digest=position.digest
+            folder=folder.resolve().name,
+            mode=content.mode,
+            lines=content.position.lines,
+            digest=content.position.digest,
+            kind=RunFolder(folder).read_config().trainer.kind if is_run else "private loop",
         )
 
 

@@ -559,7 +559,7 @@ def audit(
             _require_absent({"--canaries": canaries}, "goes with --one-run only")
     if trust_code:
         say_trusted(RunFolder(run).read_facts())
-    shared = {
+    shared: dict[str, Any] = {
         "data": None if data is None else _own_arrays(data),
         "trust_code": trust_code,
         "out": out,
@@ -567,7 +567,15 @@ def audit(
         "delta": delta,
     }
     if final_model:
-        found = _play_final_model(run, shared, trials, jobs, cluster)
+        from opusim import checks
+        from opusim.accounting.one_run import FEWEST_CANARIES
+        from opusim.training.attacks.one_run.final_model import audit_final_model
+
+        named: dict[str, Any] = {} if trials is None else {"--trials": trials}
+        checks.integer(minimum=FEWEST_CANARIES, **named)
+        options = {"trainings": trials, "jobs": jobs, "cluster": cluster}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        found = audit_final_model(run, **shared, **given, progress="lines")
     else:
         found = _play(run, shared, trials, canaries, one_run=one_run)
     _show(run, found, out, as_json=as_json)
@@ -623,27 +631,6 @@ def _play(
     if one_run:
         return audit_one_training(run, **shared, canaries=canaries, on_forecast=say, progress="lines")
     return audit_run(run, **shared, trials=trials, on_forecast=say, progress="lines")
-
-
-def _play_final_model(
-    run: Path, shared: dict[str, Any], trainings: int | None, jobs: int | None, cluster: str | None
-) -> Audit:
-    """Train many times with a crafted record or without it."""
-    from opusim import checks
-    from opusim.accounting.one_run import FEWEST_CANARIES
-    from opusim.training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
-
-    if trainings is not None:
-        given: dict[str, Any] = {"--trials": trainings}
-        checks.integer(minimum=FEWEST_CANARIES, **given)
-    return audit_final_model(
-        run,
-        **shared,
-        trainings=DEFAULT_TRAININGS if trainings is None else trainings,
-        jobs=1 if jobs is None else jobs,
-        cluster=cluster,
-        progress="lines",
-    )
 
 
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:

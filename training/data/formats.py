@@ -23,13 +23,13 @@ import tokenize
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from opusim.files import most_unpacked, open_to_read
+from opusim.files import make_folder, most_unpacked, open_to_read
 from opusim.training.errors import DataError
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -458,6 +458,19 @@ def _find(raw: Path, name: str) -> Path:
     )
 
 
+@contextlib.contextmanager
+def unnamed_until_whole(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file of a cache to write, which gets its name once it is whole; other processes may write it too."""
+    make_folder(file.parent)
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as stream:
+            yield stream
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 ARCHIVE = "CIFAR10-jpeg/cifar10-jpeg.tar.xz"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CACHE_NAME = "cifar10.npz"
@@ -500,12 +513,9 @@ def read_cifar10(root: Path) -> Parts:
                 return parts
     parts = _decode(archive)
     if cache.parent.stat().st_mode & 0o222:  # not marked read-only: cache them, whole or not at all
-        partial = cache.with_name(f"{_CACHE_NAME}.{os.getpid()}.part")
-        with contextlib.suppress(OSError):
-            with partial.open("wb") as file:
-                (train_x, train_y), (test_x, test_y) = parts["train"], parts["test"]
-                np.savez(file, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
-            partial.replace(cache)
+        with contextlib.suppress(OSError), unnamed_until_whole(cache) as file:
+            (train_x, train_y), (test_x, test_y) = parts["train"], parts["test"]
+            np.savez(file, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
     return parts
 
 

@@ -29,7 +29,6 @@ from opusim.devices.registry import open_described
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.encodings import binarize
 from opusim.errors import ConfigError
-from opusim.files import make_folder
 from opusim.processes import require_memory
 from opusim.training.config.sections import DataConfig
 from opusim.training.data.dataset import (
@@ -40,7 +39,7 @@ from opusim.training.data.dataset import (
     in_single_precision,
     with_parts,
 )
-from opusim.training.data.formats import required_library
+from opusim.training.data.formats import required_library, unnamed_until_whole
 
 CACHE_VARIABLE = "OPUSIM_CACHE"
 RECORDS_AT_ONCE = 1000
@@ -209,24 +208,16 @@ def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
     """
     if not cached:
         return public.apply(x)
-    digest = hashlib.blake2b(json.dumps(public.facts, sort_keys=True).encode(), digest_size=16)
-    digest.update(x.cpu().contiguous().numpy().view(np.uint8).data)
-    file = cache_folder() / f"{digest.hexdigest()}.npy"
+    file = cached_file(json.dumps(public.facts, sort_keys=True), x, ".npy")
     shape = len(x), public.n_features
     with suppress(OSError, ValueError):
         return _from_cache(file, shape).to(x.device)
     try:
-        make_folder(file.parent)
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        try:  # block by block; the file gets its name once it is whole
-            with unfinished.open("wb") as stream:
-                header = {"descr": "<f2", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(stream, header)
-                for block in public.blocks(x):
-                    stream.write(np.ascontiguousarray(block, dtype="<f2").data)
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with unnamed_until_whole(file) as stream:
+            header = {"descr": "<f2", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for block in public.blocks(x):
+                stream.write(np.ascontiguousarray(block, dtype="<f2").data)
         return _from_cache(file, shape).to(x.device)
     except (OSError, ValueError):  # a full or read-only disk costs time, not the run
         return public.apply(x)
@@ -244,10 +235,12 @@ def _from_cache(file: Path, shape: tuple[int, int]) -> Tensor:
     return torch.from_numpy(found)
 
 
-def cache_folder() -> Path:
-    """Return where computed features are kept."""
-    named = os.environ.get(CACHE_VARIABLE)
-    return Path(named or Path.home() / ".cache" / "opusim") / "features"
+def cached_file(facts: str, x: Tensor, suffix: str) -> Path:
+    """Return where it is kept what is computed of records under some facts."""
+    digest = hashlib.blake2b(facts.encode(), digest_size=16)
+    digest.update(x.cpu().contiguous().numpy().view(np.uint8).data)
+    folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "opusim") / "features"
+    return folder / f"{digest.hexdigest()}{suffix}"
 
 
 ANGLES, ORIENTATIONS = 8, 9

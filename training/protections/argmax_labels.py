@@ -290,7 +290,13 @@ class ArgmaxReadout:
         ]
         found = [search for search in searches if search.light is not None]
         if not found:
-            raise _too_much(frames, epsilon, min(search.least_epsilon for search in searches))
+            limits, way = "", "allow that much"
+            if frames.certified is not None:
+                limits = " within the limits of device.certificate"
+                way = "allow that much, calibrate with more --frames and --outputs, which narrows the limits,"
+            lowest = min(search.least_epsilon for search in searches)
+            reason = f"{epsilon:g} is below what any light gives{limits}, {lowest:.3g}; {way} or use {KEY} = 'digital'"
+            raise ConfigError("configuration", "protection.epsilon", reason)
         best = max(found, key=lambda search: search.keep)
         light, worst = best.within_all_powers()
         mechanism = LabelArgmax(
@@ -300,13 +306,10 @@ class ArgmaxReadout:
             certificate=frames.certificate,
             power_error=power_error,
         )
-        return cls(
-            frames=frames,
-            groups=best.groups,
-            light=light,
-            mechanism=mechanism,
-            keep=kept_share(frames, best.groups, light),
-        )
+        # the mean diagonal of the confusion matrix as described, averaged over the powers of a frame
+        powers, weights = frames.powers
+        keep = float(weights @ [_kept_at(frames, best.groups, light * float(power)) for power in powers])
+        return cls(frames=frames, groups=best.groups, light=light, mechanism=mechanism, keep=keep)
 
     def answers(self, labels: Tensor, source: UniformSource) -> np.ndarray:
         """Show every label once and return the answers, integers, shape (n,); the frames do not leave this function.
@@ -599,25 +602,9 @@ def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: 
     return -cells[0][0]
 
 
-def kept_share(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
-    """Return the mean diagonal of the confusion matrix as described, averaged over the powers of a frame."""
-    powers, weights = frames.powers
-    return float(weights @ [_kept_at(frames, groups, light * float(power)) for power in powers])
-
-
 def _kept_at(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
     rates = frames.rates(light)
     return float(np.trace(confusion_at(frames.law, groups, rates, rates)[0])) / len(groups)
-
-
-def _too_much(frames: LabelFrames, epsilon: float, least: float) -> ConfigError:
-    """Return the refusal of an epsilon that no light reaches."""
-    limits, way = "", "allow that much"
-    if frames.certified is not None:
-        limits = " within the limits of device.certificate"
-        way = "allow that much, calibrate with more --frames and --outputs, which narrows the limits,"
-    reason = f"{epsilon:g} is below what any light gives{limits}, {least:.3g}; {way} or use {KEY} = 'digital'"
-    return ConfigError("configuration", "protection.epsilon", reason)
 
 
 def confusion_at(

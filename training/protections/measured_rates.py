@@ -105,12 +105,6 @@ class MeasuredRates:
         """Numbers of the pixels that no pattern fills."""
         return np.flatnonzero(self.full < _FULL)
 
-    def own_limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return lower and upper limits of x as measured, DN, each of shape (patterns, pixels)."""
-        t = math.log(4 * self.light_dn.size / self.beta)
-        low, high = (self._moved(self.light_dn, side, t, 1, self.variance_dn2) for side in (-1, 1))
-        return low, high
-
     def limits(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the stated lower and upper limits of light, electrons, each of shape (patterns, pixels)."""
         t, alarm = (math.log(4 * self.light_dn.size / p) for p in (self.beta, _ALARM))
@@ -146,8 +140,12 @@ class MeasuredRates:
         Raises:
             DeviceFault: a limit of `again` lies beyond a stated one.
         """
-        stated, now = self.limits(), [each / self.gain[0] for each in again.own_limits()]
-        beyond = (np.maximum(now[0], 0.0) < stated[0]) | (now[1] > stated[1])
+        stated, t = self.limits(), math.log(4 * again.light_dn.size / again.beta)
+        # limits of x as measured now, in electrons
+        low, high = (
+            again._moved(again.light_dn, side, t, 1, again.variance_dn2) / self.gain[0] for side in (-1, 1)
+        )
+        beyond = (np.maximum(low, 0.0) < stated[0]) | (high > stated[1])
         beyond = beyond[:, pixels]
         if beyond.any():
             change = float(np.mean(again.light_dn[:, pixels]) / np.mean(self.light_dn[:, pixels])) - 1

@@ -21,15 +21,12 @@ Source: docs/privacy-labels.md, sections 1 and 3 (leverage scores), 4 (one noisy
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,9 +37,9 @@ from opusim import checks
 from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
-from opusim.files import make_folder
 from opusim.randomness.rounded import toward_zero
-from opusim.training.data.public_maps import cache_folder
+from opusim.training.data.formats import unnamed_until_whole
+from opusim.training.data.public_maps import cached_file
 from opusim.training.protections.base import calibrated_once
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 from opusim.training.ridge.config import RidgeConfig
@@ -93,11 +90,6 @@ class Metric:
         h = rows.double()
         weighted = h / len(h) if weights is None else h * weights.double()[:, None]
         return cls(factor=torch.linalg.cholesky(_with_ridge(h.t() @ weighted, floor).mul_(scale)))
-
-    @classmethod
-    def of_lower(cls, p: Tensor) -> Metric:
-        """Return P of its lower triangle, float64, shape (d, d)."""
-        return cls(factor=torch.linalg.cholesky(p.tril() + p.tril(-1).t()))
 
     def leverages(self, rows: Tensor) -> Tensor:
         """Return h^T P^-1 h of each row, float64, shape (batch,).
@@ -200,7 +192,11 @@ class Design:
                 total[start:stop, :stop].addmm_(weighted[:, start:stop].t(), h[:, :stop])
         scaled = ridge * float(total.diagonal().mean().clamp_min(torch.finfo(total.dtype).tiny))
         total.diagonal().add_(scaled)
-        return cls(metric=Metric.of_lower(total), weights=weights, ridge=scaled)
+        return cls(
+            metric=Metric(factor=torch.linalg.cholesky(total.tril() + total.tril(-1).t())),
+            weights=weights,
+            ridge=scaled,
+        )
 
     @classmethod
     def levelled(cls, x: Tensor, *, ridge: float, rounds: int, level: float) -> Design:
@@ -313,35 +309,18 @@ def public_design(x: Tensor, *, cached: bool, **settings: Any) -> Design:
             features.
         **settings: See `Design.levelled`.
     """
-    file = _kept_file(x, settings) if cached else None
+    file = cached_file(json.dumps({"version": 1, **settings}), x, ".npz") if cached else None
     if file is not None:
         with suppress(*_NOT_KEPT), file.open("rb") as stream, np.load(stream) as kept:
             factor, weights = (torch.from_numpy(kept[name]).to(x.device) for name in ("factor", "weights"))
             return Design(metric=Metric(factor=factor), weights=weights, ridge=float(kept["ridge"]))
     design = Design.levelled(x, **settings)
     if file is not None:
-        arrays = {"factor": design.metric.factor.cpu().numpy(), "weights": design.weights.cpu().numpy()}
-        with suppress(OSError):  # a full or read-only disk costs time, not the run
-            _keep(file, {**arrays, "ridge": np.float64(design.ridge)})
+        a, w = design.metric.factor.cpu().numpy(), design.weights.cpu().numpy()
+        # a full or read-only disk costs time, not the run
+        with suppress(OSError), unnamed_until_whole(file) as unfinished:
+            np.savez(unfinished, factor=a, weights=w, ridge=np.float64(design.ridge))
     return design
-
-
-def _kept_file(x: Tensor, settings: Mapping[str, Any]) -> Path:
-    digest = hashlib.blake2b(json.dumps({"version": 1, **settings}).encode(), digest_size=16)
-    digest.update(x.cpu().contiguous().numpy().view(np.uint8).data)
-    return cache_folder() / f"{digest.hexdigest()}.npz"
-
-
-def _keep(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays, and put the file in its place once it is complete."""
-    make_folder(file.parent)
-    unfinished = file.with_name(f".{os.getpid()}.{file.name}")
-    try:
-        with unfinished.open("wb") as stream:
-            np.savez(stream, **arrays)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 class LabelReleaseProtection(OneLookProtection):

@@ -475,7 +475,8 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     for file, test in self_tests.items():
         _require_like(test, file, statement, run)
     others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
-    audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
+    ours = "private loop" if run is None else run.config.trainer.kind
+    audits = {file: _about_this(audit, statement, file, path, ours) for file, audit in audits.items()}
     return _Facts(
         path=path,
         kind="private loop" if settings is not None else "search" if kind == "search" else "run",
@@ -510,14 +511,20 @@ def _kept_in(given: Path) -> tuple[dict[Path, Audit], dict[Path, MechanismAudit]
     return kept, tested
 
 
-def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Audit:
+def _about_this(audit: Audit, statement: Statement, file: str, path: Path, kind: str) -> Audit:
     """Return an audit that says in which numbers what it attacked differs from what a ledger states.
 
     The descriptions of two mechanisms are compared, which name unit, clip, noise multiplier, rate, steps and divisor.
 
     Raises:
-        RunFolderError: It attacked another unit, relation or mechanism.
+        RunFolderError: It attacked another kind of training, unit, relation or mechanism.
     """
+    attacked_kind = "" if audit.origin is None else audit.origin.kind
+    if attacked_kind not in ("", kind):
+        raise RunFolderError(
+            f"audits: {file} is no audit of {path}: it attacked training by {attacked_kind}, and this is {kind}; leave "
+            f"it out, or audit this folder: opusim audit {quoted(path)}"
+        )
     trials = {getattr(each, "rests_on", "") for each in statement.mechanisms} - {""}  # of a search
     like = [
         (theirs, ours)
@@ -734,6 +741,7 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts that answers are made from, by name: the variants that fit, with what they name."""
     statement, first, k = facts.statement, facts.first, facts.per_user
     noun = "user" if first.unit is Unit.USER else "record"
+    checkers = " and ".join(statement.ledger.enforced_by)
     code = [] if facts.run is None else _own_code(facts.run)
     device = None if facts.run is None else facts.run.facts["device"]
     features = None if facts.run is None else facts.run.facts["data"].get("features", {}).get("device")
@@ -813,7 +821,8 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
             f"{'Resumed' if place else 'Started'} with {', '.join(' '.join(each) for each in one.items())}."
             for place, one in enumerate(_versions(facts))
         )
-        or _versions_of_loop(statement),
+        or (checkers and f"Trained with {checkers}. The folder keeps no other versions.")
+        or "The folder keeps no versions of packages.",
         "repeated": common["repeated"]["loop" if loop else "run"].format(programs=_programs(facts)),
         "code_checks": f"{len(checked)} of {len(first.assumptions)}",
         "identifiers": "" if k is None else "That party also gives all records of a user one ID.",
@@ -852,13 +861,6 @@ def _programs(facts: _Facts) -> str:
         for one in facts.programs
     )
     return "; then ".join(found) or "not named in the folder"
-
-
-def _versions_of_loop(statement: Statement) -> str:
-    """Return what the folder of a private loop says of versions."""
-    if not statement.ledger.enforced_by:
-        return "The folder keeps no versions of packages."
-    return f"Trained with {' and '.join(statement.ledger.enforced_by)}. The folder keeps no other versions."
 
 
 def _grouped(rows: Sequence[Mapping[str, str]], state: str, name: str, words: Mapping[str, str]) -> str:

@@ -96,12 +96,6 @@ class LineChart(Shown):
         margin = _MARGIN * (high - low) or 0.5
         return low - margin, high + margin
 
-    @property
-    def x_ticks(self) -> list[float]:
-        """Whole numbers."""
-        low, high = self.x_limits
-        return _multiples(low, high, max(1.0, _nice_step(high - low)))
-
     @cached_property
     def is_logarithmic(self) -> bool:
         """Whether the axis of the values is logarithmic."""
@@ -181,7 +175,7 @@ class LineChart(Shown):
             return left + (value - low) / (high - low) * (right - left)
 
         axes: list[str] = []
-        for tick in self.x_ticks:
+        for tick in _multiples(low, high, max(1.0, _nice_step(high - low))):  # whole numbers
             axes.append(f'<path d="M{across(tick):.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
             axes.append(_text(across(tick), bottom + 17, f"{tick:.0f}", anchor="middle"))
         for tick, text in zip(self.y_ticks, texts, strict=True):

@@ -269,7 +269,11 @@ class Run(Shown, StoredRun):
 
     def _prepared(self, x: Tensor) -> Tensor:
         """Return records as the model takes them: standardised and mapped."""
-        x = standardised(x, read_standardisation(self.facts["data"]))
+        facts = self.facts["data"]["standardisation"]
+        mean, std = (tuple(v) if isinstance(v, list) else v for v in (facts["mean"], facts["std"]))
+        x = standardised(
+            x, Standardisation(mean=mean, std=std, source=facts["source"], public=facts["public"])
+        )
         if self._public_map is not None:
             x = in_single_precision(self._public_map.apply(x))
         return x if self._components is None else self._components.apply(x)
@@ -305,13 +309,6 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
         load_object(config.loss, key="loss")
     network.model.cpu()  # a user-supplied module may be on a GPU
     return Run(folder, network, checkpoint.step)
-
-
-def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:
-    """Read the standardisation from the data facts of `config.json`."""
-    facts = data_facts["standardisation"]
-    mean, std = (tuple(v) if isinstance(v, list) else v for v in (facts["mean"], facts["std"]))
-    return Standardisation(mean=mean, std=std, source=facts["source"], public=facts["public"])
 
 
 def evaluate_run(

@@ -160,7 +160,7 @@ def run_sweep(
         patience_s: Seconds to wait for the scheduler's answer.
         progress: Whether to show a bar of the runs, and to name those that fail; see `opusim.train`.
         on_forecast: Called first, with the forecast of the missing runs; None opens no device.
-        on_row: Called with each new row, and the estimated seconds left (None if unknown).
+        on_row: Called with each new row, and the estimated seconds left (None if unknown, as on a cluster).
 
     Raises:
         FolderBusy: Another process is running this sweep.
@@ -190,7 +190,8 @@ def run_sweep(
                     with closing(new):
                         for row in new:
                             rows[row.identity] = row
-                            left = _seconds_left(rows, distinct, jobs)
+                            # a cluster has as many runs at once as workers, which come and go
+                            left = None if cluster else _seconds_left(rows, distinct, jobs)
                             if row.status == "failed":
                                 bar.say(f"failed: {row.identity}: {row.reason}")
                             bar.advance(left_s=left)

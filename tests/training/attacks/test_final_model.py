@@ -18,7 +18,7 @@ from opusim import training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.one_run import Method
 from opusim.progress import Progress
-from opusim.training.attacks.findings import audit_rows, paragraphs, read_audit
+from opusim.training.attacks.findings import SYSTEM_NOISE, audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.final_model import (
     SCORES_FILE,
     FinalModelGame,
@@ -202,3 +202,11 @@ def test_runs_without_protected_records_are_refused(tmp_path: Path) -> None:
     training.train(plain, data=data(), folder=tmp_path / "run")
     with pytest.raises(NoGuarantee, match="the game of the final model plants a record"):
         audit_final_model(tmp_path / "run", data=data(), trainings=20)
+
+
+def test_the_audit_of_a_release_says_that_its_noise_is_not_repeated(tmp_path: Path) -> None:
+    training.train({**RUN, "mode": "release", "epochs": 1}, data=data(), folder=tmp_path / "run")
+    found = audit_final_model(
+        tmp_path / "run", data=data(), out=tmp_path / "audit", trainings=20, seed=1, worst_case=False
+    )
+    assert found.note == SYSTEM_NOISE

@@ -20,7 +20,7 @@ from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
 from opusim.accounting.one_run import NOT_NORMAL, Method, correct_guesses
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Role, audit_rows, paragraphs, read_audit
+from opusim.training.attacks.findings import SYSTEM_NOISE, Audit, Role, audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
 from opusim.training.attacks.one_run.observers import EntryObserver, ScoreLaw, Steps, log_ratio
 from opusim.training.attacks.run_audit import read_run
@@ -265,7 +265,8 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
             audited(folder, canaries=100, out=place)
     audited(folder, canaries=100, out=tmp_path / "audit")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert read_audit(tmp_path / "audit" / "one-run.json").trials == 100
+    kept = read_audit(tmp_path / "audit" / "one-run.json")
+    assert (kept.trials, kept.note) == (100, SYSTEM_NOISE)
 
 
 @pytest.mark.parametrize(

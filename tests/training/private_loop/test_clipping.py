@@ -105,7 +105,10 @@ def test_a_sum_and_its_count_cost_what_the_multiplier_says() -> None:
             clipping="adaptive",
             count_noise=r,
         )
-        spent = 1 / Fraction(one.sum_multiplier) ** 2 + 1 / (2 * Fraction(float(r)) * Fraction(float(z))) ** 2
+        spent = (
+            1 / Fraction(z / share_of_sum(float(r))) ** 2
+            + 1 / (2 * Fraction(float(r)) * Fraction(float(z))) ** 2
+        )
         assert Fraction(1) - Fraction(1, 10**10) < spent * Fraction(float(z)) ** 2 <= 1
         assert one.as_noise().scale == z
 

@@ -329,6 +329,19 @@ def test_a_failed_audit_leads(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("without_pdf")
+def test_an_audit_of_another_kind_of_training_is_refused(run: Run, audit: Path, tmp_path: Path) -> None:
+    found = read_audit(audit / "audit.json")
+    assert found.origin is not None
+    assert found.origin.kind == "bp"
+    for kind in ("pdfa", "private loop"):
+        replace(found, origin=replace(found.origin, kind=kind)).keep(tmp_path)
+        with pytest.raises(RunFolderError, match=f"attacked training by {kind}, and this is bp"):
+            written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit.json"])
+    replace(found, origin=replace(found.origin, kind="")).keep(tmp_path)  # as older versions kept it
+    written(run, out=tmp_path / "d.html", audits=[tmp_path / "audit.json"])
+
+
+@pytest.mark.usefixtures("without_pdf")
 def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tmp_path: Path) -> None:
     users = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
     for name, batch, given in (

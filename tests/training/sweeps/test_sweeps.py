@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from opusim.training.sweeps.sweep import (
     SweepFolder,
     SweepResult,
     SweepSpec,
+    failed_row,
     points_of,
     read_row,
     read_spec,
@@ -298,6 +300,20 @@ def test_figures_and_data_are_there(finished: tuple[SweepResult, Path]) -> None:
     table = list(csv.DictReader(result.folder.table_file.read_text().splitlines()))
     assert len(table) == len(result.points) == len(json.loads(result.folder.data_file.read_text())["runs"])
     assert {row["epsilon_proven"] for row in table if row["series"] == "photonic"} == {"inf"}
+
+
+@pytest.mark.parametrize(("cluster", "left"), [(None, 5.0), ("tcp://127.0.0.1:1", None)])
+def test_the_time_left_is_estimated_of_local_processes_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str | None, left: float | None
+) -> None:
+    points = points_of(*read_spec(written(tmp_path, seeds="[0, 1, 2]")))[:2]
+    rows = [replace(failed_row(each.identity, "none"), status="finished", wall_s=10.0) for each in points]
+    for name in ("_here", "_on_cluster"):
+        monkeypatch.setattr(execution, name, lambda *_: (row for row in rows))
+    told: list[float | None] = []
+    folder = SweepFolder(tmp_path / "sweep")
+    run_sweep(points, folder, jobs=2, cluster=cluster, on_row=lambda row, left: told.append(left))
+    assert told == [left, None if cluster else 0.0]
 
 
 def test_a_sweep_tells_what_its_missing_runs_take_of_their_devices(tmp_path: Path) -> None:

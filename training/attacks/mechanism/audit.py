@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +46,7 @@ from opusim.training.attacks.mechanism.subjects import (
     require_free,
     require_known_laws,
 )
+from opusim.training.attacks.run_audit import drawn_seed
 from opusim.training.config.kinds import PROTECTIONS, ProtectionSection
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset, Split
@@ -349,8 +349,7 @@ def audit_mechanism(
             f"seed = {seed}: requires mode = 'experiment'; release mode has no seeds, leave it out"
         )
     if mode == "experiment":
-        seed = secrets.randbits(63) if seed is None else seed
-        checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+        seed = drawn_seed(seed)
     started = time.process_time()
     subject, config, small = _configured(kind, model, mode, steps, settings)
     small = small if single_records else None

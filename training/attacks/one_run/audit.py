@@ -30,7 +30,7 @@ from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_on
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
-from opusim.training.attacks.findings import WITHOUT_DRAWS, Audit, Finding, Origin, Played, Role
+from opusim.training.attacks.findings import SYSTEM_NOISE, WITHOUT_DRAWS, Audit, Finding, Origin, Played, Role
 from opusim.training.attacks.one_run.observers import (
     ALL_UPDATES,
     CONSECUTIVE,
@@ -294,6 +294,7 @@ def play_one_run(
         steps=observer.steps,
         cpu_s=spent,
         arrival=observer.arrival(mechanism),
+        note=SYSTEM_NOISE if plan.mode == "release" else "",
     )
 
 

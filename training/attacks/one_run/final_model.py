@@ -45,7 +45,7 @@ from opusim.files import make_private_folder
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
-from opusim.training.attacks.findings import Audit, Played
+from opusim.training.attacks.findings import SYSTEM_NOISE, Audit, Played
 from opusim.training.attacks.one_run.audit import CONFIDENCE, audit_of_scores, started_again, with_records
 from opusim.training.attacks.run_audit import audit_place, drawn_seed, read_run
 from opusim.training.attacks.run_audit import keep as keep_audit
@@ -268,7 +268,8 @@ def audit_final_model(
 
         play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
-    return keep_audit(replace(found, looks=scores.looked(look)), place, folder)
+    note = SYSTEM_NOISE if run.plan.mode == "release" else ""
+    return keep_audit(replace(found, looks=scores.looked(look), note=note), place, folder)
 
 
 class Look(NamedTuple):

@@ -490,16 +490,14 @@ class EntryObserver(Observer):
         elif not (self._averaged and step == self.total_steps):  # the mean of the tail is no update
             if self.writer is None:
                 raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
-            sums = self._gradient(now, step).numpy() * self._scale
+            if self._descent is None:
+                gradient = self._along(written(self._network))
+            else:
+                gradient = self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
+            sums = gradient.numpy() * self._scale
             self._readings.append(sums - self.writer.others)
             self._drawn.append(self.writer.drawn)
         self._before = now
-
-    def _gradient(self, now: Tensor, step: int) -> Tensor:
-        """Return the released gradient of a step along the canaries."""
-        if self._descent is None:
-            return self._along(written(self._network))
-        return self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
 
     @override
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:

@@ -1,16 +1,26 @@
-"""Run folders without the seconds of training, for tests of what only reads or removes them."""
+"""Run folders: without the seconds of training, for tests of what only reads or removes them, and resumed ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from safetensors.numpy import save
+from torch import Tensor
 
 from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms.records import Gaussian
 from opusim.training.config.run import load_config
+from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.session import train
+from opusim.training.errors import RunInterrupted
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.run import Run
 from opusim.training.runs.storage import Header, checkpoint_path
 
 STEP = Gaussian(noise_multiplier=2.0)
@@ -46,3 +56,38 @@ def made(path: Path, *, mode: str = "experiment", finished: bool = True, steps: 
     if finished:
         folder.finish({"steps": 8} | ({} if mode == "release" else {"test_accuracy": 0.912}), position)
     return path
+
+
+def newest(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the newest checkpoint of a run folder."""
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two checkpoints hold the same tensors to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def require_resumed_alike(
+    folder: Path, config: dict[str, Any], data: Any, stop: Callback, model: Callable[[], Any] = lambda: None
+) -> tuple[Run, Run]:
+    """Require that a stopped and resumed experiment ends as an uninterrupted one, to the bit, at the same epsilon.
+
+    Args:
+        folder: Where the runs `whole` and `cut` are made.
+        config: Of the runs.
+        data: Their records.
+        stop: Ends the second run at a step.
+        model: Makes the module of each run, if they have one.
+
+    Returns:
+        The whole run and the resumed one.
+    """
+    whole = train(config, data=data, model=model(), folder=folder / "whole")
+    with pytest.raises((RunInterrupted, KeyboardInterrupt)):
+        train(config, data=data, model=model(), folder=folder / "cut", watcher=stop)
+    cut = train(data=data, model=model(), folder=folder / "cut", resume=True)
+    assert equal(newest(folder / "whole"), newest(folder / "cut"))
+    assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()
+    assert [one.epsilon for one in cut.guarantees] == [one.epsilon for one in whole.guarantees]
+    return whole, cut

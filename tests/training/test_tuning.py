@@ -74,24 +74,6 @@ def test_a_search_prints_the_epsilon_of_the_choice(tmp_path: Path) -> None:
     assert found.score == max(scores.values())
 
 
-@pytest.mark.slow
-def test_scores_are_noised_for_the_held_out_records(tmp_path: Path) -> None:
-    """The noise has standard deviation 1 / (n mu): it is what the score differs from the accuracy by."""
-    Search(config(), CHOICES, mean=12.0, folder=tmp_path).run()
-    (mechanism,) = read_ledger(tmp_path).mechanisms
-    mu = mechanism.mu
-    scores = json.loads((tmp_path / "tuning.json").read_text())["scores"]
-    errors, n = [], 0
-    for number, score in scores.items():
-        run = load_run(tmp_path / f"trial-{number}")
-        n = run.facts["data"]["n_validation"]
-        errors.append((score - (run.summary or {})["validation_accuracy"]) * n * mu)
-    assert len(errors) > 5
-    assert abs(np.mean(errors)) < 5 / math.sqrt(len(errors))
-    assert abs(np.mean(np.square(errors)) - 1) < 5 * math.sqrt(2 / len(errors))
-    assert all(error != 0 for error in errors)
-
-
 def test_a_stopped_search_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unbroken = Search(config(), CHOICES, mean=4.0, folder=tmp_path / "unbroken").run()
     train, calls = training.engine.session.train, []
@@ -137,7 +119,6 @@ def test_no_trial_is_an_outcome(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"protection": {"noise_multiplier": 2.0}}, "is computed by the search"),
         ({"protection": {"kind": "record", "unit": "user", "records_per_user": 2}}, "protection.unit"),
         ({"data": {"validation_fraction": 0.0}}, "trials are scored on held-out records"),
     ],

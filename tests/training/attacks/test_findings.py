@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from opusim.accounting.anytime import AnytimePlan
-from opusim.accounting.audit import AuditPlan, audit, estimated
+from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from opusim.accounting.one_run import Law, Method, OneRunPlan, audit_one_run
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.training.attacks.findings import (
-    SYSTEM_NOISE,
     Audit,
     Finding,
     Played,
@@ -27,7 +25,6 @@ from opusim.training.attacks.findings import (
 )
 from opusim.training.attacks.replay import coins
 from opusim.training.attacks.run_audit import forecast, read_as_games
-from opusim.training.reports.audit_page import AUDIT_COLUMNS
 
 DELTA = 1e-5
 CLAIM = Guarantee(
@@ -40,25 +37,6 @@ CLAIM = Guarantee(
     mechanism="test",
     source="test",
 )
-
-
-@pytest.mark.parametrize(
-    ("scores", "gap", "says"),
-    [
-        (20, 9.0, "too few trials to exceed 1"),  # a perfect attack, whose bound ends below the claim
-        (200, 9.0, "found, as required"),
-        (200, 0.0, "not found by this attack"),
-    ],
-)
-def test_a_broken_control_says_why_it_was_not_found(scores: int, gap: float, says: str) -> None:
-    generator = np.random.default_rng(1)
-    outside = generator.random(scores)
-    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
-    result = audit(outside[::-1] + gap, outside, plan)
-    finding = Finding(
-        role=Role.BROKEN, attack="difference", members="", others="", auc=1.0, result=result, claim=CLAIM
-    )
-    assert finding.says == says
 
 
 @pytest.mark.parametrize(
@@ -96,37 +74,6 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
     assert power is None or "in as many trials, by errors alone" in power_text(found)
     weak = power is not None and power < 0.5
     assert ("This audit is weak" in "\n".join(paragraphs(found))) is weak
-
-
-@pytest.mark.parametrize("canaries", [False, True])
-@pytest.mark.parametrize("place", ["below the bound", "between", "above the estimate"])
-def test_an_estimate_above_the_claim_is_not_left_without_a_word(place: str, canaries: bool) -> None:
-    """A claim that a bound refutes needs no such sentence."""
-    scores, inside = np.random.default_rng(1).standard_normal(60), np.arange(60) % 2 == 0
-    scores[inside] += 2
-    halves = scores[inside], scores[~inside]
-    result: Any = audit(*halves, AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA))
-    shown: Any = {"estimate": estimated(*halves, result)}
-    plan = OneRunPlan(adversary="sees all", canaries=60, delta=DELTA, claimed=None, law=Law.GAUSSIAN)
-    if canaries:
-        result, shown = audit_one_run(scores, inside, plan), {}
-    (estimate,) = Finding.of(Role.RUN, "difference", halves, result, **shown).estimates
-    low, middle = result.epsilon_lower, (result.epsilon_lower + estimate) / 2
-    assert low < middle < estimate
-    epsilon = {"below the bound": 0.9 * low, "between": middle, "above the estimate": estimate + 1}[place]
-    if canaries:
-        result = audit_one_run(scores, inside, replace(plan, claimed=epsilon))
-    claim = replace(CLAIM, epsilon=epsilon)
-    found = Audit(
-        findings=(Finding.of(Role.RUN, "difference", halves, result, claim=claim, **shown),),
-        guarantees=(claim,),
-        played=Played.TRAINING if canaries else Played.STEP,
-        **{"trials": 60, "seed": 1, "steps": 3},
-    )
-    assert found.refuted is (place == "below the bound")
-    texts = [text for text in paragraphs(found) if text.startswith("Estimates above the claim")]
-    assert len(texts) == (place == "between")
-    assert all("the lower bound, at its stated confidence, decides" in text for text in texts)
 
 
 @pytest.mark.parametrize("trials", [60, 100])
@@ -266,47 +213,3 @@ def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     assert "drawn q T = 6 times" in said
     assert "private-loop" in said
     assert "Repeat it with more canaries" not in said
-
-
-def test_normal_scores_that_do_not_count_say_so_with_their_p_value() -> None:
-    """The bound says what its estimate says, however near the ceiling it is."""
-    rows = {row["read as"]: row for row in missed_control(refused=True).of(Role.RUN)[0].rows()}
-    for method in (Method.NORMAL_BOUND, Method.NORMAL_ESTIMATE):
-        assert rows[method]["finding"] == "scores are not normal: does not count"
-        assert rows[method]["evidence"].startswith("normality p ")
-    assert "evidence" in AUDIT_COLUMNS
-    sound = {row["read as"]: row for row in missed_control(refused=False).of(Role.RUN)[0].rows()}
-    assert "does not count" not in sound[Method.NORMAL_BOUND]["finding"]
-
-
-@pytest.mark.parametrize("release", [False, True])
-def test_each_attack_has_its_adversary_and_a_release_run_repeats_only_coins(release: bool) -> None:
-    tossed = coins(3, 100)[:, 0]
-    scores = np.random.default_rng(1).standard_normal(100)
-    games = AnytimePlan(delta=DELTA, claimed=1.0, law=Law.GAUSSIAN)
-    worlds, knows = (scores[tossed], scores[~tossed]), {"row space": "features", "difference": "all records"}
-    read = read_as_games(scores, tossed, games, 0.0)
-    found = Audit(
-        findings=tuple(
-            Finding.of(
-                Role.RUN,
-                name,
-                worlds,
-                audit(*worlds, AuditPlan(threat_model=f"knows {what}", pair="in or out", delta=DELTA)),
-                claim=CLAIM,
-                **read,
-            )
-            for name, what in knows.items()
-        ),
-        guarantees=(CLAIM,),
-        played=Played.STEP,
-        note=SYSTEM_NOISE if release else "",
-        **{"trials": 100, "seed": 1, "steps": 3},
-    )
-    texts = paragraphs(found)
-    assert [text for text in texts if text.startswith("Adversary")] == [
-        f"Adversary {name!r} knows {what}." for name, what in knows.items()
-    ]
-    assert ("continue the same games" in "\n".join(texts)) is not release
-    assert ("with another seed only" in "\n".join(texts)) is release
-    assert (SYSTEM_NOISE in texts) is release

@@ -48,16 +48,7 @@ def test_a_control_that_fails_is_a_headline_and_exit_code_3(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the broken control keeps its noise, so that no attack can find it."""
-    command = [
-        "audit",
-        str(folder / "run"),
-        "--trials",
-        "40",
-        "--seed",
-        "1",
-        "--out",
-        str(tmp_path / "audit"),
-    ]
+    command = f"audit {folder}/run --trials 40 --seed 1 --out {tmp_path}/audit".split()
     sound = CliRunner().invoke(app, command)
     assert sound.exit_code == 0, sound.output
     assert "All controls behaved as required" in sound.output

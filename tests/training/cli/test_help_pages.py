@@ -125,13 +125,3 @@ def test_options_are_listed_by_topic_and_word() -> None:
 @pytest.mark.parametrize(("line", "code"), [("", 2), ("--version", 0), ("train --help", 0)])
 def test_help_and_version_keep_their_exit_codes(line: str, code: int, tmp_path: Path) -> None:
     assert opusim(*line.split(), cwd=tmp_path).returncode == code
-
-
-@pytest.mark.parametrize(
-    ("word", "key"), [("read_noise", "device.camera.sensor.read_noise_e"), ("sigma", "trainer.sigma")]
-)
-def test_a_search_also_finds_keys_of_a_device(word: str, key: str) -> None:
-    found = CliRunner().invoke(app, ["train", "options", "--search", word])
-    assert found.exit_code == 0
-    assert key in found.output
-    assert CliRunner().invoke(app, ["train", "options", "--search", "no such word"]).exit_code != 0

@@ -21,7 +21,8 @@ from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.cli.app import app
 from opusim.training.convex.trainer import ConvexTrainer
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.checkpoints import list_checkpoints
+from tests.support.run_folders import newest, require_resumed_alike
 
 CONFIG: dict[str, Any] = {
     "epochs": 3,
@@ -38,10 +39,6 @@ DEVICE = {"device": {"name": "gaussian", "noise": {"sigma": 0.5}}}
 def data(n: int = 66) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(1)
     return generator.normal(size=(n, 5)), np.arange(n) % 3
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
 def test_a_run_states_what_its_last_iterate_guarantees(tmp_path: Path) -> None:
@@ -70,7 +67,7 @@ def test_the_noise_of_a_run_is_what_its_ledger_says(tmp_path: Path) -> None:
     unit = 1.5 * mechanism.noise_multiplier * 0.5 / 10  # eta z C / b
     shares = 1 - np.arange(18) / 18
     expected = unit**2 * (float(np.sum(shares**2)) + mechanism.final_noise**2)
-    weight = tensors(tmp_path)["model.weight"].double()
+    weight = newest(tmp_path)["model.weight"].double()
     ratio = float(weight.square().mean()) / expected
     assert abs(ratio - 1) < 5 * math.sqrt(2 / weight.numel())
     without_final = unit**2 * float(np.sum(shares**2))
@@ -144,13 +141,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_pays_once(tmp_path: Path, source:
     config = merged(CONFIG, {"trainer": {"gates": source}, "checkpoint": {"every_steps": 4}})
     config["protection"]["noise"] = "device" if source == "device" else "digital"
     config |= DEVICE if source == "device" else {}
-    training.train(config, data=data(), folder=tmp_path / "unbroken")
-    with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
-    run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    _, run = require_resumed_alike(tmp_path, config, data(), stop_at(10))
     assert run.guarantees[0].epsilon <= 3.0
 
 
@@ -217,7 +208,7 @@ def test_the_planted_fault_of_blind_gates_would_be_seen(
     training.train(config, data=data(), folder=tmp_path / "blind")
     monkeypatch.undo()
     training.train(config, data=data(), folder=tmp_path / "seeing")
-    planes = [tensors(tmp_path / name)["model.hyperplanes"] for name in ("blind", "seeing")]
+    planes = [newest(tmp_path / name)["model.hyperplanes"] for name in ("blind", "seeing")]
     assert not torch.equal(*planes)
 
 

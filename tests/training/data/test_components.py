@@ -16,9 +16,9 @@ from opusim.errors import ConfigError
 from opusim.training.data import from_arrays
 from opusim.training.data.dataset import PrincipalComponents, reduced
 from opusim.training.data.public_maps import random_shapes, synthetic_components
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.run import evaluate_run
 from opusim.training.runs.storage import read_array, write_array
+from tests.support.run_folders import require_resumed_alike
 
 N, D, SMALL = 300, 7, 4
 
@@ -137,15 +137,7 @@ def test_a_known_data_set_is_evaluated_through_the_runs_own_components(tmp_path:
 
 def test_a_resumed_run_takes_the_stored_components(tmp_path: Path, stop_at: type) -> None:
     """The records' fingerprint is that of the components, so a map that came back otherwise would be refused."""
-    training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
-    with pytest.raises(KeyboardInterrupt):
-        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=stop_at(13))
-    training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    expected, found = (
-        read_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]).tensors
-        for name in ("unbroken", "broken")
-    )
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    require_resumed_alike(tmp_path, CONFIG, data(), stop_at(13))
 
 
 def test_private_records_have_no_components(tmp_path: Path) -> None:

@@ -384,12 +384,6 @@ class TestRuns:
             summary["test_accuracy"],
         )
         assert evaluate_run(Path("run"), data=f"{kind}:test{ending}") == own
-        private = CONFIG | {
-            "protection": {"kind": "record", "noise_multiplier": 1.0},
-            "data": {"name": options.name},
-        }
-        with pytest.raises(NoGuarantee, match="data.classes is missing"):
-            opusim.train(private, folder=tmp_path / "private")
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
         protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}

@@ -16,7 +16,6 @@ import opusim
 import opusim.training.runs.run
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
-from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.data import Dataset, catalogue
 from opusim.training.data.catalogue import bits_per_byte, load_text
@@ -224,11 +223,6 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="lacks the path of the file; give text:PATH"):
             load_config({"data": {"name": "text:"}})
 
-    def test_a_trainer_of_classes_refuses_a_text(self, text: Path, tmp_path: Path) -> None:
-        config = {"trainer": {"kind": "zo"}, "data": {"name": f"text:{text}"}}
-        with pytest.raises(ConfigError, match="data.target: 'tokens' is not what trainer.kind = 'zo'"):
-            opusim.train(config, folder=tmp_path / "run")
-
 
 def test_a_configuration_names_a_text(text: Path, tokenizer: Path) -> None:
     pytest.importorskip("tokenizers")
@@ -238,16 +232,3 @@ def test_a_configuration_names_a_text(text: Path, tokenizer: Path) -> None:
     assert config.data.short_name == "kettles"
     assert data.test is not None
     assert (data.n_features, data.n_classes, len(data.test)) == (5, 10, 60)
-
-
-def test_the_command_says_what_a_text_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = f"text:{tmp_path / 'none.txt'}"
-    monkeypatch.setattr(
-        "sys.argv", ["opusim", "train", "bp", "--data", missing, "--out", str(tmp_path / "run")]
-    )
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    assert "none.txt cannot be read" in capsys.readouterr().err

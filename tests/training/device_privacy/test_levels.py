@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from pathlib import Path
@@ -18,22 +17,14 @@ from opusim.errors import ConfigError
 from opusim.training.engine.session import train
 from opusim.training.reports.device_privacy import device_levels
 from opusim.training.runs.run import load_run
+from tests.support.certificates import certificate_of
 
 OUTPUTS, BETA, DELTA = 40, 1e-6, 1e-5
 
 
 def certificate(name: str, std: float, **overrides: dict[str, float]) -> Certificate:
-    return Certificate(
-        device=name,
-        description_digest=digest_of(load_description(name, overrides)),
-        date=datetime.date.today().isoformat(),
-        n_inputs=10,
-        n_outputs=OUTPUTS,
-        frames=1000,
-        confidence=0.95,
-        beta=BETA,
-        noise=GaussianLaw(std=std),
-    )
+    description = load_description(name, overrides)
+    return certificate_of(description, GaussianLaw(std=std), n_inputs=10, n_outputs=OUTPUTS, beta=BETA)
 
 
 def test_the_certified_noise_and_its_beta_take_the_described_ones_place() -> None:

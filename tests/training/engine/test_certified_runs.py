@@ -19,7 +19,7 @@ from opusim.accounting.mechanism import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate
 from opusim.description.schema import DeviceDescription, load_description
 from opusim.devices.base import NoisyDevice
-from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of
+from opusim.devices.certificate import GaussianLaw, PhotonCountLaw
 from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate, NoiseUnknown
@@ -34,6 +34,7 @@ from opusim.training.protections.base import creditable_law
 from opusim.training.runs.listing import list_runs
 from opusim.training.runs.run import Run, load_run
 from opusim.training.sweeps.tuning import Search
+from tests.support.certificates import certificate_of
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
 
@@ -115,18 +116,15 @@ def description_file(
 def certify(folder: Path, name: Path | str, **changes: Any) -> Path:
     """A certificate of a device, as a calibration would write it, of 99 % of the noise that is there."""
     description = load_description(name)
-    made = Certificate(
-        device=description.name,
-        description_digest=digest_of(description),
-        date=TODAY.isoformat(),
-        n_inputs=10,
-        n_outputs=OUTPUTS,
-        frames=1000,
-        confidence=0.95,
-        beta=BETA,
-        noise=GaussianLaw(std=0.99 * SIGMA),
-        remarks=["outputs are independent"],
-    )
+    law, remarks = GaussianLaw(std=0.99 * SIGMA), ["outputs are independent"]
+    facts = {
+        "n_inputs": 10,
+        "n_outputs": OUTPUTS,
+        "date": TODAY.isoformat(),
+        "beta": BETA,
+        "remarks": remarks,
+    }
+    made = certificate_of(description, law, **facts)
     path = folder / "certificate.toml"
     made.model_copy(update=changes).write(path)
     return path

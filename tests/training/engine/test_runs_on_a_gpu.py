@@ -18,8 +18,8 @@ from opusim.training.engine import cards
 from opusim.training.errors import CardMemoryError, RunInterrupted
 from opusim.training.networks.network import FullyConnected
 from opusim.training.protections.record import RecordGradients
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.private_loops import parts, private_loop
+from tests.support.run_folders import equal, newest
 
 BASE: dict[str, Any] = {
     "epochs": 2,
@@ -101,10 +101,6 @@ def data(n: int = 320) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(n, 5)) + 2.0 * np.eye(3, 5)[y], y
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
-
-
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_run_learns_stops_goes_on_and_is_read_back_on_the_cpu(
     tmp_path: Path, name: str, gpu: torch.device, stop_at: type
@@ -120,9 +116,7 @@ def test_a_run_learns_stops_goes_on_and_is_read_back_on_the_cpu(
     with pytest.raises((RunInterrupted, KeyboardInterrupt)):
         training.train(config, data=data(), folder=tmp_path / "broken", watcher=stop_at(6))
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert equal(newest(tmp_path / "unbroken"), newest(tmp_path / "broken"))
 
 
 @pytest.mark.parametrize("name", ["bp", "dfa", "tdfa"])
@@ -131,7 +125,7 @@ def test_without_noise_the_parameters_are_those_of_the_cpu(
 ) -> None:
     for folder, place in (("here", "cpu"), ("there", str(gpu))):
         training.train(config_of(name, torch_device=place), data=data(), folder=tmp_path / folder)
-    expected, found = tensors(tmp_path / "here"), tensors(tmp_path / "there")
+    expected, found = newest(tmp_path / "here"), newest(tmp_path / "there")
     for key, value in expected.items():
         torch.testing.assert_close(found[key].to(value.dtype), value, rtol=1e-3, atol=1e-4)
 
@@ -162,8 +156,7 @@ def test_records_that_stay_on_the_host_give_the_same_run(
     training.train(config, data=data(), folder=tmp_path / "resident")
     monkeypatch.setattr(cards, "_free_memory", lambda place: 0)
     training.train(config, data=data(), folder=tmp_path / "host")
-    expected, found = tensors(tmp_path / "resident"), tensors(tmp_path / "host")
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert equal(newest(tmp_path / "resident"), newest(tmp_path / "host"))
 
 
 def test_a_batch_beyond_the_memory_of_the_card_is_one_line(tmp_path: Path, gpu: torch.device) -> None:

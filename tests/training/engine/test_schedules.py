@@ -15,7 +15,7 @@ from opusim import training
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.loop import Engine
 from opusim.training.networks.optimizers import TailAverage, make_optimizer, set_learning_rate
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from tests.support.run_folders import equal, newest
 
 LAWS = {
     "constant": lambda p: 1.0,
@@ -61,10 +61,6 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
-def last(folder: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
-
-
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
@@ -77,14 +73,11 @@ def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
         with pytest.raises(KeyboardInterrupt):
             training.train(config, data=data(), folder=folder, watcher=stop_at(stop))
         training.train(data=data(), folder=folder, resume=True)
-        expected, found = last(tmp_path / "unbroken"), last(folder)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        assert equal(newest(tmp_path / "unbroken"), newest(folder))
     constant = {**config, "optimizer": {"name": name, "averaged_tail": 0.5}}
     training.train(constant, data=data(), folder=tmp_path / "constant")
-    assert not torch.equal(
-        last(tmp_path / "constant")["model.layer1.weight"], expected["model.layer1.weight"]
-    )
+    ends = [newest(tmp_path / name)["model.layer1.weight"] for name in ("constant", "unbroken")]
+    assert not torch.equal(*ends)
 
 
 def test_every_step_of_a_run_has_its_rate(

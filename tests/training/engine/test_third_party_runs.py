@@ -20,9 +20,9 @@ from opusim.training.config.run import load_config
 from opusim.training.data import from_arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train
-from opusim.training.errors import RunInterrupted
 from opusim.training.protections.base import NoProtection, SoftLabels
 from opusim.training.runs.run import load_run
+from tests.support.run_folders import require_resumed_alike
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PACKAGES = {"trainer": SUPPORT / "third_party_trainer", "protection": SUPPORT / "third_party_protection"}
@@ -70,22 +70,17 @@ def test_it_is_priced_resumed_and_audited(
     tmp_path: Path, trainer: str, protection: dict[str, Any], ctrl_c_at: type
 ) -> None:
     wanted = {**config(trainer, **protection), "model": {"hidden": [4]}}
-    whole = train(wanted, data=arrays(), folder=tmp_path / "whole")
-    with pytest.raises(RunInterrupted):
-        train(wanted, data=arrays(), folder=tmp_path / "run", watcher=ctrl_c_at(5))
-    run = train(data=arrays(), folder=tmp_path / "run", resume=True)
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.equal(tensor, run.model.state_dict()[name])
+    _, run = require_resumed_alike(tmp_path, wanted, arrays(), ctrl_c_at(5))
     (guarantee,) = run.guarantees
     assert guarantee.is_proven
     assert 0 < guarantee.epsilon < 6
     assert run.config.protection.epsilon is None or guarantee.epsilon <= 3
-    assert read_ledger(tmp_path / "run").guarantees() == [guarantee]
+    assert read_ledger(tmp_path / "cut").guarantees() == [guarantee]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = audit_run(tmp_path / "run", data=arrays(), trials=60)
+        found = audit_run(tmp_path / "cut", data=arrays(), trials=60)
     assert found.findings
-    assert load_run(tmp_path / "run").config == run.config
+    assert load_run(tmp_path / "cut").config == run.config
     brought = {"softmax": "lab-softmax", "shield": "lab-shield"}
     for kind in (trainer, protection["kind"]):
         assert kind not in brought or run.facts["versions"][brought[kind]] == "1.0"
@@ -115,28 +110,22 @@ def test_a_trainer_that_declares_nothing_is_not_called_private(
         audit_run(tmp_path / "plain", data=arrays(), trials=60)  # nor is its protected control
 
 
-def test_a_trainer_that_never_asks_for_its_writer_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lab_softmax.trainer import SoftmaxTrainer
-
-    monkeypatch.setattr(SoftmaxTrainer, "gradients", lambda self, device: None)
-    with pytest.raises(NoGuarantee, match="never asked for their writer"):
-        train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
-
-
-def test_a_step_that_leaves_its_writer_out_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [
+        (False, "never asked for their writer"),
+        (True, "step 0: trainer.kind = 'softmax' moved its parameters without"),
+    ],
+)
+def test_a_trainer_that_leaves_its_writer_out_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool, message: str
 ) -> None:
     from lab_softmax.trainer import SoftmaxTrainer
 
     given = SoftmaxTrainer.gradients
-
-    def drop(self: SoftmaxTrainer, device: object) -> None:
-        given(self, device)
-
+    drop = (lambda self, device: (given(self, device), None)[1]) if asks else lambda self, device: None
     monkeypatch.setattr(SoftmaxTrainer, "gradients", drop)
-    with pytest.raises(NoGuarantee, match="step 0: trainer.kind = 'softmax' moved its parameters without"):
+    with pytest.raises(NoGuarantee, match=message):
         train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
 
 

@@ -13,8 +13,8 @@ from torch import nn
 import opusim
 from opusim.accounting import Adjacency, Unit
 from opusim.training.engine.plan import RunPlan
-from opusim.training.errors import RunInterrupted
 from opusim.training.runs.folder import RunFolder, stated
+from tests.support.run_folders import require_resumed_alike
 
 COUNT, EACH, CLIP = 90, 3, 0.2
 
@@ -119,17 +119,12 @@ def test_a_column_names_the_users_who_are_held_out_as_a_whole(tmp_path: Path) ->
 def test_a_resumed_run_repeats_an_uninterrupted_one_and_takes_no_other_users(
     tmp_path: Path, ctrl_c_at: type
 ) -> None:
-    whole = opusim.train(config(), data=records(), model=model(), folder=tmp_path / "a")
-    with pytest.raises(RunInterrupted):
-        opusim.train(config(), data=records(), model=model(), folder=tmp_path / "b", watcher=ctrl_c_at(3))
-    again = opusim.train(data=records(), model=model(), folder=tmp_path / "b", resume=True)
-    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+    whole, _ = require_resumed_alike(tmp_path, config(), records(), ctrl_c_at(3), model)
     x, y, ids = records()
-    other = RunPlan.stored(RunFolder(tmp_path / "a"), (x, y, ids), model()).dataset.owners
+    other = RunPlan.stored(whole.folder, (x, y, ids), model()).dataset.owners
     ids[ids.index(other[-1])] = None  # one training record leaves its user
     with pytest.raises(opusim.RunFolderError, match="was trained on other data"):
-        RunPlan.stored(RunFolder(tmp_path / "a"), (x, y, ids), model())
+        RunPlan.stored(whole.folder, (x, y, ids), model())
 
 
 @pytest.mark.parametrize(

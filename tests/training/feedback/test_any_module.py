@@ -29,6 +29,7 @@ from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.user_code import require_trusted
 from opusim.training.reports.run_report import write_report
 from opusim.training.runs.folder import RunFolder, read_run
+from tests.support.run_folders import equal, require_resumed_alike
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -114,13 +115,9 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(
     tmp_path: Path, stop_at: Any, trainer: dict[str, Any]
 ) -> None:
     config = {**CONFIG, "trainer": trainer, "checkpoint": {"every_steps": 2}}
-    whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=images(), model=module(), folder=tmp_path / "cut", watcher=stop_at(7))
-    cut = training.train(data=images(), model=module(), folder=tmp_path / "cut", resume=True)
-    assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()
+    whole, cut = require_resumed_alike(tmp_path, config, images(), stop_at(7), module)
     expected, found = whole.model.state_dict(), cut.model.state_dict()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert equal(expected, found)
     assert int(found["1.num_batches_tracked"]) == 10  # buffers come back too
     assert not any(hasattr(m, "_opusim") or m._forward_hooks for m in whole.model.modules())
     assert ("alignment" in whole.metrics[-1]) == (trainer["kind"] == "pdfa")

@@ -22,7 +22,7 @@ from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from tests.support.run_folders import require_resumed_alike
 
 CLIP = 0.05
 
@@ -149,14 +149,7 @@ def own(**changes: Any) -> dict[str, Any]:
 
 def test_a_protected_run_resumes_to_the_same_bits(tmp_path: Path, stop_at: type) -> None:
     data = arrays()
-    whole = training.train(own(), data=data, model=conv_net(), folder=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        training.train(own(), data=data, model=conv_net(), folder=tmp_path / "cut", watcher=stop_at(4))
-    cut = training.train(data=data, model=conv_net(), folder=tmp_path / "cut", resume=True)
-    first, second = (
-        read_checkpoint(list_checkpoints(run.folder.checkpoints)[-1]).tensors for run in (whole, cut)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    whole, _ = require_resumed_alike(tmp_path, own(), data, stop_at(4), conv_net)
     plain = training.train(
         {**own(), "trainer": {"kind": "bp"}}, data=data, model=conv_net(), folder=tmp_path / "0"
     )

@@ -142,8 +142,3 @@ def test_only_a_stream_that_nothing_normalises_is_warned_about(name: str) -> Non
         with pytest.warns(UserWarning, match="no norm follows the residual sum at feedback points '1'"):
             model(x)
     model(x)  # a warning is an error here
-
-
-def test_normalised_feedback_needs_no_warning() -> None:
-    model = FeedbackAlignment(Stream(pre_norm(), pre_norm()), "1", normalised=True)
-    model(torch.randn(2, 5, WIDTH))

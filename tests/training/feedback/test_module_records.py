@@ -31,6 +31,7 @@ from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.record_models import Custom
+from tests.support.run_folders import require_resumed_alike
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,14 +167,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any
     }
     if kind == "pdfa":
         config["protection"] = {**CONFIG["protection"], "noise": "device"}
-    whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=images(), model=module(), folder=tmp_path / "cut", watcher=stop_at(7))
-    cut = training.train(data=images(), model=module(), folder=tmp_path / "cut", resume=True)
-    assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()
-    expected, found = whole.model.state_dict(), cut.model.state_dict()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert cut.guarantees[0].epsilon == whole.guarantees[0].epsilon
+    require_resumed_alike(tmp_path, config, images(), stop_at(7), module)
 
 
 def content(folder: Path) -> dict[str, Any]:
@@ -267,10 +261,6 @@ def net(part: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *parts, nn.Linear(4, 3))
 
 
-def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
-    return Custom(lambda model, x: of(x))
-
-
 def hooked(kind: str) -> nn.Module:
     model = net()
     if kind == "parameter":
@@ -281,21 +271,8 @@ def hooked(kind: str) -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a squeezed batch": (lambda: net(function(lambda x: x.squeeze())), "model: "),
     "a hook on a parameter": (lambda: hooked("parameter"), "parameter '0.weight' has a gradient hook"),
     "a later hook on a parameter": (lambda: hooked("accumulated"), "'0.weight' has a gradient hook"),
-    "trimmed padding": (
-        lambda: Custom(
-            lambda m, x: m.head(x[:, : int((x != 0).sum(dim=1).max())].mean(dim=1, keepdim=True)),
-            head=nn.Linear(1, 3),
-        ),
-        "model: ",
-    ),
-    "a value that raises": (
-        lambda: net(function(lambda x: x.log1p() if bool((x > -9).all()) else 1 / 0)),
-        "reads numbers of the batch into Python",
-    ),
-    "half precision": (lambda: net().bfloat16(), "has dtype torch.bfloat16|ends in RuntimeError"),
 }
 
 
@@ -358,12 +335,7 @@ def test_a_model_with_batch_norm_takes_group_norm_by_itself(
     assert any(isinstance(part, nn.GroupNorm) for part in again.modules())
 
 
-def test_a_run_refuses_before_it_writes_anything(tmp_path: Path) -> None:
-    mixing = nn.Sequential(nn.Flatten(), function(lambda x: x - x.mean(dim=0)), nn.Linear(64, 3))
-    with pytest.raises(ValueError, match="mixes the records"):
-        training.train(
-            CONFIG | {"trainer": {"kind": "bp"}}, data=images(), model=mixing, folder=tmp_path / "a"
-        )
+def test_batch_norm_by_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.options.norm: 'batch' is BatchNorm2d .* take 'group'"):
         training.train(
             CONFIG

@@ -336,6 +336,10 @@ def test_points_are_names_patterns_or_classes() -> None:
 def test_points_and_error_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"point 'model\.2' does not run before the error is taken"):
         FeedbackAlignment(Net(), ["model.0", "model.2"], error_at="model.1")(x)
+    with pytest.raises(
+        ValueError, match=r"the error is taken at the output of point '2'; leave it out of points"
+    ):
+        FeedbackAlignment(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)), nn.Linear)(x)
     idle = Net()
     idle.unused = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"error_at = 'unused' did not run in this forward pass"):

@@ -394,13 +394,6 @@ def private(model: nn.Module, data: TensorDataset, folder: Path, **options: Any)
     return private_loop(folder, given, noise_multiplier=1e-6, **options)
 
 
-def test_a_private_loop_refuses_rows_of_unknown_owners_before_it_looks_at_records(tmp_path: Path) -> None:
-    """The example of a release in which one record's length moved the clipped sum by 200 clips."""
-    x, lengths = LENGTHS
-    with pytest.raises(ValueError, match="index in Runs takes rows by their place"):
-        private(Runs(by_length), TensorDataset(x, lengths), tmp_path, example_inputs=(x, lengths))
-
-
 def test_a_private_loop_is_prepared_with_invented_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

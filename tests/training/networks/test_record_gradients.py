@@ -13,9 +13,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opusim import open_device
-from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.feedback.projection import Projection
 from opusim.training.networks.contributions import sums, uses
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.sequence_models import encoder_block
@@ -292,45 +289,6 @@ def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
         ],
     )
     assert largest_share(model, features(40), scale=1.0) == pytest.approx(2**0.5, rel=1e-3)
-
-
-# Feedback alignment
-
-
-def test_clipped_feedback_of_a_noisy_device_is_a_loop_with_the_same_readings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        inner = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
-        x = torch.randn(RECORDS, 4)
-    device = open_device("gaussian", n_inputs=3, n_outputs=16, seed=3, noise={"sigma": 0.3})
-    model = FeedbackAlignment(inner, ["1", "3"], device=device)
-    tape, read, readings = RecordTape(model, x[:3]), model._read, list[Tensor]()
-
-    def kept(rows: Tensor, projection: Projection, step: int) -> Tensor:
-        readings.append(read(rows, projection, step))
-        return readings[-1]
-
-    monkeypatch.setattr(model, "_read", kept)
-    record(tape, model, x)
-    squares = tape.squared_norms()
-    bound = float(squares.sum(dim=0).sqrt().median())
-    tape.clip(bound)
-    found = gradients(model)
-    each = []
-    for i in range(RECORDS):
-        monkeypatch.setattr(model, "_read", lambda rows, projection, step, i=i: readings[0][i : i + 1])
-        model.zero_grad()
-        loss(model(x[i : i + 1])).backward()
-        each.append(gradients(model))
-    expected = {
-        key: sum(min(1.0, bound / norm(gradient)) * gradient[key].double() for gradient in each)
-        for key in found
-    }
-    assert distance(found, expected) < 1e-5
-    with model.backpropagating():
-        assert norm(looped(inner, x[:1])[0]) != pytest.approx(norm(each[0]), rel=0.01)
 
 
 # What is refused

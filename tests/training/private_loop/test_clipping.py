@@ -24,11 +24,11 @@ from opusim.randomness.streams import noise_stream
 from opusim.training import Clipping
 from opusim.training.attacks.findings import Role
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.errors import RunInterrupted
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
 from opusim.training.protections.record import RecordGradients
 from tests.support.private_loops import parts, private_loop, run_epoch
+from tests.support.run_folders import require_resumed_alike
 
 TINY, CLIP, BATCH = 1e-9, 0.3, 6
 NORMS = (0.1, 0.4)
@@ -276,12 +276,7 @@ def config(**protection: Any) -> dict[str, Any]:
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, ctrl_c_at: type) -> None:
     given = config(clipping="adaptive", bound_rate=1.0)
-    whole = opusim.train(given, data=DATA, folder=tmp_path / "a")
-    with pytest.raises(RunInterrupted):
-        opusim.train(given, data=DATA, folder=tmp_path / "b", watcher=ctrl_c_at(7))
-    again = opusim.train(data=DATA, folder=tmp_path / "b", resume=True)
-    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+    whole, _ = require_resumed_alike(tmp_path, given, DATA, ctrl_c_at(7))
     assert "a bound that noisy counts move" in whole.guarantees[0].mechanism
 
 

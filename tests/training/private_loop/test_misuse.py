@@ -45,15 +45,9 @@ def no_gradient(model: nn.Module) -> bool:
     return all(p.grad is None for p in model.parameters())
 
 
-def another_criterion(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    cross_entropy(loop.module(x), y).backward()
-
-
-def outputs_mixed_before_the_criterion(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    outputs = loop.module(x)
-    loop.criterion(outputs - outputs.mean(dim=0), y).backward()
+def learn(loop: Loop, x: Tensor, y: Tensor, *more: Any) -> None:
+    """One backward pass as it should be, or with further arguments of the criterion."""
+    loop.criterion(loop.module(x), y, *more).backward()
 
 
 def outputs_changed_in_place(loop: Loop) -> None:
@@ -64,24 +58,12 @@ def outputs_changed_in_place(loop: Loop) -> None:
     loop.criterion(outputs, y).backward()
 
 
-def a_term_next_to_the_criterion(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    outputs = loop.module(x)
-    (loop.criterion(outputs, y) + outputs.square().mean()).backward()
-
-
 def backward_twice(loop: Loop) -> None:
     x, y = batch_of(loop)
     loss = loop.criterion(loop.module(x), y)
     loss.backward(retain_graph=True)
     loop.optimizer.step()
     loss.backward()
-
-
-def a_second_loss_of_the_batch(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x), y).backward()
-    loop.criterion(loop.module(x), y).backward()
 
 
 def a_loss_of_an_earlier_batch(loop: Loop) -> None:
@@ -91,101 +73,19 @@ def a_loss_of_an_earlier_batch(loop: Loop) -> None:
         losses[0].backward(retain_graph=True)
 
 
-def evaluation_mode(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.module.eval()
-    cross_entropy(loop.module(x), y).backward()
-
-
-def other_rows(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x[1:]), y[1:]).backward()
-
-
-def records_of_another_loader(loop: Loop) -> None:
-    x, y = records(40).tensors
-    loop.criterion(loop.module(x), y).backward()
-
-
-def compiled_later(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    cross_entropy(torch.compile(loop.module, backend="eager")(x), y).backward()
-
-
-def a_submodule_by_itself(loop: Loop) -> None:
-    x, _ = batch_of(loop)
-    loop.module[0](x).square().mean().backward()
-
-
-def before_any_batch(loop: Loop) -> None:
-    x, y = records(12).tensors
-    loop.criterion(loop.module(x), y).backward()
-
-
-def a_penalty_on_the_parameters(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    penalty = sum(p.square().sum() for p in loop.module.parameters())
-    (loop.criterion(loop.module(x), y) + penalty).backward()
-
-
 def a_factor_that_depends_on_the_batch(loop: Loop) -> None:
     for x, y in loop.data_loader:
         (loop.criterion(loop.module(x), y) * (1 + len(x))).backward()
 
 
-def a_gradient_scaler(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    torch.amp.GradScaler("cpu").scale(loop.criterion(loop.module(x), y)).backward()
-
-
 def a_batch_left_out(loop: Loop) -> None:
     for x, y in loop.data_loader:
-        if len(x) > 10:
-            continue
-        loop.criterion(loop.module(x), y).backward()
-
-
-def targets_of_other_records(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x), y[1:])
-
-
-def a_step_without_backward(loop: Loop) -> None:
-    batch_of(loop)
-    loop.optimizer.step()
-
-
-def a_second_step(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x), y).backward()
-    loop.optimizer.step()
-    loop.optimizer.step()
-
-
-def a_parameter_frozen_later(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.module[0].bias.requires_grad_(False)
-    loop.criterion(loop.module(x), y).backward()
-
-
-def parameters_exchanged_later(loop: Loop) -> None:
-    loop.module[2] = nn.Linear(6, 3)
-    batch_of(loop)
-
-
-def a_backward_hook_added_later(loop: Loop) -> None:
-    loop.module[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
-    batch_of(loop)
+        if len(x) <= 10:
+            learn(loop, x, y)
 
 
 def mean_subtracted(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (args[0] - args[0].mean(dim=0), *args[1:])
-
-
-def a_forward_pre_hook_added_later(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.module[1].register_forward_pre_hook(mean_subtracted)
-    loop.criterion(loop.module(x), y).backward()
 
 
 def a_forward_hook_added_before_backward(loop: Loop) -> None:
@@ -203,11 +103,6 @@ def a_hook_on_all_modules(loop: Loop) -> None:
         handle.remove()
 
 
-def a_hook_on_a_parameter(loop: Loop) -> None:
-    loop.module[0].weight.register_hook(lambda gradient: 2 * gradient)
-    batch_of(loop)
-
-
 def a_forward_function_given_later(loop: Loop) -> None:
     loop.module[1].forward = lambda x: x - x.mean(dim=0)
     batch_of(loop)
@@ -223,80 +118,138 @@ class MeanSubtracted(nn.Tanh):
         return x - x.mean(dim=0)
 
 
-def a_part_exchanged_later(loop: Loop) -> None:
-    loop.module[1] = nn.Softmax(dim=0)
-    batch_of(loop)
+def changed(change: Callable[[nn.Module], object]) -> Callable[[Loop], object]:
+    """The module is changed before a batch is drawn."""
+    return lambda loop: (change(loop.module), batch_of(loop))
 
 
-def the_size_of_the_batch_as_an_argument(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x), y, len(x)).backward()
+def with_batch(use: Callable[[Loop, Tensor, Tensor], object]) -> Callable[[Loop], object]:
+    """A batch is at hand."""
+    return lambda loop: use(loop, *batch_of(loop))
 
 
-def a_statistic_of_the_batch_as_an_argument(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x), y, y.float().mean()).backward()
+ONLY = "learns through the criterion of make_private only"
+NO_BATCH = "the module ran without a batch"
+SECOND = "without a new backward pass"
+PARAMETERS = "its parameters that learn changed"
+HOOKS = "register hooks before make_private"
+OF_BATCH: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str]] = {
+    "another criterion": (lambda loop, x, y: cross_entropy(loop.module(x), y).backward(), ONLY),
+    "outputs mixed before the criterion": (
+        lambda loop, x, y: loop.criterion(mean_subtracted(loop.module, (loop.module(x),))[0], y).backward(),
+        ONLY,
+    ),
+    "a term next to the criterion": (
+        lambda loop, x, y: (loop.criterion(h := loop.module(x), y) + h.square().mean()).backward(),
+        ONLY,
+    ),
+    "a second loss of the batch": (
+        lambda loop, x, y: (learn(loop, x, y), learn(loop, x, y)),
+        "the module ran again on a batch whose gradients were written",
+    ),
+    "evaluation mode": (
+        lambda loop, x, y: cross_entropy(loop.module.eval()(x), y).backward(),
+        "evaluation mode",
+    ),
+    "other rows": (
+        lambda loop, x, y: learn(loop, x[1:], y[1:]),
+        r"the module ran on \d+ rows, but the loader's batch has",
+    ),
+    "compiled later": (
+        lambda loop, x, y: torch.compile(loop.module, backend="eager")(x).sum().backward(),
+        "compiled",
+    ),
+    "a submodule by itself": (
+        lambda loop, x, y: loop.module[0](x).square().mean().backward(),
+        "a part of it ran outside",
+    ),
+    "a penalty on the parameters": (
+        lambda loop, x, y: (
+            loop.criterion(loop.module(x), y) + sum(p.square().sum() for p in loop.module.parameters())
+        ).backward(),
+        "a gradient that is not private reached a parameter",
+    ),
+    "a gradient scaler": (
+        lambda loop, x, y: torch.amp.GradScaler("cpu").scale(loop.criterion(loop.module(x), y)).backward(),
+        "as a GradScaler does, .* take torch.bfloat16",
+    ),
+    "targets of other records": (
+        lambda loop, x, y: loop.criterion(loop.module(x), y[1:]),
+        r"argument of shape \(\d+,\) has no row for each",
+    ),
+    "a step without backward": (lambda loop, x, y: loop.optimizer.step(), SECOND),
+    "a second step": (
+        lambda loop, x, y: (learn(loop, x, y), loop.optimizer.step(), loop.optimizer.step()),
+        SECOND,
+    ),
+    "a parameter frozen later": (
+        lambda loop, x, y: (loop.module[0].bias.requires_grad_(False), learn(loop, x, y)),
+        PARAMETERS,
+    ),
+    "a forward pre-hook added later": (
+        lambda loop, x, y: (
+            loop.module[1].register_forward_pre_hook(mean_subtracted),
+            learn(loop, x, y),
+        ),
+        HOOKS,
+    ),
+    "the size of the batch as an argument": (
+        lambda loop, x, y: learn(loop, x, y, len(x)),
+        r"criterion: an argument is the number \d+, which may come",
+    ),
+    "a statistic of the batch as an argument": (
+        lambda loop, x, y: learn(loop, x, y, y.float().mean()),
+        r"argument of shape \(\) has no row for each",
+    ),
+    "another parameter in the optimizer": (
+        lambda loop, x, y: (
+            loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+            learn(loop, x, y),
+            loop.optimizer.step(),
+        ),
+        "parameters that are not the module's",
+    ),
+    "saved within a step": (lambda loop, x, y: (learn(loop, x, y), loop.save()), "is under way"),
+}
+REFUSED: dict[str, tuple[Callable[[Loop], object], str]] = {
+    **{name: (with_batch(use), message) for name, (use, message) in OF_BATCH.items()},
+    "outputs changed in place": (outputs_changed_in_place, ONLY),
+    "backward twice": (
+        backward_twice,
+        "whose gradients were released once; .* for a GAN, give the real and the generated",
+    ),
+    "a loss of an earlier batch": (a_loss_of_an_earlier_batch, "belongs to a batch that is over"),
+    "records of another loader": (lambda loop: learn(loop, *records(40).tensors), NO_BATCH),
+    "before any batch": (lambda loop: learn(loop, *records(12).tensors), NO_BATCH),
+    "a factor that depends on the batch": (
+        a_factor_that_depends_on_the_batch,
+        "multiply it by the same constant",
+    ),
+    "a batch left out": (a_batch_left_out, "left without a backward pass"),
+    "parameters exchanged later": (changed(lambda m: m.__setitem__(2, nn.Linear(6, 3))), PARAMETERS),
+    "a backward hook added later": (
+        changed(lambda m: m[1].register_full_backward_hook(lambda m, into, out: (into[0] * 0.5,))),
+        HOOKS,
+    ),
+    "a forward hook added before backward": (a_forward_hook_added_before_backward, HOOKS),
+    "a hook on all modules": (a_hook_on_all_modules, HOOKS),
+    "a hook on a parameter": (
+        changed(lambda m: m[0].weight.register_hook(lambda gradient: 2 * gradient)),
+        "parameter '0.weight' has a gradient hook",
+    ),
+    "a part exchanged later": (
+        changed(lambda m: m.__setitem__(1, nn.Softmax(dim=0))),
+        r"part '1' \(Softmax\) is new",
+    ),
+    "a forward function given later": (a_forward_function_given_later, "another class or forward"),
+    "a class given later": (a_class_given_later, "another class or forward"),
+    "used after close": (lambda loop: (loop.close(), batch_of(loop)), "the private loop is closed"),
+}
 
 
-def another_parameter_in_the_optimizer(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    loop.criterion(loop.module(x), y).backward()
-    loop.optimizer.step()
-
-
-def saved_within_a_step(loop: Loop) -> None:
-    x, y = batch_of(loop)
-    loop.criterion(loop.module(x), y).backward()
-    loop.save()
-
-
-def used_after_close(loop: Loop) -> None:
-    loop.close()
-    batch_of(loop)
-
-
-REFUSED: list[tuple[Callable[[Loop], None], str]] = [
-    (another_criterion, "learns through the criterion of make_private only"),
-    (outputs_mixed_before_the_criterion, "learns through the criterion of make_private only"),
-    (outputs_changed_in_place, "learns through the criterion of make_private only"),
-    (a_term_next_to_the_criterion, "learns through the criterion of make_private only"),
-    (backward_twice, "whose gradients were released once; .* for a GAN, give the real and the generated"),
-    (a_second_loss_of_the_batch, "the module ran again on a batch whose gradients were written"),
-    (a_loss_of_an_earlier_batch, "belongs to a batch that is over"),
-    (evaluation_mode, "evaluation mode"),
-    (other_rows, r"the module ran on \d+ rows, but the loader's batch has"),
-    (records_of_another_loader, "the module ran without a batch"),
-    (compiled_later, "compiled"),
-    (a_submodule_by_itself, "a part of it ran outside"),
-    (before_any_batch, "the module ran without a batch"),
-    (a_penalty_on_the_parameters, "a gradient that is not private reached a parameter"),
-    (a_factor_that_depends_on_the_batch, "multiply it by the same constant"),
-    (a_gradient_scaler, "as a GradScaler does, .* take torch.bfloat16"),
-    (a_batch_left_out, "left without a backward pass"),
-    (targets_of_other_records, r"argument of shape \(\d+,\) has no row for each"),
-    (a_step_without_backward, "without a new backward pass"),
-    (a_second_step, "without a new backward pass"),
-    (a_parameter_frozen_later, "its parameters that learn changed"),
-    (parameters_exchanged_later, "its parameters that learn changed"),
-    (a_backward_hook_added_later, "register hooks before make_private"),
-    (a_forward_pre_hook_added_later, "register hooks before make_private"),
-    (a_forward_hook_added_before_backward, "register hooks before make_private"),
-    (a_hook_on_all_modules, "register hooks before make_private"),
-    (a_hook_on_a_parameter, "parameter '0.weight' has a gradient hook"),
-    (a_part_exchanged_later, r"part '1' \(Softmax\) is new"),
-    (a_forward_function_given_later, "another class or forward"),
-    (a_class_given_later, "another class or forward"),
-    (the_size_of_the_batch_as_an_argument, r"criterion: an argument is the number \d+, which may come"),
-    (a_statistic_of_the_batch_as_an_argument, r"argument of shape \(\) has no row for each"),
-    (another_parameter_in_the_optimizer, "parameters that are not the module's"),
-    (saved_within_a_step, "is under way"),
-    (used_after_close, "the private loop is closed"),
-]
-
-
-@pytest.mark.parametrize(("misuse", "message"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
-def test_refused(private: Loop, misuse: Callable[[Loop], None], message: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(private: Loop, name: str) -> None:
+    misuse, message = REFUSED[name]
     with pytest.raises((RuntimeError, ValueError), match=message) as caught:
         misuse(private)
     assert "\n" not in str(caught.value)
@@ -304,9 +257,9 @@ def test_refused(private: Loop, misuse: Callable[[Loop], None], message: str) ->
 
 def test_no_raw_gradient_is_left_behind(private: Loop) -> None:
     """After a refusal no parameter holds a gradient that was not noised."""
-    for misuse in (another_criterion, evaluation_mode, records_of_another_loader):
+    for name in ("another criterion", "evaluation mode", "records of another loader"):
         with pytest.raises(RuntimeError):
-            misuse(private)
+            REFUSED[name][0](private)
         private.module.train()
         assert no_gradient(private.module)
 

@@ -135,16 +135,6 @@ def test_steps_of_a_release_are_paid_again(tmp_path: Path) -> None:
     assert (tmp_path.stat().st_mode & 0o777) == 0o700
 
 
-def test_noise_and_batches_of_a_release_come_from_the_system(tmp_path: Path) -> None:
-    found = []
-    for name in "ab":
-        with private_loop(tmp_path / name, mode="release", seed=None) as private:
-            torch.manual_seed(0)
-            run_epoch(private)
-            found.append(final(private))
-    assert not torch.equal(*found)
-
-
 def test_a_copied_release_folder_does_not_resume(tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "release", "seed": None}
     with private_loop(tmp_path / "first", **options) as private:

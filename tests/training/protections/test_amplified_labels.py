@@ -344,24 +344,6 @@ def test_planted_faults_of_the_noise_are_caught(
     assert covariance_deviation(seed) > NOISE_LIMIT
 
 
-def test_an_empty_batch_takes_a_noisy_step() -> None:
-    network = new_network()
-    deltas, inputs = signals(1, 0)
-    protection(1.0).set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
-    assert all(float(parameter.grad.abs().max()) > 0 for parameter in network.parameters)
-
-
-def test_hidden_layers_follow_the_weights_of_the_moment() -> None:
-    """The geometry of the second call is that of the second call's public features."""
-    network, shield = new_network(), protection()
-    deltas, inputs = signals(1, 1, scale=100.0)
-    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
-    later = [public_inputs()[0], 0.1 * public_inputs()[1], 3.0 * public_inputs()[2]]
-    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=later)
-    assert np.linalg.norm(whitened(network, geometry(later))) == pytest.approx(CLIP, rel=1e-4)
-    assert np.linalg.norm(whitened(network, geometry(public_inputs()))) != pytest.approx(CLIP, rel=0.01)
-
-
 def test_an_ordinary_record_has_whitened_features_of_norm_one() -> None:
     """Mean over the public records of sum_l h^T P_l^-1 h: 1 but for the floor, so that C is in units of delta."""
     total = 0.0
@@ -374,11 +356,6 @@ def test_an_ordinary_record_has_whitened_features_of_norm_one() -> None:
     metrics = [Metric(factor=torch.from_numpy(np.linalg.cholesky(p))) for p in geometry(public_inputs())]
     white = [metric.whiten(row) for row, metric in zip(rows, metrics, strict=True)]
     assert float(whitened_norms(ones, white).square().mean()) == pytest.approx(total)
-
-
-def test_public_features_are_required() -> None:
-    with pytest.raises(ValueError, match="public_inputs is missing.*geometry of public records"):
-        protection().set_gradients([new_network().contributions(*signals(1, 2))])
 
 
 def test_leverages_equal_the_inverse() -> None:

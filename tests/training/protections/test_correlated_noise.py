@@ -18,7 +18,7 @@ from scipy.stats import norm
 from opusim import training
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
-from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
+from opusim.randomness.streams import CorrelatedStream, SeededStream
 from opusim.training.config.run import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.plan import RunPlan, load_data
@@ -29,9 +29,9 @@ from opusim.training.protections.record import (
     banded_coefficients,
     weights_of_gradients,
 )
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
 from tests.accounting.records.test_banded_records import dense
+from tests.support.run_folders import newest, require_resumed_alike
 
 COEFFICIENTS = (0.75, 0.5, 0.25)
 STEPS, SIZE = 9, 6
@@ -49,10 +49,6 @@ CONFIG: dict[str, Any] = {
 
 def data(n: int = N) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
 def same_model(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -258,7 +254,7 @@ def test_one_band_is_independent_noise_bit_for_bit(tmp_path: Path) -> None:
     }
     for name, config in runs.items():
         training.train(config, data=data(), folder=tmp_path / name)
-    found = {name: tensors(tmp_path / name) for name in runs}
+    found = {name: newest(tmp_path / name) for name in runs}
     assert found["plain"].keys() == found["one"].keys()
     assert all(torch.equal(found["plain"][name], found["one"][name]) for name in found["plain"])
     assert not same_model(found["plain"], found["three"])
@@ -295,14 +291,9 @@ def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: s
     def model() -> torch.nn.Module | None:
         return convolutions() if kind == "module" else None
 
-    training.train(config, data=data(), model=model(), folder=tmp_path / "whole")
-    with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), model=model(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
-    training.train(data=data(), model=model(), folder=tmp_path / "broken", resume=True)
-    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "broken")
-    assert {"state.noise", "state.noise_leads_to"} <= expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    paid = [RunFolder(tmp_path / name).read_ledger().mechanisms for name in ("whole", "broken")]
+    runs = require_resumed_alike(tmp_path, config, data(), ctrl_c_at(5), model)
+    assert {"state.noise", "state.noise_leads_to"} <= newest(tmp_path / "cut").keys()
+    paid = [run.folder.read_ledger().mechanisms for run in runs]
     assert paid[0] == paid[1]
 
 
@@ -314,7 +305,7 @@ def test_planted_noise_that_is_forgotten_is_caught(
     with pytest.raises(RunInterrupted):
         training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "broken")
+    expected, found = newest(tmp_path / "whole"), newest(tmp_path / "broken")
     assert not same_model(expected, found)
 
 
@@ -322,7 +313,7 @@ def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Pat
     config = changed(mode="release")
     with pytest.raises(RunInterrupted):
         training.train(config, data=data(), folder=tmp_path, watcher=ctrl_c_at(5))
-    assert not [name for name in tensors(tmp_path) if "noise" in name]
+    assert not [name for name in newest(tmp_path) if "noise" in name]
     before = RunFolder(tmp_path).read_ledger()
     assert [payment.name for payment in before.payments] == [None]
     assert before.mechanisms[0].steps == 5
@@ -332,7 +323,7 @@ def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Pat
     (mechanism,) = RunFolder(tmp_path).read_ledger().mechanisms
     assert mechanism.steps == 12 + 2  # so that 5 and 7 steps cost ceil(5 / 3) + ceil(7 / 3) releases
     assert run.guarantees[0].status is Status.PROVEN
-    assert not [name for name in tensors(tmp_path) if "noise" in name]
+    assert not [name for name in newest(tmp_path) if "noise" in name]
 
 
 def test_a_release_run_that_cannot_pay_to_begin_anew_ends_with_the_model_that_it_has(
@@ -354,7 +345,7 @@ def test_noise_of_a_device_is_correlated_like_any_other(tmp_path: Path) -> None:
     run = training.train(config, data=data(), folder=tmp_path)
     assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert "device noise correlated over 3 steps" in run.guarantees[0].mechanism
-    assert "state.noise" in tensors(tmp_path)
+    assert "state.noise" in newest(tmp_path)
 
 
 def plan(config: dict[str, Any]) -> RunPlan:
@@ -404,7 +395,3 @@ def test_other_batches_and_unstated_noise_are_refused(monkeypatch: pytest.Monkey
     )
     with pytest.raises(NoGuarantee, match="does not state noise that is correlated over 3 steps"):
         _ = replace(found).protection.released()
-
-
-def test_the_systems_noise_has_no_state() -> None:
-    assert SystemStream().state == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +22,8 @@ from opusim.accounting.mechanism import CertifiedMechanism, Mechanism
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim.camera.stages import number_law
 from opusim.devices.base import NoisyDevice
-from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
+from opusim.devices.certificate import Certificate, PhotonCountLaw
 from opusim.errors import ConfigError
-from opusim.randomness.streams import SeededStream
 from opusim.training.errors import RunInterrupted
 from opusim.training.protections import argmax_labels
 from opusim.training.protections.argmax_labels import (
@@ -41,8 +39,8 @@ from opusim.training.protections.argmax_labels import (
     shared_range,
 )
 from opusim.training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
-from opusim.training.protections.noisy_labels import read_once_through
 from opusim.training.runs.storage import read_array
+from tests.support.certificates import certificate_of
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 
@@ -208,24 +206,15 @@ LIMITS = {"dark_e_low": 5.7, "dark_e_high": 6.3, "light_ratio_low": 0.9, "light_
 """Of a device whose dark charge is 6 electrons."""
 
 
-def certificate_of(device: NoisyDevice, beta: float = 1e-3, **limits: float) -> Certificate:
-    return Certificate(
-        device=device.name,
-        description_digest=digest_of(device.description),
-        date=datetime.date.today().isoformat(),
-        n_inputs=device.n_inputs,
-        n_outputs=device.n_outputs,
-        frames=1000,
-        confidence=0.95,
-        beta=beta,
-        noise=PhotonCountLaw(**LIMITS | limits),
-    )
+def certified_of(device: NoisyDevice, beta: float = 1e-3, **limits: Any) -> Certificate:
+    window = {"n_inputs": device.n_inputs, "n_outputs": device.n_outputs}
+    return certificate_of(device.description, PhotonCountLaw(**LIMITS | limits), **window, beta=beta)
 
 
 @contextmanager
 def certified(camera: dict[str, Any] | None = None, **limits: float) -> Iterator[LabelFrames]:
     with open_device("camera_low_light", n_inputs=K, n_outputs=48, camera=camera or {}) as device:
-        device.attach_certificate(certificate_of(device, **limits))
+        device.attach_certificate(certified_of(device, **limits))
         yield LabelFrames.of(device, K)
 
 
@@ -241,7 +230,7 @@ def test_a_certificate_dims_the_light_and_takes_its_beta(
         assert channel.keep < channel.mechanism.keep_probability
         for mechanism in (found.mechanism, channel.mechanism):
             assert mechanism.beta == 1e-3
-            assert mechanism.certificate == certificate_of(limits.device).digest
+            assert mechanism.certificate == certified_of(limits.device).digest
 
 
 @pytest.mark.slow
@@ -442,7 +431,7 @@ def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
     noise: str, kind: type[CertifiedMechanism], tmp_path: Path
 ) -> None:
     with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
-        certificate = certificate_of(device, beta=1e-6, dark_e_low=5.9, dark_e_high=6.1)
+        certificate = certified_of(device, beta=1e-6, dark_e_low=5.9, dark_e_high=6.1)
     certificate.write(tmp_path / "certificate.toml")
     chosen = {"name": "camera_low_light", "certificate": str(tmp_path / "certificate.toml")}
     run = training.train(config_of(noise, device=chosen), data=data(), folder=tmp_path / "run")
@@ -460,7 +449,7 @@ def test_a_run_measures_the_rates_that_a_certificate_leaves_open(
     with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
         open_light = {"light_spread": "unknown", "frame_ratio_high": 1.001}
         gains = {"gain_dn_per_e_low": 0.99, "gain_dn_per_e_high": 1.01}
-        certificate = certificate_of(device, beta=1e-6, **open_light, **gains)  # type: ignore[arg-type]
+        certificate = certified_of(device, beta=1e-6, **open_light, **gains)  # type: ignore[arg-type]
     certificate.write(tmp_path / "certificate.toml")
     chosen = {"name": "camera_low_light", "certificate": str(tmp_path / "certificate.toml")}
     config = config_of("counts", device=chosen, mode=mode)
@@ -505,13 +494,3 @@ def test_runs_that_cannot_count_labels_are_refused_before_they_begin(
     with pytest.raises((ConfigError, ValueError), match=message):
         training.train(config, data=data(), folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_gaussian_readings_of_a_camera_name_the_other_ways() -> None:
-    with (
-        open_device("camera_low_light", n_inputs=K, n_outputs=8) as device,
-        pytest.raises(ConfigError, match="counts photons; use 'counts' or 'argmax'"),
-    ):
-        read_once_through(
-            device, torch.zeros(3).long(), K, mu=1.0, noise=SeededStream(1, "labels"), pay=lambda _: None
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from opusim.accounting.guarantee import Status
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
 from opusim.description.schema import load_description
-from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
+from opusim.devices.certificate import FluctuatingCountLaw
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
 from opusim.training.protections.argmax_labels import (
@@ -33,6 +32,7 @@ from opusim.training.protections.argmax_labels import (
 )
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.reports.device_privacy import OperatingPoint, label_counts
+from tests.support.certificates import certificate_of
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 POWER = {"law": "log_normal", "rms": 0.3}
@@ -155,30 +155,17 @@ def test_answers_are_the_randomized_response_of_the_mean_power(answers: ArgmaxRe
     assert abs(kept - answers.mechanism.keep_probability) > 5 * error  # that of the brightest frame
 
 
+LAW = FluctuatingCountLaw(
+    **{"dark_e_low": 5.7, "dark_e_high": 6.3, "light_ratio_low": 0.9, "light_ratio_high": 1.1},
+    **{"power_law": "log_normal", "power_rms_low": 0.28, "power_rms_high": 0.32},
+)
+
+
 def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
     counts: CountsReadout, answers: ArgmaxReadout
 ) -> None:
-    law = FluctuatingCountLaw(
-        dark_e_low=5.7,
-        dark_e_high=6.3,
-        light_ratio_low=0.9,
-        light_ratio_high=1.1,
-        power_law="log_normal",
-        power_rms_low=0.28,
-        power_rms_high=0.32,
-    )
     with open_device("camera_low_light", n_inputs=K, n_outputs=48, **CAMERA) as device:
-        certificate = Certificate(
-            device=device.name,
-            description_digest=digest_of(device.description),
-            date=datetime.date.today().isoformat(),
-            n_inputs=K,
-            n_outputs=48,
-            frames=1000,
-            confidence=0.95,
-            beta=1e-3,
-            noise=law,
-        )
+        certificate = certificate_of(device.description, LAW, n_inputs=K, n_outputs=48)
         device.attach_certificate(certificate)
         limits = LabelFrames.of(device, K)
         assert limits.power.rms == 0.32
@@ -257,31 +244,13 @@ def test_a_run_states_the_device_model_and_its_beta_of_use(tmp_path: Path) -> No
 
 
 def test_a_certificate_of_another_law_of_the_power_is_refused() -> None:
-    law = FluctuatingCountLaw(
-        dark_e_low=5.7,
-        dark_e_high=6.3,
-        light_ratio_low=0.9,
-        light_ratio_high=1.1,
-        power_law="gaussian",
-        power_rms_low=0.1,
-        power_rms_high=0.12,
-    )
     with open_device("camera_low_light", n_inputs=K, n_outputs=8, **CAMERA) as device:
         stated = device.noise
-        certificate = Certificate(
-            device=device.name,
-            description_digest=digest_of(device.description),
-            date=datetime.date.today().isoformat(),
-            n_inputs=K,
-            n_outputs=8,
-            frames=1000,
-            confidence=0.95,
-            beta=1e-3,
-            noise=law,
-        )
+        other = LAW.model_copy(update={"power_law": "gaussian", "power_rms_low": 0.1, "power_rms_high": 0.12})
+        certificate = certificate_of(device.description, other, n_inputs=K, n_outputs=8)
     with pytest.raises(ConfigError, match="power_law: is 'gaussian', the device's .* is 'log_normal'"):
         certificate.certified(stated)
-    same = certificate.model_copy(update={"noise": law.model_copy(update={"power_law": "log_normal"})})
+    same = certificate.model_copy(update={"noise": other.model_copy(update={"power_law": "log_normal"})})
     assert same.certified(stated).beta == 1e-3
 
 
@@ -301,14 +270,9 @@ def test_the_limit_of_an_upper_spread_holds_for_smaller_ones(name: str, beta: fl
 # Holograms
 
 
-HOLOGRAM: dict[str, Any] = {"camera": {"light": {"power": POWER}}}
-
-
 def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
     """The reference's light fluctuates with the field's: it is light, and nothing of it is dark."""
-    found = label_counts(
-        load_description("camera_holography", HOLOGRAM), n_classes=3, n_outputs=6, delta=DELTA
-    )
+    found = label_counts(load_description("camera_holography", CAMERA), n_classes=3, n_outputs=6, delta=DELTA)
     light = found.share_for(EPSILON, "light")
     assert light is not None
     law = found.law

@@ -19,10 +19,8 @@ from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from opusim.training.feedback.projection import _CALIBRATION_STEP
 from opusim.training.protections import base, noisy_labels
 from opusim.training.protections.noisy_labels import (
-    LABEL_STEP,
     LabelReadoutProtection,
     NoisyLabels,
     RandomizedResponseProtection,
@@ -30,10 +28,10 @@ from opusim.training.protections.noisy_labels import (
     randomize,
     read_once_through,
 )
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.storage import read_array
 from tests.oracles.label_readings import posterior_targets
 from tests.support.discrete_noise import DiscreteNoise
+from tests.support.run_folders import equal, newest
 
 K, N, MU = 4, 20_000, 0.83
 LIMIT = float(norm.isf(norm.sf(5.0) / 2))  # mean and variance
@@ -224,10 +222,6 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
-
-
 KINDS = [
     config_of("label-readout", noise="device"),
     config_of("label-randomized-response"),
@@ -248,7 +242,7 @@ def test_true_labels_never_reach_the_weights(
     for protection in LOOKS:
         monkeypatch.setattr(protection, "look", _kept_after(protection.look, kept))
     training.train(config, data=(x, (y + 1) % 3), folder=tmp_path / "second")
-    first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
+    first, second = newest(tmp_path / "first"), newest(tmp_path / "second")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert (tmp_path / "first" / "metrics.jsonl").read_bytes() != (
         tmp_path / "second" / "metrics.jsonl"
@@ -264,7 +258,7 @@ def test_planted_fault_true_labels_in_training_are_caught(
     monkeypatch.setattr("opusim.training.feedback.closed_form.Batch.targets", lambda self, output: self.y)
     for name, labels in (("first", y), ("second", (y + 1) % 3)):
         training.train(ONCE, data=(x, labels), folder=tmp_path / name)
-    first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
+    first, second = newest(tmp_path / "first"), newest(tmp_path / "second")
     assert not all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -332,17 +326,6 @@ def test_planted_fault_labels_read_under_a_training_step_are_caught(
     assert len(set(readings)) < len(readings)
 
 
-def test_label_and_calibration_steps_are_no_training_steps() -> None:
-    assert LABEL_STEP != _CALIBRATION_STEP
-    assert min(LABEL_STEP, _CALIBRATION_STEP) > 2**63
-    device = device_of(0.5)
-    noises = []
-    for step in (*range(40), _CALIBRATION_STEP, LABEL_STEP):
-        device.seek(step)
-        noises.append(tuple(device.draw((1, 40)).flatten().tolist()))
-    assert len(set(noises)) == 42
-
-
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
 def test_a_resumed_run_neither_reads_nor_pays_again(
@@ -372,8 +355,7 @@ def test_a_resumed_run_neither_reads_nor_pays_again(
     assert guarantee.epsilon <= 2.0
     if mode == "experiment":
         training.train(config, data=data(), folder=tmp_path / "unbroken")
-        expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert equal(newest(tmp_path / "unbroken"), newest(tmp_path / "broken"))
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])

@@ -20,9 +20,10 @@ from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training.engine.callbacks import Callback
 from opusim.training.errors import RunInterrupted
 from opusim.training.networks.record_gradients.probe import require_separate_outputs
-from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.checkpoints import list_checkpoints
 from opusim.training.runs.folder import RunFolder
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, replay
+from tests.support.run_folders import equal, newest
 
 FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 
@@ -69,14 +70,6 @@ def config(device: Path | None = None, *, directions: int = 1, settle_every: int
         "checkpoint": {"keep": 100},
         "device": {} if device is None else {"name": str(device)},
     }
-
-
-def newest(folder: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:

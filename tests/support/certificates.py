@@ -1,0 +1,32 @@
+"""Certificates as a calibration would write them, without its readings."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from opusim.description.schema import DeviceDescription
+from opusim.devices.certificate import Certificate, digest_of
+
+
+def certificate_of(
+    description: DeviceDescription, noise: Any, *, n_inputs: int, n_outputs: int, **changes: Any
+) -> Certificate:
+    """A certificate of the device of a description, of today, with beta 1e-3 unless said otherwise.
+
+    Args:
+        description: What the device is described by.
+        noise: The law that is certified.
+        n_inputs: Inputs of the calibrated window.
+        n_outputs: Outputs of the calibrated window.
+        changes: Other fields.
+    """
+    fields: dict[str, Any] = {
+        "device": description.name,
+        "description_digest": digest_of(description),
+        "date": datetime.date.today().isoformat(),
+        "frames": 1000,
+        "confidence": 0.95,
+        "beta": 1e-3,
+    }
+    return Certificate(**fields | changes, noise=noise, n_inputs=n_inputs, n_outputs=n_outputs)

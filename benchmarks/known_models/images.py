@@ -36,6 +36,9 @@ ROWS: dict[str, Row] = {
     DFA: Row(seeds=3),
     PDFA: Row(device="gaussian", seeds=3),
     READOUT: Row(readout=100, seeds=3),
+    f"{READOUT}, error before the last block": Row(
+        feedback={"error_at": "blocks.8.input", "points": ["blocks.[0-6]"]}, readout=100
+    ),
     "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
 }
 CLASSES, BATCH, PADDING, PATCH = 10, 128, 4, 4

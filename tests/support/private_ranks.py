@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,9 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
     """Write the records of every step to a file when they are handed out, before they are computed."""
     numbered = Numbered(records(len(private.data_loader.dataset)))  # type: ignore[arg-type]
     collate = private.data_loader._collate
-    user, hand_out = collate._collate, private.data_loader._hand_out
+    held = collate.keywords if isinstance(collate, partial) else vars(collate)
+    key = "collate" if isinstance(collate, partial) else "_collate"
+    user, hand_out = held[key], private.data_loader._hand_out
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     seen: list[int] = []  # users are collated one by one
@@ -274,7 +277,7 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
         seen.clear()
         return taken
 
-    collate._collate = collated
+    held[key] = collated
     private.data_loader._hand_out = handed  # type: ignore[method-assign]
 
 

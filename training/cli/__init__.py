@@ -14,8 +14,6 @@ from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
-BROKEN = 70
-"""Exit code after an error of opusim itself (EX_SOFTWARE of sysexits.h)."""
 _MADE_BY_IMPORTS = 400_000
 """More objects than a command's imports make; with fewer there is nothing to collect."""
 

@@ -21,7 +21,6 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimErr
 from opusim.files import require_utf8
 from opusim.plugins import PluginError
 from opusim.processes import environment_number, exhausted_message, is_exhausted, launched_processes
-from opusim.training.cli import BROKEN
 from opusim.training.cli.groups import LazyGroup, built
 
 _TRAIN = "Train"
@@ -36,6 +35,8 @@ _FORMER = {
     "calibrate` certifies or refuses the instrument, and the monitor names the fault"
 }
 """Former commands, and what to use now."""
+BROKEN = 70
+"""Exit code after an error of opusim itself (EX_SOFTWARE of sysexits.h)."""
 _FEW_COMMANDS = 8
 """Most subcommands that a refusal lists."""
 

@@ -436,8 +436,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         self.perturbation.undo_settling()
         try:
             found, entry = self._measured(seeds, x, y), None
-            # On a card a step's scalars stay there if no other process or noise needs them.
-            if found.device.type != "cpu" and ranks.world == 1 and release.noise is None:
+            if self._reads_late(found):
                 rate, scalars = float(self.optimizer.param_groups[0]["lr"]), found[:n] / self._divisor
                 unread = UnreadEntry.rounded(rate=rate, seeds=seeds, scalars=scalars)
                 self._unread.append((unread, found[2 * n : 3 * n].sum()))
@@ -468,6 +467,10 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
             n_records=n_records,
             diagnostics={name: (own / max(n_records, 1)).tolist() for name, own in shares.items()},
         )
+
+    def _reads_late(self, found: Tensor) -> bool:
+        """Return whether a step's scalars stay on the card that computed them: no other process or noise needs them."""
+        return found.device.type != "cpu" and self.ranks.world == 1 and self.release.noise is None
 
     def _log_unread(self) -> None:
         """Log the steps whose scalars stayed on a card, which is read once for all of them."""

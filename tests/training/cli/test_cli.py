@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opusim.training.cli import BROKEN, app
+from opusim.training.cli import app
 from opusim.training.cli.train import small_batch, unused_records
 from opusim.training.config.run import RunConfig
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
@@ -228,7 +228,7 @@ def test_an_error_of_the_program_is_no_alarm(
     monkeypatch.setattr(app, "_take_wait", broken)
     with pytest.raises(SystemExit) as ended:
         app.main()
-    assert ended.value.code == BROKEN
+    assert ended.value.code == app.BROKEN
     assert "shape mismatch" in capsys.readouterr().err
 
 

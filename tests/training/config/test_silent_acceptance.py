@@ -182,7 +182,7 @@ def test_a_changed_kind_keeps_what_it_knows_of_a_resolved_configuration() -> Non
     assert (changed.protection.kind, changed.protection.noise_multiplier) == ("label-amplified", 1.0)
 
 
-class _Resolved(Exception):
+class _Resolved(BaseException):
     """No error: it carries what a command resolved."""
 
 

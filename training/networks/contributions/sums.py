@@ -281,7 +281,7 @@ class _Formed:
         found = []
         for layer, count in zip(layers, counts, strict=True):
             own = [[next(norms) for _ in layer.wrt] for _ in range(count)]
-            found.append([Part(joined(each)) for each in zip(*own, strict=True)])
+            found.append([Part(each[0] if count == 1 else joined(each)) for each in zip(*own, strict=True)])
         return found
 
     @classmethod

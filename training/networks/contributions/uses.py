@@ -253,7 +253,7 @@ class OuterUse(Use):
                     if use.bias is not None:
                         biases.append(next(found))
                 rounding, root = slacks[use.positions], use.positions**0.5
-                norms = [joined(each) for each in (weights, biases) if each]
+                norms = [each[0] if len(cut) == 1 else joined(each) for each in (weights, biases) if each]
                 slack = rounding * (2 if whole else 1)  # the formed sum rounds too
                 own = [Part(norms[0], s, u, slack * use.reach, MILD * use.reach)]
                 if use.bias is not None:
@@ -372,9 +372,7 @@ class EmbeddingUse(OuterUse):
             sums = torch.zeros_like(delta).flatten(0, 1)
             sums.index_add_(0, places.flatten(), delta.flatten(0, 1))
             size, _, root = use.sizes_of()
-            slack = (
-                2 * product_slack(p) * root
-            )  # of each sum over the positions of one id, here and in the total
+            slack = 2 * product_slack(p) * root  # of each sum over an id's positions, here and in the total
             parts.append([Part(measured([sums.view(n, -1)])[0], size, None, slack, MILD * root)])
         return parts
 
@@ -491,12 +489,9 @@ def chunked(uses: Sequence[Any]) -> list[list[slice]]:
 
 def joined(found: Sequence[Measured]) -> Measured:
     """Join the norms of parts of a batch that were measured alike."""
-    first = found[0]
-    return (
-        first
-        if len(found) == 1
-        else Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
-    )
+    if len(found) == 1:
+        return found[0]
+    return Measured(torch.cat([each.norms for each in found]), found[0].relative, found[0].absolute)
 
 
 def measured_by_gram(s: Tensor, u: Tensor) -> Measured:

@@ -395,6 +395,7 @@ class _Facts:
     statement: Statement
     audits: Mapping[str, Audit]
     others: Mapping[str, str]  # of audits of another run, by file, which one
+    origins: Mapping[str, Origin | None]  # what each audit attacked, by file; None if it does not say
     self_tests: Mapping[str, MechanismAudit]
     run: StoredRun | None
     settings: PrivacySettings | None
@@ -472,7 +473,8 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         self_tests |= {str(at): found for at, found in tested.items()}
     for file, test in self_tests.items():
         _require_like(test, file, statement, run)
-    others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
+    origins = {file: _origin(audit, places[file]) for file, audit in audits.items()}
+    others = {file: _another(origin, places[file], path) for file, origin in origins.items()}
     audits = {file: _about_this(audit, statement, file, path) for file, audit in audits.items()}
     return _Facts(
         path=path,
@@ -481,6 +483,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         statement=statement,
         audits=audits,
         others={file: text for file, text in others.items() if text},
+        origins=origins,
         self_tests=self_tests,
         run=run,
         settings=settings,
@@ -536,19 +539,23 @@ def _about_this(audit: Audit, statement: Statement, file: str, path: Path) -> Au
     return replace(audit, differs=f"{theirs.mechanism}, in place of {ours.mechanism}")
 
 
-def _another(audit: Audit, place: Path, path: Path) -> str:
+def _origin(audit: Audit, place: Path) -> Origin | None:
+    """Return what an audit in a folder attacked, or None if neither it nor a ledger there says so."""
+    if audit.origin is None and (place / LEDGER_FILE).exists():
+        return Origin.of(place)
+    return audit.origin
+
+
+def _another(origin: Origin | None, place: Path, path: Path) -> str:
     """Return which run an audit attacked if that is not the one in a folder; empty if it is.
 
     It is the same run if its ledger begins with the lines that the audited ledger had.
 
     Args:
-        audit: The audit.
-        place: The folder that holds it.
+        origin: What the audit attacked.
+        place: The folder that holds the audit.
         path: The folder of the run.
     """
-    origin = audit.origin
-    if origin is None and (place / LEDGER_FILE).exists():
-        origin = Origin.of(place)
     if origin is None:
         return "a run that it does not name"
     begun = Witness(name=str(place), position=Position(lines=origin.lines, digest=origin.digest))
@@ -678,6 +685,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
         for file, test in facts.self_tests.items()
         if not test.holds
     ]
+    leads += _foreign(facts)
     leads += [
         f"Status {each.status.value!r}: {_meaning(each)}"
         for each in statement.guarantees
@@ -690,6 +698,24 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     if facts.kind == "private loop" and facts.checks is None:
         leads.append(common["checks"])
     return leads
+
+
+def _foreign(facts: _Facts) -> Iterator[str]:
+    """Yield a sentence on each audit that attacked another run, other numbers or another mode than what is stated."""
+    for file, audit in facts.audits.items():
+        which, origin = facts.others.get(file, ""), facts.origins[file]
+        if not which and not audit.differs:
+            continue
+        text = f"The audit in {file} is of {which or 'this run with other numbers'}, not of the run as stated here."
+        if audit.differs:
+            text += f" It attacked other numbers: {audit.differs}."
+        if origin is not None and origin.mode != facts.statement.mode:
+            noise = {"experiment": "a stored seed", "release": "the operating system"}
+            text += (
+                f" That run is in {origin.mode} mode: noise from {noise[origin.mode]} was attacked, not that from "
+                f"{noise[facts.statement.mode]}, which this run has."
+            )
+        yield text
 
 
 def _meaning(guarantee: Guarantee) -> str:

@@ -187,6 +187,10 @@ def test_an_audit_of_a_rehearsal_is_named_and_leaves_the_dossier_for_publication
     assert (audit / "private-dossier.html").read_text() == page
     (work,) = content["works"]
     assert any(lead.startswith("Do not publish this dossier") for lead in work["leads"])
+    (named,) = [lead for lead in work["leads"] if "is of another run (experiment," in lead]
+    assert "noise from a stored seed was attacked, not that from the operating system" in named
+    (own,) = written(run, out=tmp_path / "own.html", audits=[audit])[1]["works"]
+    assert not any("not of the run as stated" in lead for lead in own["leads"])
     digest = run.folder.read_ledger().position.digest[:16]
     another = f"another run (experiment, folder run, ledger digest {digest})"
     assert work["audits"][0]["attacked"] == another
@@ -324,6 +328,16 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
     assert "of the run; ideal" in own["verdict"]
     assert own["document"]["differs"] == ""
     (other,) = written(tmp_path / "records", audits=[tmp_path / "of other"])[1]["works"][0]["audits"]
+    leads = {
+        name: written(tmp_path / "records", audits=[tmp_path / f"of {name}"])[1]["works"][0]["leads"]
+        for name in ("records", "other")
+    }
+    named = {
+        name: [lead for lead in found if "not of the run as stated" in lead] for name, found in leads.items()
+    }
+    assert not named["records"]
+    assert "another run (experiment, folder other" in named["other"][0]
+    assert "multiplier 2," in named["other"][0]
     assert "like code with other numbers" in other["verdict"]
     assert "multiplier 2," in other["document"]["differs"]
     texts = [json.dumps({**one, "document": ""}) for one in (own, other)]

@@ -175,7 +175,7 @@ class Program:
         script: Path of the program's file; empty in an interactive session.
         sha256: Digest of that file; empty without one.
         module: Class of the module and of its parts.
-        optimizer: Class of the optimizer, with its learning rates.
+        optimizer: Class of the optimizer, with its learning rates and the settings that are not the class's defaults.
     """
 
     versions: dict[str, str]

@@ -33,6 +33,7 @@ from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shar
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
+from opusim.training.private_loop.folder import program_of
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import ONE_RUN_FILE, stated
@@ -437,6 +438,30 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     (work,) = written(tmp_path / "loop")[1]["works"]
     assert "The folder keeps no other versions" in work["answers"][12]["answer"]
     assert "not named in the folder" in work["answers"][13]["answer"]
+
+
+def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, **given: Any) -> None:
+            super().__init__(params, **given)
+
+    groups = [{"params": module[0].parameters(), "momentum": 0.5}, {"params": module[1].parameters()}]
+    for optimizer, told in (
+        (torch.optim.SGD(groups, lr=1.0), "SGD(lr=1, momentum=0.5 and 0)"),
+        (
+            torch.optim.SGD(module.parameters(), lr=1.0, nesterov=True, momentum=0.9),
+            "SGD(lr=1, momentum=0.9, nesterov=True)",
+        ),
+        (torch.optim.AdamW(module.parameters(), betas=(0.8, 0.99)), "AdamW(lr=0.001, betas=(0.8, 0.99))"),
+        (Own(module.parameters(), lr=0.1, weight_decay=1e-4), "Own(lr=0.1, weight_decay=0.0001)"),
+        (
+            training.ZerothOrder(module, lr=0.1, directions=4, rank=1),
+            "ZerothOrder(lr=0.1, directions=4, rank=1)",
+        ),
+    ):
+        assert program_of(module, optimizer).optimizer == told
 
 
 @pytest.mark.usefixtures("without_pdf")

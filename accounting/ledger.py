@@ -176,6 +176,8 @@ class Program:
         sha256: Digest of that file; empty without one.
         module: Class of the module and of its parts.
         optimizer: Class of the optimizer, with its learning rates and the settings that are not the class's defaults.
+        files: SHA-256 of the user's files that define module, criterion, data set and collate function, by path, which
+            begins at the script's folder if the file is below it. Without the script, and without what they import.
     """
 
     versions: dict[str, str]
@@ -183,6 +185,7 @@ class Program:
     sha256: str
     module: str
     optimizer: str
+    files: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,7 @@ from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.randomness.seeds import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
+from opusim.training.networks.user_code import own_files
 from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.runs.folder import versions
 from opusim.training.runs.storage import (
@@ -320,18 +321,40 @@ def _hypotheses(unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in (*texts, *_CHECKED) if text != STANDARDISED))
 
 
-def program_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Program:
-    """Return the program that runs in this process with a module and an optimizer."""
+def program_of(module: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> Program:
+    """Return the program that runs in this process.
+
+    Args:
+        module: The module.
+        optimizer: The optimizer.
+        *others: Other objects whose code has a part in the training: criterion, data set, collate function.
+    """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if file is None or not Path(file).is_file() else Path(file).resolve()
     parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
+    own = dict.fromkeys(file for part in (*module.modules(), *others) for file in own_files(part))
     return Program(
         versions=versions(),
-        script="" if script is None else os.fsencode(script).decode(errors="backslashreplace"),
-        sha256="" if script is None else hashlib.sha256(script.read_bytes()).hexdigest(),
+        script="" if script is None else _path_text(script),
+        sha256="" if script is None else _sha256(script),
         module=f"{type(module).__name__}({parts})",
         optimizer=_optimizer_text(optimizer),
+        files={
+            _path_text(
+                file.relative_to(script.parent) if script and file.is_relative_to(script.parent) else file
+            ): _sha256(file)
+            for file in own
+            if file != script
+        },
     )
+
+
+def _path_text(path: Path) -> str:
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:

@@ -872,7 +872,8 @@ def _versions(facts: _Facts) -> list[dict[str, str]]:
 def _programs(facts: _Facts) -> str:
     """Return the programs that ran a loop, as far as its folder names them."""
     found = dict.fromkeys(
-        f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session"
+        (f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session")
+        + "".join(f", with {file} (SHA-256 {digest})" for file, digest in one.files.items())
         for one in facts.programs
     )
     return "; then ".join(found) or "not named in the folder"

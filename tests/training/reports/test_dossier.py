@@ -9,6 +9,7 @@ import runpy
 import sys
 import tomllib
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -406,7 +407,12 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     script = tmp_path / "train.py"
     script.write_text("first")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    module, optimizer, criterion, loader = parts()
+    own = tmp_path / "parts" / "own_loss.py"
+    own.parent.mkdir()
+    own.write_text("import torch\nclass Loss(torch.nn.CrossEntropyLoss): pass\n")
+    monkeypatch.syspath_prepend(str(own.parent))
+    module, optimizer, _, loader = parts()
+    criterion = import_module("own_loss").Loss()
     x, y = loader.dataset.tensors  # type: ignore[attr-defined]
     other = DataLoader(TensorDataset(x[:48] + 9.0, y[:48]), batch_size=12)
     for name, data in (("loop", loader), ("other", other)):
@@ -424,7 +430,12 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     assert f"torch {torch.__version__}" in answers[12]
     assert work["versions"] == start.versions
     assert answers[13].startswith("Not from this document")
-    assert f"{script} (SHA-256 {digest})" in answers[13]
+    # torch's classes stand in an installed package
+    assert start.files == {"parts/own_loss.py": hashlib.sha256(own.read_bytes()).hexdigest()}
+    assert (
+        f"{script} (SHA-256 {digest}), with parts/own_loss.py (SHA-256 {start.files['parts/own_loss.py']})"
+        in answers[13]
+    )
     assert "Sequential(Linear, Tanh, Linear), SGD(lr=0.5)" in work["command"]
     script.write_text("second")
     for _ in range(2):

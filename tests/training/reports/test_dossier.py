@@ -25,9 +25,11 @@ from typer.testing import CliRunner
 
 import opusim
 from opusim import training
+from opusim.accounting.audit import AuditResult
 from opusim.accounting.explanation import Statement
 from opusim.accounting.journal import read_positioned
 from opusim.accounting.ledger import Program, read_ledger
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.training.attacks import run_audit
 from opusim.training.attacks.findings import read_audit
 from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
@@ -287,6 +289,31 @@ def test_audits_are_paths_and_files_of_audits(run: Run, tmp_path: Path) -> None:
         write_dossier(run, audits=[run.folder.config_file])
     with pytest.raises(ValueError, match=r"none\.json holds neither audit nor self-test; .* or a JSON file"):
         write_dossier(run, audits=[tmp_path / "none.json"])
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_question_8_quotes_the_largest_bound_that_counts(run: Run, audit: Path, tmp_path: Path) -> None:
+    kept = read_audit(audit / "audit.json")
+    found = kept.strongest
+    assert isinstance(found.result, AuditResult)
+    assert found.anytime is not None
+    nothing = replace(found.result, epsilon_lower=0.0)
+    for bound, told in (
+        (1.25, f"at least 1.25 (attack '{found.attack}', at any time)"),
+        (0.0, "at least 0.00 (attack"),
+    ):
+        bets = replace(found.anytime, epsilon_lower=bound, refuted_at=None)
+        replace(kept, findings=(replace(found, result=nothing, anytime=bets),)).keep(tmp_path)
+        (work,) = written(run, out=tmp_path / "d.html", audits=[tmp_path])[1]["works"]
+        assert told in work["answers"][7]["answer"]
+        assert ("Found: nothing" in " ".join(work["audits"][-1]["paragraphs"])) is (bound == 0)
+    # of scores of canaries, an estimate never counts, and normal scores if they pass the test of normality
+    inside, generator = np.arange(40) % 2 == 0, np.random.default_rng(1)
+    plan = OneRunPlan(adversary="sees all", canaries=40, delta=1e-5, claimed=9.0, law=Law.GAUSSIAN)
+    scores = audit_one_run(generator.normal(size=40) + 4 * inside, inside, plan)
+    for normality, read in ((0.5, "normal scores"), (0.0, "guesses, Gaussian trade-off")):
+        one = replace(found, result=replace(scores, normality=normality), anytime=None)
+        assert replace(kept, findings=(one,)).largest[2] == read
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -296,8 +296,8 @@ def write_dossier(
         runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
             says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
-            `private-dossier.html` if figures of audits forbid that it is published, in the first folder of `audits`
-            with such figures. PDF and JSON stand next to it.
+            `private-dossier.html` in the first folder of `audits` if figures of audits forbid that it is published.
+            PDF and JSON stand next to it.
         audits: Folders of audits and of self-tests that are not in the run's own, or their JSON files, as those of a
             release run; for one run only.
 
@@ -401,6 +401,7 @@ class _Facts:
     settings: PrivacySettings | None
     programs: Sequence[Program]
     from_folder: bool
+    audit_folder: Path  # the first one that was given; without one, that of the run
 
     @property
     def checks(self) -> Literal["program", "record"] | None:
@@ -417,10 +418,11 @@ class _Facts:
     @property
     def private_page(self) -> Path | None:
         """Where a dossier stands that must not be published: next to the audits, not in the folder of the release."""
-        if self.statement.mode != "release":
+        if self.statement.mode != "release" or not any(
+            one.holds_private_records for one in self.audits.values()
+        ):
             return None
-        found = (Path(file).parent for file, audit in self.audits.items() if audit.holds_private_records)
-        return next((folder / "private-dossier.html" for folder in found), None)
+        return self.audit_folder / "private-dossier.html"
 
     def attacked(self, file: str) -> str:
         """Return what an audit attacked."""
@@ -489,6 +491,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         settings=settings,
         programs=programs,
         from_folder=not isinstance(source, PrivateTraining),
+        audit_folder=next((at if at.is_dir() else at.parent for at in elsewhere), path),
     )
 
 
@@ -978,10 +981,10 @@ _MODEL_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pkl")
 
 
 def _saves(facts: _Facts) -> list[Path]:
-    """Return the files that hold a model: the newest checkpoint, and those of the folder itself."""
-    newest = [] if facts.run is None else list_checkpoints(facts.run.folder.checkpoints)[-1:]
+    """Return the files that hold a model: all checkpoints, and those of the folder itself."""
+    checkpoints = [] if facts.run is None else list_checkpoints(facts.run.folder.checkpoints)
     own = [path for path in sorted(facts.path.iterdir()) if path.suffix in _MODEL_FILES]
-    return [path for path in (*newest, *own) if path.is_file()]
+    return [path for path in (*checkpoints, *own) if path.is_file()]
 
 
 def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[StoredFile]:

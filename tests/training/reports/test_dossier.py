@@ -117,9 +117,14 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
         ]
         assert all(one["answer"] for one in standard["headings"])
         assert "not read" in standard["source"]
-    assert "step-0000000005.safetensors" in answers["7. What may be released?"]
     names = {one["name"] for one in work["files"]}
-    assert {"config.json", "ledger.jsonl", "summary.json", "step-0000000005.safetensors"} <= names
+    assert {"config.json", "ledger.jsonl", "summary.json"} <= names
+    assert not {"report.html", "metrics.jsonl"} & names
+    checkpoints = {path.name for path in run.folder.checkpoints.glob("*.safetensors")}
+    assert len(checkpoints) > 1
+    assert checkpoints == {name for name in names if name.endswith(".safetensors")}
+    for name in (*checkpoints, "report.html", "metrics.jsonl", "settings, ledger and summary"):
+        assert name in answers["7. What may be released?"]
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -249,7 +254,7 @@ def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_each_audit_file_is_judged_by_itself_and_the_first_private_one_places_the_page(
+def test_each_audit_file_is_judged_by_itself_and_the_first_folder_of_audits_has_a_private_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with private_loop(tmp_path / "loop", mode="release", seed=None) as private:
@@ -269,7 +274,7 @@ def test_each_audit_file_is_judged_by_itself_and_the_first_private_one_places_th
 
     never = "no: figures of private records"
     assert publish("invented", place="loop") == ["yes"]
-    assert publish("invented", "first", "second", place="first") == ["yes", never, never]
+    assert publish("invented", "first", "second", place="invented") == ["yes", never, never]
     assert publish("second", "first", "invented", place="second") == [never, never, "yes"]
     monkeypatch.chdir(tmp_path / "first")  # a bare name is not one of the run's folder
     page, content = written(tmp_path / "loop", audits=ONE_RUN_FILE)
@@ -564,6 +569,17 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
     assert "1. bp on digits: Experiment mode" in first
     assert "2. bp on digits: No audit was found" in first
     assert json.loads(call("--schema")[1]) == dossier_schema()
+    for place in ("first", "second"):
+        training.audit_run(run.folder.path, trials=40, seed=1, out=tmp_path / place)
+    given = (other, "--audits", tmp_path / "first", "--audits", tmp_path / "second")
+    for older in (False, True):
+        code, text = call(*given)
+        assert code == 0, text
+        assert "private-dossier.html" in text
+        told = " ".join(text.split())
+        assert "first, the first folder of --audits: figures" in told
+        assert ("dossier.html is older and was not replaced" in told) is older
+        assert call(other)[0] == 0
     for arguments, message in (
         ([], "RUN is missing"),
         ([other, other], "is given twice"),

@@ -321,13 +321,16 @@ def _hypotheses(unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in (*texts, *_CHECKED) if text != STANDARDISED))
 
 
-def program_of(module: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> Program:
+def program_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *others: Any, fixed_batches: bool | None = None
+) -> Program:
     """Return the program that runs in this process.
 
     Args:
         module: The module.
         optimizer: The optimizer.
         *others: Other objects whose code has a part in the training: criterion, data set, collate function.
+        fixed_batches: See `Program`.
     """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if file is None or not Path(file).is_file() else Path(file).resolve()
@@ -346,6 +349,7 @@ def program_of(module: nn.Module, optimizer: torch.optim.Optimizer, *others: Any
             for file in own
             if file != script
         },
+        fixed_batches=fixed_batches,
     )
 
 

@@ -353,7 +353,7 @@ class PrivateTraining(Shown):
             self._restore()
         stack.callback(steps.close)
         others = (criterion, data_loader.dataset, data_loader.collate_fn)
-        program = program_of(self.module, optimizer, *others)
+        program = program_of(self.module, optimizer, *others, fixed_batches=physical.count is not None)
         steps.open(partial(self._opened, program, resume=resume))
         share_state(steps.ranks, [*self.module.parameters(), *self.module.buffers()], optimizer)
         self._movement, self._until_look = Movement(self.module), STEPS_TO_MOVE

@@ -58,6 +58,7 @@ from opusim.training.attacks.mechanism.checks import (
     settings_text,
 )
 from opusim.training.config.sections import OWN_ARRAYS
+from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
 from opusim.training.private_loop.folder import (
@@ -849,6 +850,9 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "audit_state": "in part"
         if any(each.controls_hold for each in facts.audits.values())
         else "not covered",
+        "padding": common["padding"][{True: "yes", False: "no", None: "unknown"}[_is_padded(facts)]].format(
+            noun=noun
+        ),
         "data": "; ".join(f"{name}: {value}" for name, value in _data(facts).items()),
         **_about_rounding(first, common["absent"]),
         **_about_utility(facts, common["absent"]),
@@ -945,6 +949,23 @@ def _about_utility(facts: _Facts, absent: Mapping[str, str]) -> dict[str, str]:
     return {"utility_state": "in part", "utility": said}
 
 
+def _is_padded(facts: _Facts) -> bool | None:
+    """Return whether every batch was filled up to a fixed number of rows; None if the folder does not say."""
+    if facts.run is None:
+        said = {one.fixed_batches for one in facts.programs}
+        return False if False in said else True if said == {True} else None
+    config, count = facts.run.config, facts.statement.public_number
+    if config.protection.kind != "record" or not config.trainer.implementing_class().fills_batches:
+        return False
+    rate = next(
+        (one.sampling_probability for one in facts.statement.mechanisms if isinstance(one, ClippedRecords)), 0
+    )
+    expected = config.sampler.batch_size if count is None else count * rate
+    on_card, fixed = config.torch_device != "cpu", config.protection.fixed_batches
+    batches = PhysicalBatches.of_steps(expected, records=None, processes=1, on_card=on_card, fixed=fixed)
+    return batches.count is not None
+
+
 def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     """Return the data set and the unit, by name; numbers of records only if they are public."""
     found = {"unit": unit} if unit else {}
@@ -970,6 +991,10 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         users = facts.statement.public_number
         found["users"] = "their number is private" if users is None else f"{users:,.0f}"
         found["records of a user in a step (k)"] = f"at most {facts.per_user}"
+        if facts.run is None:
+            found["records"] = (
+                "not published, since each user's number is private; nor is the share of users with more than k"
+            )
     if (probability := getattr(mechanism, "sampling_probability", None)) is not None:
         found["drawn in a step with probability"] = f"{probability:g}"
     if steps := facts.statement.ledger.steps_paid:

@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -417,6 +418,7 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     assert page.count("recorded as checked") == checked[1]
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
+    assert outside["works"][0]["data"]["records"].startswith("not published")
     assert "records_per_user=2" in outside["works"][0]["command"]
 
 
@@ -505,6 +507,30 @@ def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> N
         ),
     ):
         assert program_of(module, optimizer).optimizer == told
+
+
+def channel(content: dict[str, Any], start: str) -> str:
+    """Why a side channel is open."""
+    return next(
+        one["why"] for one in content["works"][0]["side_channels"] if one["channel"].startswith(start)
+    )
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("fixed", [False, True, None])
+def test_a_dossier_says_if_batches_are_padded(run: Run, tmp_path: Path, fixed: bool | None) -> None:
+    padded = "Batches are padded to a fixed number of rows"
+    with private_loop(tmp_path / "loop", fixed_batches=fixed) as private:
+        run_epoch(private, steps=1)
+    _, loop = written(tmp_path / "loop")
+    assert channel(loop, "Batch sizes").startswith(padded) is (fixed is True)  # 12 records are expected
+    assert "60 (divisor" in loop["works"][0]["data"]["records"]
+    protection = run.config.protection.model_copy(update={"fixed_batches": fixed})
+    changed: Any = SimpleNamespace(config=run.config.model_copy(update={"protection": protection}))
+    facts = replace(dossier._facts(run, []), run=changed)
+    assert dossier._is_padded(facts) is (fixed is True)
+    rewritten(tmp_path / "loop", unnamed)
+    assert "does not say if these are padded" in channel(written(tmp_path / "loop")[1], "Batch sizes")
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -175,7 +175,10 @@ class Program:
         script: Path of the program's file; empty in an interactive session.
         sha256: Digest of that file; empty without one.
         module: Class of the module and of its parts.
-        optimizer: Class of the optimizer, with its learning rates.
+        optimizer: Class of the optimizer, with its learning rates and the settings that are not the class's defaults.
+        files: SHA-256 of the user's files that define module, criterion, data set and collate function, by path, which
+            begins at the script's folder if the file is below it. Without the script, and without what they import.
+        fixed_batches: Whether batches are filled up to a fixed number of rows; None if the line does not say.
     """
 
     versions: dict[str, str]
@@ -183,6 +186,8 @@ class Program:
     sha256: str
     module: str
     optimizer: str
+    files: dict[str, str] = field(default_factory=dict)
+    fixed_batches: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

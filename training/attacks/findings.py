@@ -504,8 +504,8 @@ class Audit(Shown):
     def _shown(self) -> dict[str, object]:
         best = self.strongest
         return {
-            "epsilon": f"at least {best.result.epsilon_lower:.4g}",
-            "attack": repr(best.attack),
+            "epsilon": f"at least {self.largest[0]:.4g}",
+            "attack": repr(self.largest[1]),
             "confidence": f"{self.confidence:.4g}",
             "claim": None if best.claim is None else number(best.claim.epsilon),
             "refuted": self.refuted,
@@ -534,6 +534,27 @@ class Audit(Shown):
     def strongest(self) -> Finding:
         """The finding on the run with the largest bound."""
         return max(self.of(Role.RUN), key=lambda finding: finding.result.epsilon_lower)
+
+    @property
+    def largest(self) -> tuple[float, str, str]:
+        """The largest bound on the run that counts: epsilon, the attack, and how its scores were read.
+
+        Bounds count that may refute the claim: neither estimates, nor normal scores that fail the test of normality,
+        nor `beside`.
+        """
+        found = []
+        for one in self.of(Role.RUN):
+            if isinstance(one.result, OneRunResult):
+                found += [
+                    (bound.epsilon, one.attack, bound.method.value.removesuffix(", bound"))
+                    for bound in one.result.bounds
+                    if bound.method.is_bound and (bound.method.guesses or one.result.normality >= NOT_NORMAL)
+                ]
+            else:
+                found.append((one.result.epsilon_lower, one.attack, one.result.plan.estimator.value))
+            if one.anytime is not None:
+                found.append((one.anytime.epsilon_lower, one.attack, _ANYTIME))
+        return max(found, key=lambda each: each[0])
 
     @property
     def confidence(self) -> float:
@@ -648,6 +669,7 @@ def audit_rows(audit: Audit) -> list[dict[str, str]]:
     return rows if audit.arrival is None else [*rows, audit.arrival.row()]
 
 
+_ANYTIME = "at any time"
 _WEAK = 0.5
 """The power below which an audit is called weak."""
 
@@ -671,11 +693,12 @@ def paragraphs(audit: Audit) -> list[str]:
 
 def verdict(audit: Audit) -> str:
     """Return the result in one or two sentences."""
-    best, claim = audit.strongest, audit.strongest.claim
-    bound, ceiling = best.result.epsilon_lower, best.result.ceiling
+    best, claim, ceiling = audit.strongest, audit.strongest.claim, audit.strongest.result.ceiling
+    bound, attack, read = audit.largest
+    together, confidence = ("at any time ", 0.95) if read == _ANYTIME else ("", audit.confidence)
     found = (
-        f"The strongest attack ({best.attack}) shows an epsilon of at least {bound:.2f}; all bounds together hold with "
-        f"{100 * audit.confidence:.0f} % confidence"
+        f"The largest bound that counts is an epsilon of at least {bound:.2f} (attack {attack!r}, {read}); all bounds "
+        f"{together}together hold with {100 * confidence:.0f} % confidence"
     )
     whose = "one step" if best.scope == "step" else _whole(audit)
     start = f"{_other_numbers(audit)}. " if audit.differs else ""
@@ -763,7 +786,9 @@ def _result(audit: Audit) -> str:
     if not isinstance(result, AuditResult):
         return _refutation(audit)
     if result.epsilon_lower == 0:
-        return "Found: nothing. A better attack may exist; an audit never proves privacy."
+        bound, attack, read = audit.largest
+        found = f"epsilon at least {bound:.2f}, by attack {attack!r} {read}" if bound > 0 else "nothing"
+        return f"Found: {found}. A better attack may exist; an audit never proves privacy."
     run = audit.played is Played.PROTECTION
     what, member, other, whose = (
         ("the protected value", "trials of the first world", "of the second for the first", _whole(audit))

@@ -147,7 +147,8 @@ def dossier(
         Path | None,
         typer.Option(
             help="The HTML file, with PDF and JSON next to it; by default dossier.html in the run folder, for several "
-            "runs in this one; private-dossier.html next to the first audit whose figures must not be published."
+            "runs in this one. With audits whose figures must not be published: private-dossier.html in the first "
+            "folder of --audits."
         ),
     ] = None,
     audits: Annotated[
@@ -174,10 +175,22 @@ def dossier(
     if out is not None:
         require_writable(out, "--out", (".html",))
     page, document, data = write_dossier(runs, out=out, audits=audits or ())
-    for lead in dict.fromkeys(
-        lead for work in json.loads(data.read_bytes())["works"] for lead in work["leads"]
-    ):
-        typer.echo(wrapped(lead), err=True)
+    works = json.loads(data.read_bytes())["works"]
+    notes = [lead for work in works for lead in work["leads"]]
+    if out is None and page.name == "private-dossier.html":
+        notes.append(
+            f"The dossier is in {page.parent}, the first folder of --audits: figures of audits must not be published, "
+            "so it is not in the run's folder."
+        )
+    older = [Path(work["folder"]) / "dossier.html" for work in works if len(works) == 1]
+    notes += [
+        f"{each} is older and was not replaced: it lacks what this dossier says. Write it again without --audits and "
+        "--out, or delete it."
+        for each in older
+        if each.exists() and each.resolve() != page.resolve()
+    ]
+    for note in dict.fromkeys(notes):
+        typer.echo(wrapped(note), err=True)
     typer.echo(f"{page}\n{document}\n{data}")
 
 

@@ -18,6 +18,7 @@ value never spoils a good save. Values of numpy are kept as bytes, since torch r
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -54,6 +55,7 @@ from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.randomness.seeds import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
+from opusim.training.networks.user_code import own_files
 from opusim.training.protections.clipping import FLAT, Clipping
 from opusim.training.runs.folder import versions
 from opusim.training.runs.storage import (
@@ -337,19 +339,74 @@ def _hypotheses(unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in (*texts, *_CHECKED) if text != STANDARDISED))
 
 
-def program_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Program:
-    """Return the program that runs in this process with a module and an optimizer."""
+def program_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *others: Any, fixed_batches: bool | None = None
+) -> Program:
+    """Return the program that runs in this process.
+
+    Args:
+        module: The module.
+        optimizer: The optimizer.
+        *others: Other objects whose code has a part in the training: criterion, data set, collate function.
+        fixed_batches: See `Program`.
+    """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if file is None or not Path(file).is_file() else Path(file).resolve()
     parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
-    rates = dict.fromkeys(f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group)
+    own = dict.fromkeys(file for part in (*module.modules(), *others) for file in own_files(part))
     return Program(
         versions=versions(),
-        script="" if script is None else os.fsencode(script).decode(errors="backslashreplace"),
-        sha256="" if script is None else hashlib.sha256(script.read_bytes()).hexdigest(),
+        script="" if script is None else _path_text(script),
+        sha256="" if script is None else _sha256(script),
         module=f"{type(module).__name__}({parts})",
-        optimizer=type(optimizer).__name__ + (f"(lr={' and '.join(rates)})" if rates else ""),
+        optimizer=_optimizer_text(optimizer),
+        files={
+            _path_text(
+                file.relative_to(script.parent) if script and file.is_relative_to(script.parent) else file
+            ): _sha256(file)
+            for file in own
+            if file != script
+        },
+        fixed_batches=fixed_batches,
     )
+
+
+def _path_text(path: Path) -> str:
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's class, its learning rates, and the settings that are not the class's defaults."""
+    defaults: dict[str, Any] = {}
+    for kind in type(optimizer).__mro__:
+        parameters = inspect.signature(kind.__init__).parameters.values() if "__init__" in vars(kind) else ()
+        defaults = {one.name: _setting(one.default) for one in parameters} | defaults
+        if parameters and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
+            break  # bases are given nothing by name that this class does not name
+    groups = [{**group, **getattr(optimizer, "settings", {})} for group in optimizer.param_groups]
+    shown: dict[str, list[str]] = {}
+    for name, default in defaults.items():
+        found = [_setting(group[name]) for group in groups if name in group]
+        if None not in found and (name == "lr" or any(text != default for text in found)):
+            shown[name] = list(dict.fromkeys(text for text in found if text is not None))
+    told = ", ".join(f"{name}={' and '.join(values)}" for name, values in shown.items() if values)
+    return type(optimizer).__name__ + (f"({told})" if told else "")
+
+
+def _setting(value: Any) -> str | None:
+    """Return a setting of an optimizer as text, or None if it is neither a number, a text, None, nor a few of these."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list | tuple):
+        parts = [_setting(part) for part in value]
+        return None if None in parts else f"({', '.join(part for part in parts if part is not None)})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(value) if value is None or isinstance(value, bool | int | str) else None
 
 
 def loop_statement(

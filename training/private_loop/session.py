@@ -40,7 +40,7 @@ from opusim import plugins
 from opusim.accounting.explanation import Statement
 from opusim.accounting.guarantee import Assumption, Guarantee, NoGuarantee, Status
 from opusim.accounting.journal import Witness
-from opusim.accounting.ledger import LEDGER_FILE, Ledger
+from opusim.accounting.ledger import LEDGER_FILE, Ledger, Program
 from opusim.accounting.mechanism import Mechanism
 from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
@@ -339,17 +339,18 @@ class PrivateTraining(Shown):
         if resume:
             self._restore()
         stack.callback(steps.close)
-        steps.open(partial(self._opened, resume=resume))
+        others = (criterion, data_loader.dataset, data_loader.collate_fn)
+        program = program_of(self.module, optimizer, *others, fixed_batches=physical.count is not None)
+        steps.open(partial(self._opened, program, resume=resume))
         share_state(steps.ranks, [*self.module.parameters(), *self.module.buffers()], optimizer)
         self._movement, self._until_look = Movement(self.module), STEPS_TO_MOVE
         stack.callback(optimizer.register_step_pre_hook(self.before_step).remove)
         stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
         self._stack = stack.pop_all()  # from here on `close` ends it, not the caller
 
-    def _opened(self, *, resume: bool) -> Ledger:
+    def _opened(self, program: Program, *, resume: bool) -> Ledger:
         """Return the open ledger, in the folder of a new private loop or of one that resumes."""
         settings, budget = self.settings, self.settings.budget
-        program = program_of(self.module, self.optimizer)
         if not resume:
             settings.begin(self.folder)
         if budget is not None and settings.total_steps is not None:

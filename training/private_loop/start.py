@@ -115,9 +115,10 @@ def make_private(
         max_grad_norm: C, above 0. Under clipping = "per_layer" also a norm for each layer (a weight with its bias) in
             the order of the module; C is then the root of the sum of their squares. With `ZerothOrder`, the bound on
             the norm of a record's loss differences: 2 phi sqrt(K) times the norm of a gradient that it keeps whole.
-        target_delta: Delta of every statement, in [0, 1); below 0.1 / n.
-        folder: Where saves stand, and the ledger, which also names what ran: versions, script with its digest, classes
-            of module and optimizer. New, or of this loop with `resume`; that of the first process counts.
+        target_delta: Delta of every statement, in [0, 1); warns above 0.1 / n.
+        folder: Where saves stand, and the ledger, which also names what ran: versions, script and the files that
+            define module, criterion and data set, each with its digest, classes of module and optimizer. New, or of
+            this loop with `resume`; that of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.

@@ -58,6 +58,7 @@ from opusim.training.attacks.mechanism.checks import (
     settings_text,
 )
 from opusim.training.config.sections import OWN_ARRAYS
+from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
 from opusim.training.private_loop.folder import (
@@ -297,8 +298,8 @@ def write_dossier(
         runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
             says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
-            `private-dossier.html` if figures of audits forbid that it is published, in the first folder of `audits`
-            with such figures. PDF and JSON stand next to it.
+            `private-dossier.html` in the first folder of `audits` if figures of audits forbid that it is published.
+            PDF and JSON stand next to it.
         audits: Folders of audits and of self-tests that are not in the run's own, or their JSON files, as those of a
             release run; for one run only.
 
@@ -396,11 +397,13 @@ class _Facts:
     statement: Statement
     audits: Mapping[str, Audit]
     others: Mapping[str, str]  # of audits of another run, by file, which one
+    origins: Mapping[str, Origin | None]  # what each audit attacked, by file; None if it does not say
     self_tests: Mapping[str, MechanismAudit]
     run: StoredRun | None
     settings: PrivacySettings | None
     programs: Sequence[Program]
     from_folder: bool
+    audit_folder: Path  # the first one that was given; without one, that of the run
 
     @property
     def checks(self) -> Literal["program", "record"] | None:
@@ -417,10 +420,11 @@ class _Facts:
     @property
     def private_page(self) -> Path | None:
         """Where a dossier stands that must not be published: next to the audits, not in the folder of the release."""
-        if self.statement.mode != "release":
+        if self.statement.mode != "release" or not any(
+            one.holds_private_records for one in self.audits.values()
+        ):
             return None
-        found = (Path(file).parent for file, audit in self.audits.items() if audit.holds_private_records)
-        return next((folder / "private-dossier.html" for folder in found), None)
+        return self.audit_folder / "private-dossier.html"
 
     def attacked(self, file: str) -> str:
         """Return what an audit attacked."""
@@ -474,7 +478,8 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         self_tests |= {str(at): found for at, found in tested.items()}
     for file, test in self_tests.items():
         _require_like(test, file, statement, run)
-    others = {file: _another(audit, places[file], path) for file, audit in audits.items()}
+    origins = {file: _origin(audit, places[file]) for file, audit in audits.items()}
+    others = {file: _another(origin, places[file], path) for file, origin in origins.items()}
     ours = "private loop" if run is None else run.config.trainer.kind
     audits = {file: _about_this(audit, statement, file, path, ours) for file, audit in audits.items()}
     return _Facts(
@@ -484,11 +489,13 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         statement=statement,
         audits=audits,
         others={file: text for file, text in others.items() if text},
+        origins=origins,
         self_tests=self_tests,
         run=run,
         settings=settings,
         programs=programs,
         from_folder=not isinstance(source, PrivateTraining),
+        audit_folder=next((at if at.is_dir() else at.parent for at in elsewhere), path),
     )
 
 
@@ -545,19 +552,23 @@ def _about_this(audit: Audit, statement: Statement, file: str, path: Path, kind:
     return replace(audit, differs=f"{theirs.mechanism}, in place of {ours.mechanism}")
 
 
-def _another(audit: Audit, place: Path, path: Path) -> str:
+def _origin(audit: Audit, place: Path) -> Origin | None:
+    """Return what an audit in a folder attacked, or None if neither it nor a ledger there says so."""
+    if audit.origin is None and (place / LEDGER_FILE).exists():
+        return Origin.of(place)
+    return audit.origin
+
+
+def _another(origin: Origin | None, place: Path, path: Path) -> str:
     """Return which run an audit attacked if that is not the one in a folder; empty if it is.
 
     It is the same run if its ledger begins with the lines that the audited ledger had.
 
     Args:
-        audit: The audit.
-        place: The folder that holds it.
+        origin: What the audit attacked.
+        place: The folder that holds the audit.
         path: The folder of the run.
     """
-    origin = audit.origin
-    if origin is None and (place / LEDGER_FILE).exists():
-        origin = Origin.of(place)
     if origin is None:
         return "a run that it does not name"
     begun = Witness(name=str(place), position=Position(lines=origin.lines, digest=origin.digest))
@@ -687,6 +698,7 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
         for file, test in facts.self_tests.items()
         if not test.holds
     ]
+    leads += _foreign(facts)
     leads += [
         f"Status {each.status.value!r}: {_meaning(each)}"
         for each in statement.guarantees
@@ -699,6 +711,24 @@ def _leads(facts: _Facts, common: Mapping[str, str]) -> list[str]:
     if facts.kind == "private loop" and facts.checks is None:
         leads.append(common["checks"])
     return leads
+
+
+def _foreign(facts: _Facts) -> Iterator[str]:
+    """Yield a sentence on each audit that attacked another run, other numbers or another mode than what is stated."""
+    for file, audit in facts.audits.items():
+        which, origin = facts.others.get(file, ""), facts.origins[file]
+        if not which and not audit.differs:
+            continue
+        text = f"The audit in {file} is of {which or 'this run with other numbers'}, not of the run as stated here."
+        if audit.differs:
+            text += f" It attacked other numbers: {audit.differs}."
+        if origin is not None and origin.mode != facts.statement.mode:
+            noise = {"experiment": "a stored seed", "release": "the operating system"}
+            text += (
+                f" That run is in {origin.mode} mode: noise from {noise[origin.mode]} was attacked, not that from "
+                f"{noise[facts.statement.mode]}, which this run has."
+            )
+        yield text
 
 
 def _meaning(guarantee: Guarantee) -> str:
@@ -831,6 +861,9 @@ def _texts(facts: _Facts, common: Mapping[str, Any]) -> dict[str, str]:
         "audit_state": "in part"
         if any(each.controls_hold for each in facts.audits.values())
         else "not covered",
+        "padding": common["padding"][{True: "yes", False: "no", None: "unknown"}[_is_padded(facts)]].format(
+            noun=noun
+        ),
         "data": "; ".join(f"{name}: {value}" for name, value in _data(facts).items()),
         **_about_rounding(first, common["absent"]),
         **_about_utility(facts, common["absent"]),
@@ -857,7 +890,8 @@ def _versions(facts: _Facts) -> list[dict[str, str]]:
 def _programs(facts: _Facts) -> str:
     """Return the programs that ran a loop, as far as its folder names them."""
     found = dict.fromkeys(
-        f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session"
+        (f"{one.script} (SHA-256 {one.sha256})" if one.script else "an interactive session")
+        + "".join(f", with {file} (SHA-256 {digest})" for file, digest in one.files.items())
         for one in facts.programs
     )
     return "; then ".join(found) or "not named in the folder"
@@ -919,6 +953,23 @@ def _about_utility(facts: _Facts, absent: Mapping[str, str]) -> dict[str, str]:
     return {"utility_state": "in part", "utility": said}
 
 
+def _is_padded(facts: _Facts) -> bool | None:
+    """Return whether every batch was filled up to a fixed number of rows; None if the folder does not say."""
+    if facts.run is None:
+        said = {one.fixed_batches for one in facts.programs}
+        return False if False in said else True if said == {True} else None
+    config, count = facts.run.config, facts.statement.public_number
+    if config.protection.kind != "record" or not config.trainer.implementing_class().fills_batches:
+        return False
+    rate = next(
+        (one.sampling_probability for one in facts.statement.mechanisms if isinstance(one, ClippedRecords)), 0
+    )
+    expected = config.sampler.batch_size if count is None else count * rate
+    on_card, fixed = config.torch_device != "cpu", config.protection.fixed_batches
+    batches = PhysicalBatches.of_steps(expected, records=None, processes=1, on_card=on_card, fixed=fixed)
+    return batches.count is not None
+
+
 def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     """Return the data set and the unit, by name; numbers of records only if they are public."""
     found = {"unit": unit} if unit else {}
@@ -944,6 +995,10 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         users = facts.statement.public_number
         found["users"] = "their number is private" if users is None else f"{users:,.0f}"
         found["records of a user in a step (k)"] = f"at most {facts.per_user}"
+        if facts.run is None:
+            found["records"] = (
+                "not published, since each user's number is private; nor is the share of users with more than k"
+            )
     if (probability := getattr(mechanism, "sampling_probability", None)) is not None:
         found["drawn in a step with probability"] = f"{probability:g}"
     if steps := facts.statement.ledger.steps_paid:
@@ -955,10 +1010,10 @@ _MODEL_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pkl")
 
 
 def _saves(facts: _Facts) -> list[Path]:
-    """Return the files that hold a model: the newest checkpoint, and those of the folder itself."""
-    newest = [] if facts.run is None else list_checkpoints(facts.run.folder.checkpoints)[-1:]
+    """Return the files that hold a model: all checkpoints, and those of the folder itself."""
+    checkpoints = [] if facts.run is None else list_checkpoints(facts.run.folder.checkpoints)
     own = [path for path in sorted(facts.path.iterdir()) if path.suffix in _MODEL_FILES]
-    return [path for path in (*newest, *own) if path.is_file()]
+    return [path for path in (*checkpoints, *own) if path.is_file()]
 
 
 def _files(facts: _Facts, texts: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[StoredFile]:

@@ -99,6 +99,13 @@ class ZerothOrder(torch.optim.Optimizer):
         super().__init__(trained, {"lr": lr, "seed": seed, "steps": 0})
         self.module, self.directions = module, directions
         """The module that it trains, and K."""
+        self.settings: dict[str, float | None] = {
+            "perturbation": perturbation,
+            "directions": directions,
+            "rank": rank,
+            "weight_decay": weight_decay,
+        }
+        """The arguments that no parameter group holds, by name."""
         self._perturbation = InPlacePerturbation(
             trained, perturbation=perturbation, weight_decay=weight_decay, rank=rank
         )
@@ -111,11 +118,9 @@ class ZerothOrder(torch.optim.Optimizer):
         """Makes a context around each pass of the module, such as one that puts back what the pass changed."""
 
     def __repr__(self) -> str:
-        (group,), move = self.param_groups, self._perturbation
-        return (
-            f"{type(self).__name__}(lr={group['lr']:g}, perturbation={move.phi:g}, "
-            f"directions={self.directions}, rank={move.rank}, seed={group['seed']}, steps={group['steps']})"
-        )
+        (group,) = self.param_groups
+        given = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{type(self).__name__}(lr={group['lr']:g}, {given}, seed={group['seed']}, steps={group['steps']})"
 
     @property
     def at_once(self) -> bool:

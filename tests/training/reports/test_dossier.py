@@ -10,9 +10,11 @@ import shutil
 import sys
 import tomllib
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -26,16 +28,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 from opusim import training
+from opusim.accounting.audit import AuditResult
 from opusim.accounting.explanation import Statement
 from opusim.accounting.guarantee import LedgerCorrupt
 from opusim.accounting.journal import read_positioned
 from opusim.accounting.ledger import Program, read_ledger
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.training.attacks import run_audit
 from opusim.training.attacks.findings import read_audit
 from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
 from opusim.training.attacks.one_run.audit import audit_private_folder
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
+from opusim.training.private_loop.folder import program_of
 from opusim.training.reports import dossier
 from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import ONE_RUN_FILE, stated
@@ -118,9 +123,14 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
         ]
         assert all(one["answer"] for one in standard["headings"])
         assert "not read" in standard["source"]
-    assert "step-0000000005.safetensors" in answers["7. What may be released?"]
     names = {one["name"] for one in work["files"]}
-    assert {"config.json", "ledger.jsonl", "summary.json", "step-0000000005.safetensors"} <= names
+    assert {"config.json", "ledger.jsonl", "summary.json"} <= names
+    assert not {"report.html", "metrics.jsonl"} & names
+    checkpoints = {path.name for path in run.folder.checkpoints.glob("*.safetensors")}
+    assert len(checkpoints) > 1
+    assert checkpoints == {name for name in names if name.endswith(".safetensors")}
+    for name in (*checkpoints, "report.html", "metrics.jsonl", "settings, ledger and summary"):
+        assert name in answers["7. What may be released?"]
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -168,6 +178,10 @@ def test_an_audit_of_a_rehearsal_is_named_and_leaves_the_dossier_for_publication
     assert (audit / "private-dossier.html").read_text() == page
     (work,) = content["works"]
     assert any(lead.startswith("Do not publish this dossier") for lead in work["leads"])
+    (named,) = [lead for lead in work["leads"] if "is of another run (experiment," in lead]
+    assert "noise from a stored seed was attacked, not that from the operating system" in named
+    (own,) = written(run, out=tmp_path / "own.html", audits=[audit])[1]["works"]
+    assert not any("not of the run as stated" in lead for lead in own["leads"])
     digest = run.folder.read_ledger().position.digest[:16]
     another = f"another run (experiment, folder run, ledger digest {digest})"
     assert work["audits"][0]["attacked"] == another
@@ -222,7 +236,7 @@ def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_each_audit_file_is_judged_by_itself_and_the_first_private_one_places_the_page(
+def test_each_audit_file_is_judged_by_itself_and_the_first_folder_of_audits_has_a_private_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with private_loop(tmp_path / "loop", mode="release", seed=None) as private:
@@ -242,7 +256,7 @@ def test_each_audit_file_is_judged_by_itself_and_the_first_private_one_places_th
 
     never = "no: figures of private records"
     assert publish("invented", place="loop") == ["yes"]
-    assert publish("invented", "first", "second", place="first") == ["yes", never, never]
+    assert publish("invented", "first", "second", place="invented") == ["yes", never, never]
     assert publish("second", "first", "invented", place="second") == [never, never, "yes"]
     monkeypatch.chdir(tmp_path / "first")  # a bare name is not one of the run's folder
     page, content = written(tmp_path / "loop", audits=ONE_RUN_FILE)
@@ -284,6 +298,31 @@ def test_audits_are_paths_and_files_of_audits(run: Run, tmp_path: Path) -> None:
         write_dossier(run, audits=[run.folder.config_file])
     with pytest.raises(ValueError, match=r"none\.json holds neither audit nor self-test; .* or a JSON file"):
         write_dossier(run, audits=[tmp_path / "none.json"])
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_question_8_quotes_the_largest_bound_that_counts(run: Run, audit: Path, tmp_path: Path) -> None:
+    kept = read_audit(audit / "audit.json")
+    found = kept.strongest
+    assert isinstance(found.result, AuditResult)
+    assert found.anytime is not None
+    nothing = replace(found.result, epsilon_lower=0.0)
+    for bound, told in (
+        (1.25, f"at least 1.25 (attack '{found.attack}', at any time)"),
+        (0.0, "at least 0.00 (attack"),
+    ):
+        bets = replace(found.anytime, epsilon_lower=bound, refuted_at=None)
+        replace(kept, findings=(replace(found, result=nothing, anytime=bets),)).keep(tmp_path)
+        (work,) = written(run, out=tmp_path / "d.html", audits=[tmp_path])[1]["works"]
+        assert told in work["answers"][7]["answer"]
+        assert ("Found: nothing" in " ".join(work["audits"][-1]["paragraphs"])) is (bound == 0)
+    # of scores of canaries, an estimate never counts, and normal scores if they pass the test of normality
+    inside, generator = np.arange(40) % 2 == 0, np.random.default_rng(1)
+    plan = OneRunPlan(adversary="sees all", canaries=40, delta=1e-5, claimed=9.0, law=Law.GAUSSIAN)
+    scores = audit_one_run(generator.normal(size=40) + 4 * inside, inside, plan)
+    for normality, read in ((0.5, "normal scores"), (0.0, "guesses, Gaussian trade-off")):
+        one = replace(found, result=replace(scores, normality=normality), anytime=None)
+        assert replace(kept, findings=(one,)).largest[2] == read
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -338,6 +377,16 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
     assert "of the run; ideal" in own["verdict"]
     assert own["document"]["differs"] == ""
     (other,) = written(tmp_path / "records", audits=[tmp_path / "of other"])[1]["works"][0]["audits"]
+    leads = {
+        name: written(tmp_path / "records", audits=[tmp_path / f"of {name}"])[1]["works"][0]["leads"]
+        for name in ("records", "other")
+    }
+    named = {
+        name: [lead for lead in found if "not of the run as stated" in lead] for name, found in leads.items()
+    }
+    assert not named["records"]
+    assert "another run (experiment, folder other" in named["other"][0]
+    assert "multiplier 2," in named["other"][0]
     assert "like code with other numbers" in other["verdict"]
     assert "multiplier 2," in other["document"]["differs"]
     texts = [json.dumps({**one, "document": ""}) for one in (own, other)]
@@ -383,6 +432,7 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     assert page.count("recorded as checked") == checked[1]
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
+    assert outside["works"][0]["data"]["records"].startswith("not published")
     assert "records_per_user=2" in outside["works"][0]["command"]
 
 
@@ -405,7 +455,12 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     script = tmp_path / "train.py"
     script.write_text("first")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    module, optimizer, criterion, loader = parts()
+    own = tmp_path / "parts" / "own_loss.py"
+    own.parent.mkdir()
+    own.write_text("import torch\nclass Loss(torch.nn.CrossEntropyLoss): pass\n")
+    monkeypatch.syspath_prepend(str(own.parent))
+    module, optimizer, _, loader = parts()
+    criterion = import_module("own_loss").Loss()
     x, y = loader.dataset.tensors  # type: ignore[attr-defined]
     other = DataLoader(TensorDataset(x[:48] + 9.0, y[:48]), batch_size=12)
     for name, data in (("loop", loader), ("other", other)):
@@ -423,7 +478,12 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     assert f"torch {torch.__version__}" in answers[12]
     assert work["versions"] == start.versions
     assert answers[13].startswith("Not from this document")
-    assert f"{script} (SHA-256 {digest})" in answers[13]
+    # torch's classes stand in an installed package
+    assert start.files == {"parts/own_loss.py": hashlib.sha256(own.read_bytes()).hexdigest()}
+    assert (
+        f"{script} (SHA-256 {digest}), with parts/own_loss.py (SHA-256 {start.files['parts/own_loss.py']})"
+        in answers[13]
+    )
     assert "Sequential(Linear, Tanh, Linear), SGD(lr=0.5)" in work["command"]
     script.write_text("second")
     for _ in range(2):
@@ -437,6 +497,54 @@ def test_a_loop_names_its_program_and_nothing_of_its_records(
     (work,) = written(tmp_path / "loop")[1]["works"]
     assert "The folder keeps no other versions" in work["answers"][12]["answer"]
     assert "not named in the folder" in work["answers"][13]["answer"]
+
+
+def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, **given: Any) -> None:
+            super().__init__(params, **given)
+
+    groups = [{"params": module[0].parameters(), "momentum": 0.5}, {"params": module[1].parameters()}]
+    for optimizer, told in (
+        (torch.optim.SGD(groups, lr=1.0), "SGD(lr=1, momentum=0.5 and 0)"),
+        (
+            torch.optim.SGD(module.parameters(), lr=1.0, nesterov=True, momentum=0.9),
+            "SGD(lr=1, momentum=0.9, nesterov=True)",
+        ),
+        (torch.optim.AdamW(module.parameters(), betas=(0.8, 0.99)), "AdamW(lr=0.001, betas=(0.8, 0.99))"),
+        (Own(module.parameters(), lr=0.1, weight_decay=1e-4), "Own(lr=0.1, weight_decay=0.0001)"),
+        (
+            training.ZerothOrder(module, lr=0.1, directions=4, rank=1),
+            "ZerothOrder(lr=0.1, directions=4, rank=1)",
+        ),
+    ):
+        assert program_of(module, optimizer).optimizer == told
+
+
+def channel(content: dict[str, Any], start: str) -> str:
+    """Why a side channel is open."""
+    return next(
+        one["why"] for one in content["works"][0]["side_channels"] if one["channel"].startswith(start)
+    )
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("fixed", [False, True, None])
+def test_a_dossier_says_if_batches_are_padded(run: Run, tmp_path: Path, fixed: bool | None) -> None:
+    padded = "Batches are padded to a fixed number of rows"
+    with private_loop(tmp_path / "loop", fixed_batches=fixed) as private:
+        run_epoch(private, steps=1)
+    _, loop = written(tmp_path / "loop")
+    assert channel(loop, "Batch sizes").startswith(padded) is (fixed is True)  # 12 records are expected
+    assert "60 (divisor" in loop["works"][0]["data"]["records"]
+    protection = run.config.protection.model_copy(update={"fixed_batches": fixed})
+    changed: Any = SimpleNamespace(config=run.config.model_copy(update={"protection": protection}))
+    facts = replace(dossier._facts(run, []), run=changed)
+    assert dossier._is_padded(facts) is (fixed is True)
+    rewritten(tmp_path / "loop", unnamed)
+    assert "does not say if these are padded" in channel(written(tmp_path / "loop")[1], "Batch sizes")
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -484,6 +592,17 @@ def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
     assert "1. bp on digits: Experiment mode" in first
     assert "2. bp on digits: No audit was found" in first
     assert json.loads(call("--schema")[1]) == dossier_schema()
+    for place in ("first", "second"):
+        training.audit_run(run.folder.path, trials=40, seed=1, out=tmp_path / place)
+    given = (other, "--audits", tmp_path / "first", "--audits", tmp_path / "second")
+    for older in (False, True):
+        code, text = call(*given)
+        assert code == 0, text
+        assert "private-dossier.html" in text
+        told = " ".join(text.split())
+        assert "first, the first folder of --audits: figures" in told
+        assert ("dossier.html is older and was not replaced" in told) is older
+        assert call(other)[0] == 0
     for arguments, message in (
         ([], "RUN is missing"),
         ([other, other], "is given twice"),

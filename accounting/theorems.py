@@ -35,13 +35,13 @@ _EXACTLY_ROUNDED = (
 NOISY_SUM = "entry of a step's noisy sum"
 """Name, in statements, of what is exactly rounded in gradients."""
 _SUMS_COUNT = (
-    "what one record changes of the rounding of a step's sum is bounded by public numbers, for every batch of at most "
-    "65,536 records or of twice those that are counted on, and the noise is larger than its multiplier says by that "
-    "bound"
+    "what one record changes of the rounding of a step's sum is bounded by public numbers, and the noise is larger "
+    "than its multiplier says by that bound; it holds for every batch of at most 65,536 records, or of at most twice "
+    "the number that the bound was computed for if that is more"
 )
 _SUMS_ROUND = (
-    "a step's sum is formed in floating-point numbers; what one record changes of its rounding is not counted, except "
-    "in modules that use a parameter several times: only a release on a processor counts it"
+    "a step's sum is formed in floating-point numbers, and what one record changes of its rounding is not counted (it "
+    "is counted in modules that use a parameter several times, and in releases on a processor)"
 )
 _CONTRIBUTIONS_ROUND = (
     "the machine computes the contributions of other records alike, to the last digit, whatever the number and the "

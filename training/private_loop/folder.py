@@ -46,6 +46,7 @@ from opusim.accounting.ledger import LEDGER_FILE, Enforcement, LedgerContent, Mo
 from opusim.accounting.mechanisms.records import (
     ADAPTIVE_RECORDS,
     ADAPTIVE_USERS,
+    OWN_READING,
     STANDARDISED,
     RecordCentral,
 )
@@ -419,7 +420,10 @@ def loop_statement(
     further += [Assumption(text=text) for text in trusted]
     guarantees = []
     for one in content.guarantees(delta=delta):
-        own = [replace(each, holds=True) if each.text in checked else each for each in one.assumptions]
+        stated = [
+            each for each in one.assumptions if settings.device is not False or each.text != OWN_READING
+        ]
+        own = [replace(each, holds=True) if each.text in checked else each for each in stated]
         guarantees.append(replace(one, assumptions=(*own, *further)))
     return Statement(
         mode=content.mode,

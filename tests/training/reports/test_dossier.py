@@ -27,10 +27,12 @@ from typer.testing import CliRunner
 import opusim
 from opusim import training
 from opusim.accounting.audit import AuditResult
-from opusim.accounting.explanation import Statement
+from opusim.accounting.explanation import Statement, explain_theorem
 from opusim.accounting.journal import read_positioned
 from opusim.accounting.ledger import Program, read_ledger
+from opusim.accounting.mechanisms.records import OWN_READING, STANDARDISED
 from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
+from opusim.accounting.theorems import theorem
 from opusim.training.attacks import run_audit
 from opusim.training.attacks.findings import read_audit
 from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
@@ -102,6 +104,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     assert "One record, features and label together" in answers[GUARANTEE]
     assert answers["4. Does it hold for the training in this folder?"].startswith("No.")
     assert "standard deviation of the noise" in answers["5. Which mechanism, and who proves it?"]
+    assert "of which the protected records are a part" in answers["9. Which data, and how many records?"]
     assert answers["11. Who is trusted?"].startswith("Trusted: Who collects the records")
     assert "Not covered: Choice of settings" in answers["12. Which side channels are open?"]
     assert "torch" in answers["13. Which code, versions and files?"]
@@ -418,6 +421,10 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     assert page.count("recorded as checked") == checked[1]
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
+    standing = {one["text"]: one["holds"] for one in outside["works"][0]["hypotheses"]}
+    assert standing[STANDARDISED] is None
+    listed = explain_theorem(theorem("clipped-users")).partition(STANDARDISED)[0]
+    assert "opusim train checks (a private loop says in its statement" in listed.rpartition("Hypotheses ")[2]
     assert outside["works"][0]["data"]["records"].startswith("not published")
     assert "records_per_user=2" in outside["works"][0]["command"]
 
@@ -546,6 +553,9 @@ def test_a_loop_without_a_device_says_nothing_of_one(tmp_path: Path, device: boo
     parties = [one["party"] for one in content["works"][0]["trust"]]
     assert ("The optical device" in parties) is device
     assert ("step times, frames, energy" in page) is device
+    assert (OWN_READING in page.replace("&#x27;", "'").replace("&#39;", "'")) is device
+    statement = content["works"][0]["statement"]
+    assert (OWN_READING in json.dumps(statement)) is device
     settings = tmp_path / "loop" / "private.json"
     assert json.loads(settings.read_bytes())["device"] is device
 

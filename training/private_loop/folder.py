@@ -366,7 +366,9 @@ def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class, its learning rates, and the settings that are not the class's defaults."""
     defaults: dict[str, Any] = {}
     for kind in type(optimizer).__mro__:
-        parameters = inspect.signature(kind.__init__).parameters.values() if "__init__" in vars(kind) else ()
+        parameters = (
+            inspect.signature(vars(kind)["__init__"]).parameters.values() if "__init__" in vars(kind) else ()
+        )
         defaults = {one.name: _setting(one.default) for one in parameters} | defaults
         if parameters and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
             break  # bases are given nothing by name that this class does not name

@@ -960,13 +960,16 @@ def _is_padded(facts: _Facts) -> bool | None:
         said = {one.fixed_batches for one in facts.programs}
         return False if False in said else True if said == {True} else None
     config, count = facts.run.config, facts.statement.public_number
-    if config.protection.kind != "record" or not config.trainer.implementing_class().fills_batches:
+    if (
+        not hasattr(config.protection, "fixed_batches")
+        or not config.trainer.implementing_class().fills_batches
+    ):
         return False
     rate = next(
         (one.sampling_probability for one in facts.statement.mechanisms if isinstance(one, ClippedRecords)), 0
     )
     expected = config.sampler.batch_size if count is None else count * rate
-    on_card, fixed = config.torch_device != "cpu", config.protection.fixed_batches
+    on_card, fixed = config.torch_device != "cpu", getattr(config.protection, "fixed_batches", None)
     batches = PhysicalBatches.of_steps(expected, records=None, processes=1, on_card=on_card, fixed=fixed)
     return batches.count is not None
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 ledger = Deferred("opusim.accounting.ledger")
 
+CHECKED_HEADING = (
+    "Hypotheses that opusim train checks (a private loop says in its statement which it checks):"
+)
+"""What stands above the hypotheses of a theorem that code can check."""
 LARGEST_EXPOSED = 0.1
 """Largest delta x records that no line warns of."""
 LARGE_DELTA = (
@@ -82,7 +86,10 @@ def explain_theorem(theorem: Theorem) -> str:
         f"{theorem.name}: {theorem.title}",
         f"Theorem. {theorem.statement}",
         f"Proof. {theorem.proof}",
-        *_listed("Hypotheses that training code checks:", theorem.checked_by_code),
+        *_listed(
+            CHECKED_HEADING,
+            theorem.checked_by_code,
+        ),
         *_listed("Hypotheses taken on trust:", theorem.trusted),
         f"Reference: {theorem.reference}." if theorem.reference else "",
         f"Computed by: {theorem.code}.",

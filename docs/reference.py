@@ -16,6 +16,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from opusim.accounting.explanation import CHECKED_HEADING
 from opusim.accounting.mechanism import mechanism_classes
 from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
@@ -250,7 +251,10 @@ def theorems_page() -> str:
         rows.append((f"[`{one.name}`](#{one.name})", cell(one.title), page))
         parts += [f"## {one.name}", f"**Theorem.** {cell(one.statement)}", f"**Proof.** {cell(one.proof)}"]
         for heading, texts in (
-            ("Hypotheses that training code checks:", one.checked_by_code),
+            (
+                CHECKED_HEADING,
+                one.checked_by_code,
+            ),
             ("Hypotheses taken on trust:", one.trusted),
         ):
             parts += ["\n".join([heading, "", *(f"- {cell(text)}" for text in texts)])] if texts else []

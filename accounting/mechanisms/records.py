@@ -46,6 +46,9 @@ STATED_DIVISOR = (
     "the sum is divided by the stated constant, never by a realised size, "
     "and an empty batch takes its noisy step"
 )
+OWN_READING = (
+    "a record's reading depends on that record only: no automatic exposure, batch scaling or persistence"
+)
 STANDARDISED = "features are standardised, if at all, with public constants, not with statistics of the data"
 _SAMPLED = "every record enters every batch independently with probability q"
 _SECRET_BATCHES = "batches stay secret"
@@ -126,7 +129,7 @@ CLIPPED_RECORDS = Theorem(
     ),
     trusted=(
         "batches stay secret: realised sizes, frames, joules, step times and the sampler's state are not released",
-        "a record's reading depends on that record only: no automatic exposure, batch scaling or persistence",
+        OWN_READING,
         "a record's update does not depend on other records: no layer, hook or loss mixes the records of a batch",
         SEED_IS_SECRET,
     ),

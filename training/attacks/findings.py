@@ -839,8 +839,8 @@ def _statements(audit: Audit) -> list[str]:
     if not isinstance(result, AuditResult):
         held = [one.at_strictest(bound) for one in audit.scores().values() for bound in one.bounds]
         return [
-            f"Normal scores are held against the claim at delta {delta:g} (epsilon {claimed:.2f}), where it is "
-            "strictest: sampled steps cost less at large deltas than the Gaussian mechanism with the same epsilon does."
+            f"Normal scores are compared with the claim at delta {delta:g} (epsilon {claimed:.2f}), because it allows "
+            "least there: at large deltas sampled steps cost less than the Gaussian mechanism with the same epsilon."
             for delta, claimed, _ in [one for one in held if one is not None][:1]
         ]
     texts = []
@@ -858,8 +858,8 @@ def _statements(audit: Audit) -> list[str]:
             "It is REFUTED: the step does not do what the theorem assumes. The guarantee of the run rests on that "
             "step, so it does not hold either."
             if best.refutes
-            else "The bound stays below it. The guarantee of the run rests on that step and on secret batches, which "
-            "this game does not keep secret; it is not contradicted."
+            else "The bound stays below it. The guarantee of the run rests on that step and on secret batches; in this "
+            "game the batches are not secret. The audit does not contradict the guarantee."
         )
         texts.append(
             "The theorem for one step, against an attacker who knows which step the "
@@ -903,8 +903,9 @@ def _one_run_is_no_game(audit: Audit) -> str:
     mean = sum(found) / max(len(found), 1)
     own = f" (of this run {number(mean)}, the mean over its adversaries)" if found else ""
     return (
-        "At any time: not this audit, whose number of canaries must be chosen beforehand. At a delta above 0 the "
-        "canaries of one run are no games whose coins stay fair given the past. E-values of independent runs may be "
+        "At any time: not this audit, whose number of canaries must be chosen beforehand. At a delta above 0, "
+        "earlier canaries of a run may tell something of the coins of later ones, so they are no separate games. "
+        "E-values of independent runs may be "
         f"multiplied{own}, and 20 refutes the claim."
     )
 
@@ -1011,7 +1012,7 @@ def _refuting(audit: Audit) -> str:
     drawn = isinstance(plan, AuditPlan) and plan.estimator is Estimator.DRAWN_NOISE
     alone = "the noise that was drawn" if drawn else "errors alone"
     by_bets = games is not None and games.plan.law is Law.GAUSSIAN and games.plan.claimed is not None
-    return f"the e-value or by {alone}, whichever is likelier" if by_bets else alone
+    return f"the e-value or by {alone} (the likelier of the two)" if by_bets else alone
 
 
 _COINS = "in the null control the same scores are read with coins that no training followed, and all bounds must be 0."

@@ -503,7 +503,7 @@ CATALOGUE: dict[str, Entry] = {
         standardisation=Standardisation(
             mean=0.2860,
             std=0.3530,
-            source="the 60,000 published training images, pixels / 255: in common use",
+            source="the 60,000 published training images, pixels / 255",
         ),
         read=partial(_read_images, "FashionMNIST", _FASHION_MNIST),
         files=tuple(f"FashionMNIST/raw/{file}" for file in IMAGE_FILES),
@@ -513,7 +513,7 @@ CATALOGUE: dict[str, Entry] = {
         standardisation=Standardisation(
             mean=0.4734,
             std=0.2516,
-            source="over all channels, from the channels' own figures in common use, pixels / 255",
+            source="over all channels, from those of each over the 50,000 published training images, pixels / 255",
         ),
         read=_read_cifar10,
         channels=3,

@@ -46,6 +46,7 @@ from opusim.accounting.ledger import LEDGER_FILE, Enforcement, LedgerContent, Mo
 from opusim.accounting.mechanisms.records import (
     ADAPTIVE_RECORDS,
     ADAPTIVE_USERS,
+    OWN_READING,
     STANDARDISED,
     RecordCentral,
 )
@@ -383,7 +384,9 @@ def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class, its learning rates, and the settings that are not the class's defaults."""
     defaults: dict[str, Any] = {}
     for kind in type(optimizer).__mro__:
-        parameters = inspect.signature(kind.__init__).parameters.values() if "__init__" in vars(kind) else ()
+        parameters = (
+            inspect.signature(vars(kind)["__init__"]).parameters.values() if "__init__" in vars(kind) else ()
+        )
         defaults = {one.name: _setting(one.default) for one in parameters} | defaults
         if parameters and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
             break  # bases are given nothing by name that this class does not name
@@ -437,7 +440,10 @@ def loop_statement(
     further += [Assumption(text=text) for text in trusted]
     guarantees = []
     for one in content.guarantees(delta=delta):
-        own = [replace(each, holds=True) if each.text in checked else each for each in one.assumptions]
+        stated = [
+            each for each in one.assumptions if settings.device is not False or each.text != OWN_READING
+        ]
+        own = [replace(each, holds=True) if each.text in checked else each for each in stated]
         guarantees.append(replace(one, assumptions=(*own, *further)))
     return Statement(
         mode=content.mode,

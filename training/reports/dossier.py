@@ -36,7 +36,7 @@ from opusim.accounting.guarantee import Adjacency, Guarantee, LedgerCorrupt, Rel
 from opusim.accounting.journal import Position, Witness
 from opusim.accounting.ledger import LEDGER_FILE, Program, read_ledger
 from opusim.accounting.mechanism import Mechanism
-from opusim.accounting.mechanisms.records import ClippedRecords
+from opusim.accounting.mechanisms.records import OWN_READING, ClippedRecords
 from opusim.accounting.theorems import Theorem, known_theorems
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
@@ -58,6 +58,7 @@ from opusim.training.attacks.mechanism.checks import (
     settings_text,
 )
 from opusim.training.config.sections import OWN_ARRAYS
+from opusim.training.data.catalogue import CATALOGUE
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import described_code
@@ -615,6 +616,7 @@ def _claims(guarantees: Sequence[Guarantee]) -> str:
 def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
     """Return the parts of a dossier that are about one run."""
     statement, texts = facts.statement, _texts(facts, common)
+    without_device = facts.settings is not None and facts.settings.device is False
     assumed = dict.fromkeys(
         (one.text, one.holds) for each in statement.guarantees for one in each.assumptions
     )
@@ -630,7 +632,10 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             for text, holds in assumed
         ],
         mechanisms=[{"what ran": each.describe(), **_parameters(each)} for each in statement.mechanisms],
-        proofs=[explain_theorem(each) for each in _cited(statement)],
+        proofs=[
+            text.replace(f"\n- {OWN_READING}", "") if without_device else text
+            for text in map(explain_theorem, _cited(statement))
+        ],
         audits=[
             _kept(file, audit, facts.others.get(file, "this run")) for file, audit in facts.audits.items()
         ],
@@ -959,13 +964,16 @@ def _is_padded(facts: _Facts) -> bool | None:
         said = {one.fixed_batches for one in facts.programs}
         return False if False in said else True if said == {True} else None
     config, count = facts.run.config, facts.statement.public_number
-    if config.protection.kind != "record" or not config.trainer.implementing_class().fills_batches:
+    if (
+        not hasattr(config.protection, "fixed_batches")
+        or not config.trainer.implementing_class().fills_batches
+    ):
         return False
     rate = next(
         (one.sampling_probability for one in facts.statement.mechanisms if isinstance(one, ClippedRecords)), 0
     )
     expected = config.sampler.batch_size if count is None else count * rate
-    on_card, fixed = config.torch_device != "cpu", config.protection.fixed_batches
+    on_card, fixed = config.torch_device != "cpu", getattr(config.protection, "fixed_batches", None)
     batches = PhysicalBatches.of_steps(expected, records=None, processes=1, on_card=on_card, fixed=fixed)
     return batches.count is not None
 
@@ -982,6 +990,11 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         found["records"] = "their number is private" if hidden or not counts else counts
         kind = "public" if constants["public"] else "data-dependent"
         found["standardised with"] = f"{kind} constants ({constants['source']})"
+        if constants["source"] in {one.standardisation.source for one in CATALOGUE.values()}:
+            found["standardised with"] += (
+                ", statistics of the published data, of which the protected records are a part; they are treated as "
+                "public"
+            )
         if constants["mean"] == 0 and constants["std"] == 1:
             found["standardised with"] = "nothing: features are used as they are given"
     else:

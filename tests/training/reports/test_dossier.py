@@ -27,13 +27,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
+import opusim
 from opusim import training
 from opusim.accounting.audit import AuditResult
-from opusim.accounting.explanation import Statement
+from opusim.accounting.explanation import Statement, explain_theorem
 from opusim.accounting.guarantee import LedgerCorrupt
 from opusim.accounting.journal import read_positioned
 from opusim.accounting.ledger import Program, read_ledger
+from opusim.accounting.mechanisms.records import OWN_READING, STANDARDISED
 from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
+from opusim.accounting.theorems import theorem
 from opusim.training.attacks import run_audit
 from opusim.training.attacks.findings import read_audit
 from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, shared
@@ -46,7 +49,7 @@ from opusim.training.reports.dossier import dossier_schema, write_dossier
 from opusim.training.runs.folder import ONE_RUN_FILE, stated
 from opusim.training.runs.run import Run
 from opusim.training.runs.storage import list_checkpoints
-from tests.support.private_loops import parts, private_loop, rewritten, run_epoch, unrecorded
+from tests.support.private_loops import network, parts, private_loop, rewritten, run_epoch, unrecorded
 
 SMALL: dict[str, Any] = {
     **{"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1, "seed": 1},
@@ -107,6 +110,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     assert "One record, features and label together" in answers[GUARANTEE]
     assert answers["4. Does it hold for the training in this folder?"].startswith("No.")
     assert "standard deviation of the noise" in answers["5. Which mechanism, and who proves it?"]
+    assert "of which the protected records are a part" in answers["9. Which data, and how many records?"]
     assert answers["11. Who is trusted?"].startswith("Trusted: Who collects the records")
     assert "Not covered: Choice of settings" in answers["12. Which side channels are open?"]
     assert "torch" in answers["13. Which code, versions and files?"]
@@ -432,6 +436,10 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     assert page.count("recorded as checked") == checked[1]
     assert "at most 2 records of a user" in page
     assert outside["works"][0]["data"]["users"] == "20"
+    standing = {one["text"]: one["holds"] for one in outside["works"][0]["hypotheses"]}
+    assert standing[STANDARDISED] is None
+    listed = explain_theorem(theorem("clipped-users")).partition(STANDARDISED)[0]
+    assert "opusim train checks (a private loop says in its statement" in listed.rpartition("Hypotheses ")[2]
     assert outside["works"][0]["data"]["records"].startswith("not published")
     assert "records_per_user=2" in outside["works"][0]["command"]
 
@@ -545,6 +553,26 @@ def test_a_dossier_says_if_batches_are_padded(run: Run, tmp_path: Path, fixed: b
     assert dossier._is_padded(facts) is (fixed is True)
     rewritten(tmp_path / "loop", unnamed)
     assert "does not say if these are padded" in channel(written(tmp_path / "loop")[1], "Batch sizes")
+
+
+@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.parametrize("device", [False, True])
+def test_a_loop_without_a_device_says_nothing_of_one(tmp_path: Path, device: bool) -> None:
+    module = network()
+    if device:
+        opened = opusim.open_device("gaussian", n_inputs=3, n_outputs=6, seed=1)
+        opusim.FeedbackAlignment(module, ["1"], device=opened)
+    with private_loop(tmp_path / "loop", parts(module)) as private:
+        run_epoch(private, steps=1)
+    page, content = written(tmp_path / "loop")
+    parties = [one["party"] for one in content["works"][0]["trust"]]
+    assert ("The optical device" in parties) is device
+    assert ("step times, frames, energy" in page) is device
+    assert (OWN_READING in page.replace("&#x27;", "'").replace("&#39;", "'")) is device
+    statement = content["works"][0]["statement"]
+    assert (OWN_READING in json.dumps(statement)) is device
+    settings = tmp_path / "loop" / "private.json"
+    assert json.loads(settings.read_bytes())["device"] is device
 
 
 @pytest.mark.usefixtures("without_pdf")

@@ -12,7 +12,7 @@ import hashlib
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from importlib import import_module
@@ -125,29 +125,27 @@ def code_facts(path: str) -> dict[str, str]:
     return {"path": path, "file": str(file), "digest": digest}
 
 
-def own_files(part: Any) -> list[Path]:
-    """Return the files that define an object: of a function its file, else those of its class and of the class's bases.
+def own_files(parts: Iterable[Any]) -> list[Path]:
+    """Return the files that define objects: of a function its file, else those of its class and of the class's bases.
 
     Files of opusim, of installed packages and of the standard library are left out.
     """
-    while isinstance(part, partial):
-        part = part.func
-    definers = [part] if hasattr(part, "__qualname__") else type(part).__mro__
-    names = dict.fromkeys(str(each.__module__) for each in definers)
-    modules = [
-        sys.modules[name] for name in names if name in sys.modules and name.partition(".")[0] != "opusim"
-    ]
-    files = [Path(_file(module)).resolve() for module in modules]
-    return [file for file in files if file.is_file() and not _is_installed(file)]
-
-
-def _is_installed(file: Path) -> bool:
-    """Return whether a file belongs to an installed package or to the standard library."""
+    names: dict[str, None] = {}
+    for part in parts:
+        while isinstance(part, partial):
+            part = part.func
+        definers = [part] if hasattr(part, "__qualname__") else type(part).__mro__
+        names |= dict.fromkeys(str(each.__module__) for each in definers)
     paths = sysconfig.get_paths()
-    places = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not places.isdisjoint(file.parents) or not {"site-packages", "dist-packages"}.isdisjoint(
-        file.parts
-    )
+    installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found: dict[Path, None] = {}
+    for name in names:
+        if name in sys.modules and name.partition(".")[0] != "opusim":
+            file = Path(getattr(sys.modules[name], "__file__", None) or "no file").resolve()
+            packaged = {"site-packages", "dist-packages"}.intersection(file.parts)
+            if file.is_file() and not packaged and installed.isdisjoint(file.parents):
+                found[file] = None
+    return list(found)
 
 
 def _present(module: str) -> str:

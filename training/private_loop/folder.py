@@ -354,7 +354,6 @@ def program_of(
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if file is None or not Path(file).is_file() else Path(file).resolve()
     parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
-    own = dict.fromkeys(file for part in (*module.modules(), *others) for file in own_files(part))
     return Program(
         versions=versions(),
         script="" if script is None else _path_text(script),
@@ -365,7 +364,7 @@ def program_of(
             _path_text(
                 file.relative_to(script.parent) if script and file.is_relative_to(script.parent) else file
             ): _sha256(file)
-            for file in own
+            for file in own_files((*module.modules(), *others))
             if file != script
         },
         fixed_batches=fixed_batches,
@@ -387,14 +386,17 @@ def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
         parameters = (
             inspect.signature(vars(kind)["__init__"]).parameters.values() if "__init__" in vars(kind) else ()
         )
-        defaults = {one.name: _setting(one.default) for one in parameters} | defaults
+        defaults = {one.name: one.default for one in parameters} | defaults
         if parameters and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
             break  # bases are given nothing by name that this class does not name
     groups = [{**group, **getattr(optimizer, "settings", {})} for group in optimizer.param_groups]
     shown: dict[str, list[str]] = {}
     for name, default in defaults.items():
-        found = [_setting(group[name]) for group in groups if name in group]
-        if None not in found and (name == "lr" or any(text != default for text in found)):
+        values = [group[name] for group in groups if name in group]
+        if name != "lr" and all(value is default for value in values):
+            continue
+        found = [_setting(value) for value in values]
+        if None not in found and (name == "lr" or any(text != _setting(default) for text in found)):
             shown[name] = list(dict.fromkeys(text for text in found if text is not None))
     told = ", ".join(f"{name}={' and '.join(values)}" for name, values in shown.items() if values)
     return type(optimizer).__name__ + (f"({told})" if told else "")

@@ -14,6 +14,7 @@ from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
 from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.training.attacks.findings import (
+    SYSTEM_NOISE,
     Audit,
     Finding,
     Played,
@@ -213,3 +214,36 @@ def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     assert "drawn q T = 6 times" in said
     assert "private-loop" in said
     assert "Repeat it with more canaries" not in said
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_each_attack_has_its_adversary_and_a_release_run_repeats_only_coins(release: bool) -> None:
+    tossed = coins(3, 100)[:, 0]
+    scores = np.random.default_rng(1).standard_normal(100)
+    games = AnytimePlan(delta=DELTA, claimed=1.0, law=Law.GAUSSIAN)
+    worlds, knows = (scores[tossed], scores[~tossed]), {"row space": "features", "difference": "all records"}
+    read = read_as_games(scores, tossed, games, 0.0)
+    found = Audit(
+        findings=tuple(
+            Finding.of(
+                Role.RUN,
+                name,
+                worlds,
+                audit(*worlds, AuditPlan(threat_model=f"knows {what}", pair="in or out", delta=DELTA)),
+                claim=CLAIM,
+                **read,
+            )
+            for name, what in knows.items()
+        ),
+        guarantees=(CLAIM,),
+        played=Played.STEP,
+        note=SYSTEM_NOISE if release else "",
+        **{"trials": 100, "seed": 1, "steps": 3},
+    )
+    texts = paragraphs(found)
+    assert [text for text in texts if text.startswith("Adversary")] == [
+        f"Adversary {name!r} knows {what}." for name, what in knows.items()
+    ]
+    assert ("continue the same games" in "\n".join(texts)) is not release
+    assert ("with another seed only" in "\n".join(texts)) is release
+    assert (SYSTEM_NOISE in texts) is release

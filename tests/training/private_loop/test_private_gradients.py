@@ -151,6 +151,15 @@ def test_records_enter_batches_with_the_stated_probability(
     assert (abs(variance / wanted - 1) < 5 * math.sqrt(2 / steps)) or not holds
 
 
+def test_the_loader_hands_out_what_the_sampler_drew(tmp_path: Path) -> None:
+    private = private_loop(tmp_path)
+    features = private.data_loader.dataset.tensors[0]
+    for step, (x, y) in enumerate(private.data_loader):
+        assert torch.equal(x, features[private.data_loader.sampler.indices(step)])
+        private.criterion(private.module(x), y).backward()
+    assert private.step == len(private.data_loader) == 5
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_empty_batches_are_steps_like_any_other(tmp_path: Path, workers: int) -> None:
     given = parts(count=20, batch_size=1, num_workers=workers)

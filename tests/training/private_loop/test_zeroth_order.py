@@ -362,6 +362,16 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         loop_of(tmp_path / "mixing", model=mixing)
 
 
+def test_losses_that_are_not_finite_count_as_the_bound(tmp_path: Path) -> None:
+    def broken(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets) / 0.0
+
+    module, _, _, loader = parts()
+    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
+    private = private_loop(tmp_path / "loop", (module, optimizer, broken, loader), max_grad_norm=CLIP)
+    assert bool(torch.isfinite(run(private, 3)).all())
+
+
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_pass_leaves_nothing_in_the_module(tmp_path: Path, rank: int | None) -> None:
     class Keeping(nn.Linear):

@@ -152,6 +152,17 @@ def test_every_contribution_lies_in_the_clip_and_two_labels_within_its_double(
     assert widest > 1.999 * CLIP  # two opposite signals attain it
 
 
+def test_hidden_layers_follow_the_weights_of_the_moment() -> None:
+    """The geometry of the second call is that of the second call's public features."""
+    network, shield = new_network(), protection()
+    deltas, inputs = signals(1, 1, scale=100.0)
+    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
+    later = [public_inputs()[0], 0.1 * public_inputs()[1], 3.0 * public_inputs()[2]]
+    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=later)
+    assert np.linalg.norm(whitened(network, geometry(later))) == pytest.approx(CLIP, rel=1e-4)
+    assert np.linalg.norm(whitened(network, geometry(public_inputs()))) != pytest.approx(CLIP, rel=0.01)
+
+
 def test_a_kept_geometry_clips_and_colours_until_it_is_due_again() -> None:
     """Rows that are shown between two computations change nothing; the clip holds in the geometry of the first ones."""
     network, (deltas, inputs) = new_network(), signals(1, 1, 1e4)

@@ -183,3 +183,21 @@ def test_the_command(
     printed = " ".join(capsys.readouterr().out.split())
     assert "the best of a Poisson number" in printed
     assert "best: trainer.clip=" in printed or "no trial was drawn" in printed
+
+
+@pytest.mark.slow
+def test_scores_are_noised_for_the_held_out_records(tmp_path: Path) -> None:
+    """The noise has standard deviation 1 / (n mu): it is what the score differs from the accuracy by."""
+    Search(config(), CHOICES, mean=12.0, folder=tmp_path).run()
+    (mechanism,) = read_ledger(tmp_path).mechanisms
+    mu = mechanism.mu
+    scores = json.loads((tmp_path / "tuning.json").read_text())["scores"]
+    errors, n = [], 0
+    for number, score in scores.items():
+        run = load_run(tmp_path / f"trial-{number}")
+        n = run.facts["data"]["n_validation"]
+        errors.append((score - (run.summary or {})["validation_accuracy"]) * n * mu)
+    assert len(errors) > 5
+    assert abs(np.mean(errors)) < 5 / math.sqrt(len(errors))
+    assert abs(np.mean(np.square(errors)) - 1) < 5 * math.sqrt(2 / len(errors))
+    assert all(error != 0 for error in errors)

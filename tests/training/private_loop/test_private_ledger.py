@@ -364,3 +364,13 @@ def test_a_forged_record_is_refused_or_not_counted(tmp_path: Path) -> None:
 def test_no_statement_before_the_first_step(tmp_path: Path) -> None:
     with private_loop(tmp_path) as private, pytest.raises(NoGuarantee, match="no step was paid for yet"):
         private.statement()
+
+
+def test_noise_and_batches_of_a_release_come_from_the_system(tmp_path: Path) -> None:
+    found = []
+    for name in "ab":
+        with private_loop(tmp_path / name, mode="release", seed=None) as private:
+            torch.manual_seed(0)
+            run_epoch(private)
+            found.append(final(private))
+    assert not torch.equal(*found)

@@ -19,6 +19,7 @@ from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
+from opusim.training.feedback.projection import _CALIBRATION_STEP
 from opusim.training.protections import base, noisy_labels
 from opusim.training.protections.noisy_labels import (
     LabelReadoutProtection,
@@ -400,3 +401,14 @@ def test_what_is_paid_upfront_is_calibrated_once_and_before_the_run(
     base._calibrated.cache_clear()
     training.train(config, data=data(), folder=tmp_path / "run")
     assert asked == [False]
+
+
+def test_label_and_calibration_steps_are_no_training_steps() -> None:
+    assert noisy_labels.LABEL_STEP != _CALIBRATION_STEP
+    assert min(noisy_labels.LABEL_STEP, _CALIBRATION_STEP) > 2**63
+    device = device_of(0.5)
+    noises = []
+    for step in (*range(40), _CALIBRATION_STEP, noisy_labels.LABEL_STEP):
+        device.seek(step)
+        noises.append(tuple(device.draw((1, 40)).flatten().tolist()))
+    assert len(set(noises)) == 42

@@ -86,10 +86,7 @@ def explain_theorem(theorem: Theorem) -> str:
         f"{theorem.name}: {theorem.title}",
         f"Theorem. {theorem.statement}",
         f"Proof. {theorem.proof}",
-        *_listed(
-            CHECKED_HEADING,
-            theorem.checked_by_code,
-        ),
+        *_listed(CHECKED_HEADING, theorem.checked_by_code),
         *_listed("Hypotheses taken on trust:", theorem.trusted),
         f"Reference: {theorem.reference}." if theorem.reference else "",
         f"Computed by: {theorem.code}.",

@@ -126,8 +126,8 @@ def _key(value: Any, name: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{name}: an ID is a {type(value).__name__}; give a whole number or a text for each record, or None for a "
-            "record without a user (a pandas column of floats: .astype('Int64'))"
+            f"{name}: an ID has the type {type(value).__name__}; IDs must be int, str, or None for a record without a "
+            "user (convert a pandas column of floats by .astype('Int64'))"
         )
     return str(value)
 

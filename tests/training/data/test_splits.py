@@ -179,8 +179,8 @@ def test_a_part_may_be_empty_but_not_the_training_records() -> None:
         ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
         ("id", None, ValueError, "split = 'id' without ids"),
         ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID per record"),
-        ("id", [1.0, 2, 3], TypeError, "ids: an ID is a float; give a whole number or a text"),
-        ("id", [1, True, 3], TypeError, "ids: an ID is a bool"),
+        ("id", [1.0, 2, 3], TypeError, "ids: an ID has the type float; IDs must be int, str"),
+        ("id", [1, True, 3], TypeError, "ids: an ID has the type bool"),
         ("label", None, ValueError, "split = 'label'"),
     ],
 )

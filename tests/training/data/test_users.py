@@ -40,7 +40,7 @@ def test_a_record_without_an_id_is_a_user_of_its_own() -> None:
 
 @pytest.mark.parametrize("value", [True, ("a", "b"), b"a", object(), 7.0, math.nan, np.float64("nan")])
 def test_an_id_that_is_neither_a_whole_number_nor_a_text_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="give a whole number or a text for each record"):
+    with pytest.raises(TypeError, match="IDs must be int, str, or None"):
         users(["a", value])
 
 
@@ -49,7 +49,7 @@ def test_whole_numbers_next_to_an_empty_cell_of_a_table_are_ids() -> None:
     assert frame["who"].dtype == float
     assert table_of(frame, ("label",), "the table", user="who").ids == ["7", None, "7"]
     frame["who"] = [7.5, None, 7.0]
-    with pytest.raises(TypeError, match="data.user = 'who': an ID is a float"):
+    with pytest.raises(TypeError, match="data.user = 'who': an ID has the type float"):
         table_of(frame, ("label",), "the table", user="who")
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed.module_steps [transformer_step] [module_record_step]     (both by default)
 
-One thread, processor time, medians of interleaved turns. Memory is that of three steps in a process of its own.
+One thread, processor time, medians of interleaved turns. Memory is that of three steps, the median of three
+processes.
 
 - `transformer_step`: the built-in `transformer-lm` (four post-norm blocks, width 128, 16 sequences of 128 tokens),
   Adam; the error is taken before the vocabulary layer, each token's error is projected, three blocks receive feedback.

@@ -40,12 +40,9 @@ NOT_SEEN = (
 )
 """What is drawn once only, and a fault that takes more scores than two searches have."""
 OF_ALL = (
-    "noise_missing_on_release",
-    "noise_halved_on_release",
-    "noise_too_small",
-    "noise_same_in_every_run",
+    "noise_missing_on_release", "noise_halved_on_release", "noise_too_small", "noise_same_in_every_run",
     "noise_reused_on_release",
-)
+)  # fmt: skip
 
 
 def fresh_runs(name: str, folder: Path, runs: int = 2) -> np.ndarray:
@@ -238,13 +235,9 @@ def _with_accuracy(function: Callable[..., Any]) -> Callable[..., Any]:
             r"steps\.zo",
             marks=pytest.mark.slow,
         ),
-        (
-            "label-release",
-            ("opusim.training.engine.loop:Engine._end_epoch", _with_accuracy),
-            r"metrics\.jsonl",
-        ),
+        ("label-release", ("opusim.training.engine.loop:Engine._end_epoch", _with_accuracy), r"metrics\.jsonl"),
     ],
-)
+)  # fmt: skip
 def test_a_folder_depends_on_the_data_by_its_releases_only(
     name: str, plant: tuple[str, Any] | None, changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,15 +26,11 @@ from opusim.training.sweeps import tuning as searching
 from opusim.training.sweeps.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "seed": 4,
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "trainer": {"kind": "convex", "hyperplanes": 8},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "epochs": 1, "threads": 1, "seed": 4, "data": {"name": "digits", "validation_fraction": 0.2},
+    "trainer": {"kind": "convex", "hyperplanes": 8}, "optimizer": {"lr": 1.5, "momentum": 0.0},
     "sampler": {"scheme": "disjoint-cyclic", "batch_size": 100},
     "protection": {"kind": "last-iterate", "epsilon": 6.0},
-}
+}  # fmt: skip
 CHOICES = {"trainer.clip": ["0.3", "0.6"], "optimizer.schedule": ["constant", "linear"]}
 
 

@@ -26,15 +26,11 @@ from opusim.training.sweeps.tuning import Draw, Search
 from tests.support.command import opusim
 
 CONFIG: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "mode": "release",
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "trainer": {"kind": "convex", "hyperplanes": 4},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "epochs": 1, "threads": 1, "mode": "release", "data": {"name": "digits", "validation_fraction": 0.2},
+    "trainer": {"kind": "convex", "hyperplanes": 4}, "optimizer": {"lr": 1.5, "momentum": 0.0},
     "sampler": {"scheme": "disjoint-cyclic", "batch_size": 400},
     "protection": {"kind": "last-iterate", "epsilon": 8.0},
-}
+}  # fmt: skip
 CHOICES = {"trainer.clip": ["0.3", "0.6"]}
 TRIALS = (("trainer.clip=0.3",), ("trainer.clip=0.6",))
 

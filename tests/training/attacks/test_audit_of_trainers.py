@@ -31,11 +31,8 @@ from opusim.training.zeroth_order.trainer import ScalarRelease
 
 N, FEATURES, TRIALS = 300, 20, 120
 COMMON: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "data": {"n_classes": 3},
-    "sampler": {"scheme": "poisson", "batch_size": 12},
-}
+    "epochs": 1, "threads": 1, "data": {"n_classes": 3}, "sampler": {"scheme": "poisson", "batch_size": 12},
+}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "zo": {"trainer": {"kind": "zo"}, "model": {"hidden": [24]}, "optimizer": {"lr": 0.02, "momentum": 0.0}},
     "zo, laplace": {

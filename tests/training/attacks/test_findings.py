@@ -132,16 +132,11 @@ def test_results_of_the_older_schemas_are_read() -> None:
     content = found.to_json()
     (one,) = content["findings"]
     old = {
-        **{
-            "schema_version": 1,
-            "guarantees": content["guarantees"],
-            "accounted": "a mechanism",
-            "canaries": 60,
-        },
+        **{"schema_version": 1, "guarantees": content["guarantees"], "accounted": "a mechanism", "canaries": 60},
         **{"crafted": "gradients", "steps": 3, "seed": 1, "cpu_s": 1.0, "trainings": 1, "looks": 1},
         "readings": [{"adversary": "all updates", "result": one["result"], "curve": one["curve"]}],
         **{"null": [], "broken": []},
-    }
+    }  # fmt: skip
     assert Audit.from_json(old) == found
     assert Audit.from_json({**old, "trainings": 60}).played is Played.FINAL_MODELS
     with pytest.raises(ValueError, match="not an audit"):

@@ -183,13 +183,7 @@ def slow_but(fast: Sequence[str], names: Sequence[str]) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(
-        ["response", "stages", "device", "released model"],
-        list(GAMES),
-    ),
-)
+@pytest.mark.parametrize("name", slow_but(["response", "stages", "device", "released model"], list(GAMES)))
 def test_a_game_comes_near_the_proven_epsilon_and_never_above_it(name: str) -> None:
     make, trials, least = GAMES[name]
     game = make()
@@ -205,16 +199,12 @@ def test_a_game_comes_near_the_proven_epsilon_and_never_above_it(name: str) -> N
     "name",
     slow_but(
         [
-            "responses kept too often",
-            "priors of own labels",
-            "halved noise on readings",
-            "more light on the argmax",
-            "leverage ignored in a released model",
-            "no noise of the default at the end",
+            "responses kept too often", "priors of own labels", "halved noise on readings", "more light on the argmax",
+            "leverage ignored in a released model", "no noise of the default at the end",
         ],
         list(FAULTS),
     ),
-)
+)  # fmt: skip
 def test_a_planted_fault_refutes_the_proven_epsilon(name: str) -> None:
     game, plant = FAULTS[name]
     make, trials, _ = GAMES[game]
@@ -390,15 +380,10 @@ def test_a_curve_holds_its_low_rates() -> None:
 
 N, FEATURES, RUN_DELTA = 60, 8, 1e-5
 RUN: dict[str, Any] = {
-    "epochs": 6,
-    "threads": 1,
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": N},
-    "model": {"hidden": [8]},
-    "trainer": {"kind": "bp"},
-    "optimizer": {"lr": 0.01, "momentum": 0.0},
-    "protection": {"kind": "record", "epsilon": 10.0},
-}
+    "epochs": 6, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": N}, "model": {"hidden": [8]}, "trainer": {"kind": "bp"},
+    "optimizer": {"lr": 0.01, "momentum": 0.0}, "protection": {"kind": "record", "epsilon": 10.0},
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -508,10 +493,7 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
         )
     assert first.looks == 1
     assert first.confidence == pytest.approx(0.95)
-    with pytest.warns(
-        UserWarning,
-        match=r"outcome of 20 trainings was read before, at delta 1e-05",
-    ):
+    with pytest.warns(UserWarning, match=r"outcome of 20 trainings was read before, at delta 1e-05"):
         extended = audit_final_model(run, **options, trainings=24)
     assert extended.looks == 2
     assert extended.confidence == pytest.approx(0.9)

@@ -99,23 +99,13 @@ STEPS = {"a group norm's bias without noise": 40}
 """Steps of a planted fault that shows after fewer than 60."""
 FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {
     "a layer that is not clipped": ("bp", "convolution", lambda: replaced(FACTORS, _first_layer_unclipped)),
-    "an embedding that is not clipped": (
-        "pdfa",
-        "attention",
-        lambda: replaced(FACTORS, _first_layer_unclipped),
-    ),
-    "a group norm's bias without noise": (
-        "pdfa",
-        "convolution",
-        lambda: changed_noise(_without_one),
-    ),
+    "an embedding that is not clipped": ("pdfa", "attention", lambda: replaced(FACTORS, _first_layer_unclipped)),
+    "a group norm's bias without noise": ("pdfa", "convolution", lambda: changed_noise(_without_one)),
     "division by the realised batch": ("bp", "attention", lambda: replaced(WRITER, _by_realised_batch)),
     "noise too small by a tenth": (
-        "dfa",
-        "convolution",
-        lambda: credited_noise(lambda mode, stream: _Smaller(stream)),
+        "dfa", "convolution", lambda: credited_noise(lambda mode, stream: _Smaller(stream)),
     ),
-}
+}  # fmt: skip
 
 
 IN_CI = "a layer that is not clipped"
@@ -165,15 +155,12 @@ def trained(folder: Path, name: str, **changes: Any) -> tuple[Any, nn.Module]:
     if name == "a layer that mixes records":
         x, y = x + 1.0, 0 * y  # all contributions point the same way, and turn together
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": "bp"},
+        "epochs": 1, "threads": 1, "trainer": {"kind": "bp"},
         "data": {"n_classes": 3, **({"inputs": "tokens", "vocabulary": 9} if tokens else {})},
         "sampler": {"batch_size": 40 if name == "a layer that mixes records" else 12},
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0},
-        "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
-        **changes,
-    }
+        "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3}, **changes,
+    }  # fmt: skip
     model = model_of(name)
     training.train(config, data=(x, y), model=model, folder=folder)
     return (x, y), model
@@ -281,15 +268,11 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
     x, y = np.random.default_rng(1).normal(size=(60, 8)).astype(np.float32), np.arange(60) % 3
     np.savez("records.npz", x=x, y=y)
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": "bp"},
-        "data": {"n_classes": 3},
-        "sampler": {"batch_size": 20},
+        "epochs": 1, "threads": 1, "trainer": {"kind": "bp"}, "data": {"n_classes": 3}, "sampler": {"batch_size": 20},
         "optimizer": {"name": "sgd", "lr": 0.1},
         "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
         **json.loads(json.dumps(named).replace("NAME", name)),
-    }
+    }  # fmt: skip
     training.train(config, data=(x, y), folder="run")
     command = ["opusim", "audit", "run", "--data", "npz:records.npz", *options]
     for trusted in (False, True):

@@ -34,14 +34,11 @@ from tests.support.faults import NAMED, Fault
 
 N, FEATURES, CANARIES = 300, 32, 2000
 RUN: dict[str, Any] = {
-    "epochs": 20,
-    "threads": 1,
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 30},
-    "model": {"hidden": [64, 64]},
+    "epochs": 20, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 30}, "model": {"hidden": [64, 64]},
     "optimizer": {"lr": 0.05, "weight_decay": 0.001, "schedule": "cosine"},
     "protection": {"kind": "record", "epsilon": 4.0},
-}
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -204,13 +201,7 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
     """Activations of slope 1 and tau_h_min = tau_h_max make the paper's formula finite: 0.04 or less."""
     folder = trained(
         tmp_path / "run",
-        trainer={
-            "kind": "pdfa",
-            "order": "published",
-            "tau_b": 1.0,
-            "tau_h_max": 1.0,
-            "tau_h_min": 1.0,
-        },
+        trainer={"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0, "tau_h_min": 1.0},
         model={"hidden": [64], "activation": "identity"},
         device={"name": "gaussian", "noise": {"sigma": 1e4}},
         optimizer={"lr": 1e-4},
@@ -277,12 +268,9 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
             "writer of private gradients",
             marks=pytest.mark.slow,
         ),
-        (
-            {"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}},
-            "labels",
-        ),
+        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}}, "labels"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_audited_is_refused_with_the_reason(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:

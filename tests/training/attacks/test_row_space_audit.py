@@ -21,13 +21,9 @@ from opusim.training.runs.folder import RunFolder
 
 N, FEATURES = 300, 40
 RUN = {
-    "epochs": 1,
-    "threads": 1,
-    "model": {"hidden": [24]},
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 12},
+    "epochs": 1, "threads": 1, "model": {"hidden": [24]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 12},
     "device": {"name": "gaussian", "noise": {"sigma": 10.0}},
-}
+}  # fmt: skip
 PROTECTED = {
     "sampler": {"scheme": "poisson", "batch_size": 12},
     "protection": {"kind": "record", "noise_multiplier": 4.0},

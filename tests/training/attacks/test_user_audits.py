@@ -193,15 +193,10 @@ def trained(folder: Path, noise: float, **changes: Any) -> dict[str, Any]:
     protection = {"kind": "record", "unit": "user", "records_per_user": EACH, "noise_multiplier": noise}
     protection |= {"clip_norm": 0.2, **changes}
     config = {
-        "trainer": {"kind": "bp"},
-        "epochs": STEPS,
-        "seed": 4,
-        "threads": 1,
-        "protection": protection,
-        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0},
-        "sampler": {"batch_size": USERS},
+        "trainer": {"kind": "bp"}, "epochs": STEPS, "seed": 4, "threads": 1, "protection": protection,
+        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0}, "sampler": {"batch_size": USERS},
         "data": {"n_classes": 3},
-    }
+    }  # fmt: skip
     opusim.train(config, data=run_data(), model=wide(), folder=folder, progress=False)
     return {"data": run_data(), "model": wide(), "seed": 1, "progress": False}
 

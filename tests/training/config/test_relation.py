@@ -35,14 +35,11 @@ from opusim.training.sweeps.execution import run_point
 from opusim.training.zeroth_order.step_log import read_header
 
 ADDED = {
-    "epochs": 2,
-    "threads": 1,
-    "mode": "release",
-    "model": {"hidden": [6]},
+    "epochs": 2, "threads": 1, "mode": "release", "model": {"hidden": [6]},
     "data": {"n_classes": 3, "validation_fraction": 0.2},
     "sampler": {"scheme": "poisson", "sampling_probability": 0.25},
     "protection": {"kind": "record", "epsilon": 3.0, "relation": "add_or_remove_one", "divisor": 12.0},
-}
+}  # fmt: skip
 """A run whose number of records is private."""
 NULL = merged(
     {key: value for key, value in ADDED.items() if key not in ("sampler", "protection")},

@@ -35,14 +35,10 @@ from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.run_folders import newest, require_resumed_alike
 
 CONFIG: dict[str, Any] = {
-    "epochs": 3,
-    "threads": 1,
-    "data": {"n_classes": 3, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
-    "trainer": {"kind": "convex", "hyperplanes": 6},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
-    "sampler": {"scheme": "disjoint-cyclic", "batch_size": 10},
-    "protection": {"kind": "last-iterate", "epsilon": 3.0},
-}
+    "epochs": 3, "threads": 1, "data": {"n_classes": 3, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
+    "trainer": {"kind": "convex", "hyperplanes": 6}, "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "sampler": {"scheme": "disjoint-cyclic", "batch_size": 10}, "protection": {"kind": "last-iterate", "epsilon": 3.0},
+}  # fmt: skip
 DEVICE = {"device": {"name": "gaussian", "noise": {"sigma": 0.5}}}
 
 
@@ -185,18 +181,13 @@ def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) 
     for source, found in accuracies.items():
         for seed in range(5):
             config = {
-                **CONFIG,
-                "seed": seed,
-                "epochs": 10,
-                "data": {"name": "digits"},
+                **CONFIG, "seed": seed, "epochs": 10, "data": {"name": "digits"},
                 "trainer": {"kind": "convex", "hyperplanes": 64, "gates": source},
                 "sampler": {"scheme": "disjoint-cyclic", "batch_size": 50},
                 "protection": {
-                    "kind": "last-iterate",
-                    "epsilon": 8.0,
-                    "noise": "device" if source == "device" else "digital",
+                    "kind": "last-iterate", "epsilon": 8.0, "noise": "device" if source == "device" else "digital",
                 },
-            }
+            }  # fmt: skip
             if source == "device":  # the packaged medium is one matrix: each seed takes another device
                 config["device"] = {"name": "gaussian", "medium": {"seed": 1000 + seed}}
             run = training.train(config, folder=tmp_path / f"{source}-{seed}")
@@ -274,16 +265,12 @@ def run(folder: Path, device: Path) -> Any:
     if folder.exists():
         return training.train(data=(x, y), folder=folder, resume=True)
     config = {
-        "epochs": 6,
-        "threads": 1,
-        "data": {"n_classes": K, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
+        "epochs": 6, "threads": 1, "data": {"n_classes": K, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
         "trainer": {"kind": "convex", "hyperplanes": P, "regularisation": 0.05},
-        "optimizer": {"lr": 1.5, "momentum": 0.0},
-        "sampler": {"scheme": "disjoint-cyclic", "batch_size": B},
+        "optimizer": {"lr": 1.5, "momentum": 0.0}, "sampler": {"scheme": "disjoint-cyclic", "batch_size": B},
         "protection": {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"},
-        "device": {"name": str(device), "noise": {"sigma": 0.5}},
-        "checkpoint": {"every_steps": AT_STEP, "keep": 100},
-    }
+        "device": {"name": str(device), "noise": {"sigma": 0.5}}, "checkpoint": {"every_steps": AT_STEP, "keep": 100},
+    }  # fmt: skip
     return training.train(config, data=(x, y), folder=folder)
 
 

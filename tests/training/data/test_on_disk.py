@@ -52,12 +52,8 @@ def test_they_give_the_data_set_of_the_same_records_in_memory(
     x = np.abs(x).astype(kind)
     constants = Standardisation(mean=tuple(np.linspace(0, 1, 12).tolist()), std=2.0, source="the test")
     settings: dict[str, Any] = {
-        "n_classes": 3,
-        "validation_fraction": 0.2,
-        "split_seed": 1,
-        "split": split,
-        "standardise": constants,
-    }
+        "n_classes": 3, "validation_fraction": 0.2, "split_seed": 1, "split": split, "standardise": constants,
+    }  # fmt: skip
     memory = from_arrays(x, y, test=(x[:50], y[:50]), **settings)
     for form in (lambda values: values, lambda values: np.asarray(values), lambda values: values[:]):
         found = from_arrays(

@@ -35,26 +35,15 @@ def _answers(address: str, checksum: str) -> dict[str, bytes]:
     columns = [("pixel1", "numeric", "false"), ("pixel2", "numeric", "false"), ("class", "nominal", "true")]
     features = [
         {
-            "index": str(i),
-            "name": name,
-            "data_type": kind,
-            "is_target": target,
-            "is_ignore": "false",
-            "is_row_identifier": "false",
-            "number_of_missing_values": "0",
+            "index": str(i), "name": name, "data_type": kind, "is_target": target, "is_ignore": "false",
+            "is_row_identifier": "false", "number_of_missing_values": "0",
         }
         for i, (name, kind, target) in enumerate(columns)
-    ]
+    ]  # fmt: skip
     description = {
-        "id": "7",
-        "name": "tiny",
-        "version": "1",
-        "status": "active",
-        "format": "ARFF",
-        "description": "three records",
-        "url": f"{address}/tiny.arff",
-        "md5_checksum": checksum,
-    }
+        "id": "7", "name": "tiny", "version": "1", "status": "active", "format": "ARFF",
+        "description": "three records", "url": f"{address}/tiny.arff", "md5_checksum": checksum,
+    }  # fmt: skip
     qualities = [{"name": "NumberOfInstances", "value": "3"}]
     return {
         "/data/7": json.dumps({"data_set_description": description}).encode(),

@@ -27,12 +27,9 @@ from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 from tests.support.private_loops import private_loop
 
 CONFIG: dict[str, Any] = {
-    "trainer": {"kind": "bp"},
-    "model": {"hidden": []},
-    "data": {"features": "optical:ideal", "n_features": 300},
-    "optimizer": {"name": "adam", "lr": 0.01},
-    "epochs": 6,
-}
+    "trainer": {"kind": "bp"}, "model": {"hidden": []}, "data": {"features": "optical:ideal", "n_features": 300},
+    "optimizer": {"name": "adam", "lr": 0.01}, "epochs": 6,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -146,11 +143,8 @@ def test_no_record_changes_the_features_of_its_neighbours(device: str) -> None:
 
     def features(relation: str, rows: np.ndarray) -> torch.Tensor:
         facts = {
-            "n_classes": 2,
-            "features": f"optical:{device}",
-            "n_features": 16,
-            "validation_fraction": 0.0,
-        }
+            "n_classes": 2, "features": f"optical:{device}", "n_features": 16, "validation_fraction": 0.0,
+        }  # fmt: skip
         protection = {"kind": "record", "epsilon": 3.0, "relation": relation, "divisor": 20.0}
         stated = {"data": facts, "sampler": {"sampling_probability": 0.1}, "protection": protection}
         config = load_config({"trainer": {"kind": "bp"}, **stated})

@@ -109,11 +109,8 @@ def test_labels_have_no_say() -> None:
     x = np.random.default_rng(1).normal(size=(200, 3))
     y = np.random.default_rng(2).integers(0, 2, size=200)
     options: dict[str, Any] = {
-        "n_classes": 2,
-        "validation_fraction": 0.3,
-        "split_seed": 1,
-        "split": "content",
-    }
+        "n_classes": 2, "validation_fraction": 0.3, "split_seed": 1, "split": "content",
+    }  # fmt: skip
     one, other = from_arrays(x, y, **options), from_arrays(x, 1 - y, **options)
     assert torch.equal(one.train.x, other.train.x)
     assert torch.equal(one.train.y, 1 - other.train.y)

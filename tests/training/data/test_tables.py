@@ -37,13 +37,8 @@ pil = pytest.importorskip("PIL.Image")
 RNG = np.random.default_rng(0)
 SPECIES = np.array(["setosa", "virginica", "versicolor"])[np.arange(40) % 3]
 FRAME = pandas.DataFrame(
-    {
-        "length": RNG.normal(size=40),
-        "species": SPECIES,
-        "count": np.arange(40),
-        "wild": np.arange(40) % 2 == 0,
-    }
-)
+    {"length": RNG.normal(size=40), "species": SPECIES, "count": np.arange(40), "wild": np.arange(40) % 2 == 0}
+)  # fmt: skip
 CONFIG = {"trainer": {"kind": "bp"}, "model": {"hidden": [8]}, "epochs": 1, "sampler": {"batch_size": 5}}
 
 
@@ -139,15 +134,11 @@ class TestFrames:
             (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
             (FRAME.assign(day=pandas.Timestamp(0)), None, "species", "column 'day' of data holds datetime64"),
             (
-                FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)),
-                None,
-                "species",
+                FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)), None, "species",
                 "column 'length' of data lacks 1 of 40 values, the first in row 7 counted from 0",
             ),
             (
-                FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)),
-                None,
-                "species",
+                FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)), None, "species",
                 "column 'species' of data lacks 2 of 40 values",
             ),
             (FRAME, None, "length", "column 'species' of data holds 'setosa' in row 0"),
@@ -159,7 +150,7 @@ class TestFrames:
             (FRAME[["species"]], None, "species", "has no column besides the labels"),
             (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
         ],
-    )
+    )  # fmt: skip
     def test_what_does_not_fit_is_named_by_column(
         self, frame: Any, test: Any, label: Any, message: str
     ) -> None:

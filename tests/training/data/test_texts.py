@@ -27,20 +27,13 @@ from opusim.training.runs.run import evaluate_run
 TEXT = "".join(f"{n} kettles, naïve ones. \n" for n in range(60))
 BYTES = len(TEXT.encode())
 TOKENIZER = {
-    "version": "1.0",
-    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
+    "version": "1.0", "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None, "decoder": None,
     "model": {
-        "type": "WordLevel",
-        "vocab": {"?": 0, "kettles": 1, ",": 2, "naïve": 3, "ones": 4, ".": 9},
-        "unk_token": "?",
+        "type": "WordLevel", "vocab": {"?": 0, "kettles": 1, ",": 2, "naïve": 3, "ones": 4, ".": 9}, "unk_token": "?",
     },
-}
+}  # fmt: skip
 """Six words, one with a number that leaves a gap, and a truncation to four tokens, which has to be ignored."""
 
 
@@ -74,11 +67,8 @@ class TestBytes:
         assert torch.equal(data.train.x[:, 1:], data.train.y[:, :-1])
         assert abs(data.origin["bytes"]["validation"] - 0.25 * len(content)) < 4
         assert (data.n_classes, data.vocabulary, data.record_shape, data.target) == (
-            256,
-            256,
-            (15,),
-            "tokens",
-        )
+            256, 256, (15,), "tokens",
+        )  # fmt: skip
         assert (data.split, data.test, data.name) == ("tail", None, f"text:{text}")
 
     def test_a_leak_of_neighbouring_windows_would_be_seen(self, text: Path) -> None:
@@ -182,13 +172,8 @@ def test_a_guarantee_covers_a_text_whose_windows_do_not_move(text: Path, relatio
     private = {"kind": "record", "noise_multiplier": 1.0, "relation": relation, "divisor": 8.0}
     sampler = {"scheme": "poisson", "sampling_probability": 0.1}
     config = load_config(
-        {
-            "trainer": {"kind": "bp"},
-            "data": {"name": f"text:{text}"},
-            "protection": private,
-            "sampler": sampler,
-        }
-    )
+        {"trainer": {"kind": "bp"}, "data": {"name": f"text:{text}"}, "protection": private, "sampler": sampler}
+    )  # fmt: skip
     data = load_text(text, context=5)
     if relation == "add_or_remove_one":
         with pytest.raises(NoGuarantee, match="'tail' does not fit .*would move the cut between the"):

@@ -58,12 +58,9 @@ def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name
     path = tmp_path / "certificate.toml"
     certificate(name, 0.09).write(path)
     base = {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": "pdfa"},
-        "model": {"hidden": [OUTPUTS]},
+        "epochs": 1, "threads": 1, "trainer": {"kind": "pdfa"}, "model": {"hidden": [OUTPUTS]},
         "protection": {"kind": "label-readout", "epsilon": 3.0, "noise": "device", "top_up": False},
-    }
+    }  # fmt: skip
     chosen = {"name": name, "certificate": str(path)}
     with pytest.raises(ConfigError, match=rf"has 0\.09, [\d.]+ times too .*{way}") as error:
         train({**base, "device": chosen}, folder=tmp_path / "run")

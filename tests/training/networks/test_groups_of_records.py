@@ -15,13 +15,8 @@ pytestmark = [
 
 GROUPS, EACH = 4, 3
 FAST = (
-    "linear",
-    "convolution in 2d",
-    "bare parameters",
-    "tied decoder",
-    "residual network",
-    "lstm, time first",
-)
+    "linear", "convolution in 2d", "bare parameters", "tied decoder", "residual network", "lstm, time first",
+)  # fmt: skip
 """Cases with the records in other dimensions, with copies of a parameter for each record, and with kept statistics."""
 
 

@@ -10,12 +10,7 @@ from opusim.training.networks.clipping import measured, resolved
 from opusim.training.networks.contributions import uses
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
-from opusim.training.networks.network import (
-    ConvolutionJacobian,
-    Jacobian,
-    LinearJacobian,
-    jacobian_of,
-)
+from opusim.training.networks.network import ConvolutionJacobian, Jacobian, LinearJacobian, jacobian_of
 from opusim.training.ulr.estimator import ModuleSequence
 from tests.support.ulr_models import MODELS, new_network, records
 

@@ -181,14 +181,9 @@ def test_the_probe_leaves_no_trace() -> None:
 
 def config(kind: str, protection: dict[str, object]) -> dict[str, object]:
     return {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": kind},
-        "data": {"n_classes": 3},
-        "sampler": {"scheme": "poisson", "batch_size": 16},
-        "optimizer": {"momentum": 0.0},
-        "protection": protection,
-    }
+        "epochs": 1, "threads": 1, "trainer": {"kind": kind}, "data": {"n_classes": 3},
+        "sampler": {"scheme": "poisson", "batch_size": 16}, "optimizer": {"momentum": 0.0}, "protection": protection,
+    }  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

@@ -262,16 +262,10 @@ DATA = np.random.default_rng(1).normal(size=(90, 6)), np.arange(90) % 3
 
 def config(**protection: Any) -> dict[str, Any]:
     return {
-        "trainer": {"kind": "bp"},
-        "epochs": 2,
-        "seed": 4,
-        "threads": 1,
-        "model": {"hidden": [8]},
-        "optimizer": {"name": "sgd", "lr": 0.5},
-        "sampler": {"batch_size": 9},
-        "data": {"n_classes": 3},
+        "trainer": {"kind": "bp"}, "epochs": 2, "seed": 4, "threads": 1, "model": {"hidden": [8]},
+        "optimizer": {"name": "sgd", "lr": 0.5}, "sampler": {"batch_size": 9}, "data": {"n_classes": 3},
         "protection": {"kind": "record", "noise_multiplier": 1.0, "clip_norm": 0.1, **protection},
-    }
+    }  # fmt: skip
 
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, ctrl_c_at: type) -> None:

@@ -506,13 +506,9 @@ def started(folder: Path, about: str = LARGE_DELTA, **options: Any) -> list[str]
     module = nn.Linear(3, 2)
     data = TensorDataset(torch.randn(N, 3), torch.zeros(N, dtype=torch.int64))
     settings: dict[str, Any] = {
-        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
-        "criterion": nn.CrossEntropyLoss(),
-        "data_loader": DataLoader(data, batch_size=10),
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 1.0,
-        "seed": 1,
-    }
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(data, batch_size=10), "noise_multiplier": 1.0, "max_grad_norm": 1.0, "seed": 1,
+    }  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opusim.make_private(module=module, folder=folder, **settings | options).close()

@@ -63,14 +63,10 @@ def private(
 ) -> Any:
     y = torch.zeros(len(x), dtype=torch.int64) if labels is None else labels
     settings: dict[str, Any] = {
-        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
-        "criterion": nn.CrossEntropyLoss(),
-        "data_loader": DataLoader(TensorDataset(x, y), batch_size=10),
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-5,
-        "max_grad_norm": 1.0,
-        "seed": 1,
-    }
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=10), "noise_multiplier": 1.0, "target_delta": 1e-5,
+        "max_grad_norm": 1.0, "seed": 1,
+    }  # fmt: skip
     return opusim.make_private(module=module, folder=folder, **settings | options)
 
 
@@ -456,13 +452,10 @@ def test_training_keeps_nothing(tmp_path: Path, kind: str, mode: str) -> None:
     module, (x, y) = Range(), data()
     start = module.kept()
     config = {
-        **CONFIGURATIONS[kind],
-        "mode": mode,
-        "epochs": 1,
-        "sampler": {"batch_size": RECORDS},
+        **CONFIGURATIONS[kind], "mode": mode, "epochs": 1, "sampler": {"batch_size": RECORDS},
         "data": {"n_classes": 3, "validation_fraction": 0.0, "standardise": False},
         "protection": {"kind": "record", "noise_multiplier": 1.0},
-    }
+    }  # fmt: skip
     arrays = (x.numpy(), y.numpy().astype(np.int64))
     opusim.train(json.loads(json.dumps(config)), data=arrays, model=module, folder=tmp_path / "run")
     assert module.kept() == start

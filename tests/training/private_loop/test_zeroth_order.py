@@ -84,15 +84,11 @@ def like_train(
 
 def run_config(rank: int | None) -> dict[str, Any]:
     return {
-        "seed": 5,
-        "epochs": 2,
-        "loss": "cross-entropy",
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {"scheme": "poisson", "batch_size": 12},
-        "optimizer": {"lr": 0.1, "schedule": "constant"},
+        "seed": 5, "epochs": 2, "loss": "cross-entropy", "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "sampler": {"scheme": "poisson", "batch_size": 12}, "optimizer": {"lr": 0.1, "schedule": "constant"},
         "trainer": {"kind": "zo", "perturbation": PHI, "directions": 4, "clip": "joint", "rank": rank},
         "protection": {"kind": "record", "noise_multiplier": 1.0, "clip_norm": CLIP, "delta": 1e-5},
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [None, 1])

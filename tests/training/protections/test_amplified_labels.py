@@ -232,14 +232,10 @@ def test_a_kept_geometry_needs_the_layers_sizes() -> None:
 def test_a_run_that_stops_at_any_step_goes_on_bit_for_bit(tmp_path: Path, ctrl_c_at: type) -> None:
     """Steps 0, 4 and 8 compute the geometry of hidden layers; the steps after 2, 3, 5 and 6 resume with a kept one."""
     config = {
-        "seed": 7,
-        "epochs": 3,
-        "data": {"n_classes": 3},
-        "model": {"hidden": [6, 5]},
-        "trainer": {"kind": "dfa"},
+        "seed": 7, "epochs": 3, "data": {"n_classes": 3}, "model": {"hidden": [6, 5]}, "trainer": {"kind": "dfa"},
         "sampler": {"scheme": "poisson", "batch_size": 15},
         "protection": {"kind": "label-amplified", "noise_multiplier": 1.0},
-    }
+    }  # fmt: skip
     data = normals(1, 60, 5).numpy(), np.arange(60) % 3
     training.train(config, data=data, folder=tmp_path / "unbroken")
     with pytest.raises(RunInterrupted):

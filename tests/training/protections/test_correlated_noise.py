@@ -37,14 +37,10 @@ COEFFICIENTS = (0.75, 0.5, 0.25)
 STEPS, SIZE = 9, 6
 N = 64
 CONFIG: dict[str, Any] = {
-    "epochs": 3,
-    "threads": 1,
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "model": {"hidden": [5]},
-    "trainer": {"kind": "bp"},
-    "sampler": {"batch_size": 16},
+    "epochs": 3, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0}, "model": {"hidden": [5]},
+    "trainer": {"kind": "bp"}, "sampler": {"batch_size": 16},
     "protection": {"kind": "record", "noise_multiplier": 0.8, "bands": 3},
-}
+}  # fmt: skip
 
 
 def data(n: int = N) -> tuple[np.ndarray, np.ndarray]:

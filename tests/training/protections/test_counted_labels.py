@@ -391,13 +391,9 @@ def test_devices_that_count_no_labels_are_refused(name: str, settings: dict[str,
 # Runs
 
 ONCE: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "model": {"hidden": [24]},
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 16},
+    "epochs": 2, "threads": 1, "model": {"hidden": [24]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 16},
     "device": {"name": "camera_low_light"},
-}
+}  # fmt: skip
 
 
 def config_of(noise: str, **others: Any) -> dict[str, Any]:

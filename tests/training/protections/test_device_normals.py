@@ -109,13 +109,9 @@ def test_a_run_on_a_noiseless_device_is_refused_and_on_a_gaussian_one_rests_on_i
     tmp_path: Path, kind: str
 ) -> None:
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "model": {"hidden": [8]},
-        "data": {"n_classes": 3},
-        "protection": {"kind": kind, "epsilon": 3.0, "noise": "device"},
-        **PROTECTED[kind],
-    }
+        "epochs": 1, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3},
+        "protection": {"kind": kind, "epsilon": 3.0, "noise": "device"}, **PROTECTED[kind],
+    }  # fmt: skip
     data = np.random.default_rng(1).normal(size=(60, 5)), np.arange(60) % 3
     with pytest.raises(ConfigError, match="protection.noise.*use 'digital'|use 'digital'"):
         training.train({**config, "device": {"name": "ideal"}}, data=data, folder=tmp_path / "run")

@@ -205,14 +205,10 @@ def test_nothing_is_drawn_before_it_is_paid_for(
 # Runs
 
 ONCE = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 16},
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 16},
     "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
     "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
-}
+}  # fmt: skip
 
 
 def config_of(kind: str, **protection: Any) -> dict[str, Any]:

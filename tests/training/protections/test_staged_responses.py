@@ -226,13 +226,9 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
     ("stages", "records", "message"),
     [
         (9, data, "protection.stages = 9: leaves less than 10 of the 80 records in a part; take at most 8"),
-        (
-            2,
-            lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3),
-            "set data.components",
-        ),
+        (2, lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3), "set data.components"),
     ],
-)
+)  # fmt: skip
 def test_what_stages_cannot_do_is_refused_by_name(
     stages: int, records: Callable[[], Any], message: str, tmp_path: Path
 ) -> None:

@@ -399,9 +399,7 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
-    tmp_path: Path,
-) -> None:
+def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(tmp_path: Path) -> None:
     given = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
     with private_loop(tmp_path / "loop", parts(batch_size=5), **given) as private:
         run_epoch(private, steps=1)
@@ -416,13 +414,9 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     checked = []
     for content, said, told in (
         (inside, "program", "The program that trained checked them"),
-        (
-            outside,
-            "record",
-            f"on record: make_private of opusim {version('opusim')} noted them in the ledger",
-        ),
+        (outside, "record", f"on record: make_private of opusim {version('opusim')} noted them in the ledger"),
         (older, None, "checked 0;"),
-    ):
+    ):  # fmt: skip
         (work,) = content["works"]
         found = [one for one in work["hypotheses"] if one["holds"]]
         checked.append(len(found))
@@ -523,11 +517,8 @@ def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> N
         ),
         (torch.optim.AdamW(module.parameters(), betas=(0.8, 0.99)), "AdamW(lr=0.001, betas=(0.8, 0.99))"),
         (Own(module.parameters(), lr=0.1, weight_decay=1e-4), "Own(lr=0.1, weight_decay=0.0001)"),
-        (
-            training.ZerothOrder(module, lr=0.1, directions=4, rank=1),
-            "ZerothOrder(lr=0.1, directions=4, rank=1)",
-        ),
-    ):
+        (training.ZerothOrder(module, lr=0.1, directions=4, rank=1), "ZerothOrder(lr=0.1, directions=4, rank=1)"),
+    ):  # fmt: skip
         assert program_of(module, optimizer).optimizer == told
 
 

@@ -20,14 +20,9 @@ from opusim.training.sweeps.sweep import SweepFolder, SweepResult, parse_spec, p
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 SPEC = {
     "title": "t",
-    "config": {
-        **SMALL,
-        "trainer": {"kind": "bp"},
-        "sampler": {"scheme": "poisson"},
-        "protection": {"kind": "record"},
-    },
+    "config": {**SMALL, "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson"}, "protection": {"kind": "record"}},
     "axes": {"protection.epsilon": [0.5, 8.0]},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

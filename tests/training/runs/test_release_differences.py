@@ -55,33 +55,24 @@ COMMON: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "record": {"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 4.0}},
     "record, pdfa": {
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "gaussian"},
-        "protection": {"kind": "record", "epsilon": 4.0},
+        "trainer": {"kind": "pdfa"}, "device": {"name": "gaussian"}, "protection": {"kind": "record", "epsilon": 4.0},
     },
     "record, ulr": {"trainer": {"kind": "ulr"}, "protection": {"kind": "record", "epsilon": 4.0}},
     "record, zo": {"trainer": {"kind": "zo"}, "protection": {"kind": "record", "epsilon": 4.0}},
     "last-iterate": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "model": {},
-        "optimizer": {"lr": 1.0, "momentum": 0.0},
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "model": {}, "optimizer": {"lr": 1.0, "momentum": 0.0},
         "protection": {"kind": "last-iterate", "epsilon": 4.0},
         "sampler": {"scheme": "disjoint-cyclic", "batch_size": 24},
     },
-    "label-amplified": {
-        "trainer": {"kind": "dfa"},
-        "protection": {"kind": "label-amplified", "epsilon": 4.0},
-    },
+    "label-amplified": {"trainer": {"kind": "dfa"}, "protection": {"kind": "label-amplified", "epsilon": 4.0}},
     "label-readout": {
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "gaussian"},
+        "trainer": {"kind": "pdfa"}, "device": {"name": "gaussian"},
         "protection": {"kind": "label-readout", "noise": "device", "epsilon": 4.0},
     },
     "label-randomized-response": {
-        "trainer": {"kind": "dfa"},
-        "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
+        "trainer": {"kind": "dfa"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
     },
-}
+}  # fmt: skip
 
 
 def data(*, changed: str | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -31,23 +31,15 @@ from tests.support.command import opusim
 
 STEPS = 8
 BASE: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 16},
-    "checkpoint": {"every_steps": 2},
-    "trainer": {"kind": "dfa"},
+    "epochs": 2, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 16}, "checkpoint": {"every_steps": 2}, "trainer": {"kind": "dfa"},
     "protection": {"kind": "record", "noise_multiplier": 1.3},
-}
+}  # fmt: skip
 RELEASE = {**BASE, "mode": "release"}
 LABEL = {
-    **BASE,
-    "mode": "release",
-    "trainer": {"kind": "pdfa"},
-    "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
-    "sampler": {"batch_size": 16},
-}
+    **BASE, "mode": "release", "trainer": {"kind": "pdfa"},
+    "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0}, "sampler": {"batch_size": 16},
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -167,13 +159,10 @@ def test_a_line_behind_the_end_of_a_run_is_refused(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory, ctrl_c_at: type) -> dict[bool, Path]:
     """A run with every file that there is, stopped (False) and finished (True)."""
     config = {
-        **BASE,
-        "data": {**BASE["data"], "components": 3},
-        "sampler": {"batch_size": 16},
-        "trainer": {"kind": "pdfa"},
+        **BASE, "data": {**BASE["data"], "components": 3}, "sampler": {"batch_size": 16}, "trainer": {"kind": "pdfa"},
         "device": {"name": "gaussian", "noise": {"sigma": 0.5}, "monitor": {"every_steps": 3}},
         "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
-    }
+    }  # fmt: skip
     root = tmp_path_factory.mktemp("whole")
     with pytest.raises(RunInterrupted):
         train(root / "stopped", config, watcher=ctrl_c_at(5))
@@ -200,10 +189,7 @@ def flip_last_byte(path: Path) -> None:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "device": ("config.json", lambda path: set_key(path, "device", "noise", "sigma", value=0.7)),
-    "standardisation": (
-        "config.json",
-        lambda path: set_key(path, "data", "standardisation", "mean", value=0.7),
-    ),
+    "standardisation": ("config.json", lambda path: set_key(path, "data", "standardisation", "mean", value=0.7)),
     "class count": ("config.json", lambda path: set_key(path, "data", "n_classes", value=2)),
     "white space": ("config.json", lambda path: path.write_text(path.read_text() + " ")),
     "baseline": ("baseline.safetensors", flip_last_byte),
@@ -212,7 +198,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "no baseline": ("baseline.safetensors", Path.unlink),
     "no labels": ("labels.safetensors", Path.unlink),
     "no components": ("components.safetensors", Path.unlink),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -488,11 +474,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_version(
     newest = list_checkpoints(folder / "checkpoints")[-1]
     checkpoint = read_checkpoint(newest)
     facts = {
-        "schema_version": 1,
-        "step": checkpoint.step,
-        "progress": {},
-        "digest": checkpoint.header.tensors,
-    }
+        "schema_version": 1, "step": checkpoint.step, "progress": {}, "digest": checkpoint.header.tensors,
+    }  # fmt: skip
     newest.write_bytes(save(checkpoint.tensors, metadata={"opusim": json.dumps(facts)}))
     for read in (lambda: read_checkpoint(newest), lambda: training.load_run(folder), lambda: train(folder)):
         with pytest.raises(RunFolderError, match="schema_version 1 is not 2; read it with the opusim"):

@@ -28,14 +28,10 @@ from tests.support.command import opusim
 ROOT = Path(__file__).parents[3]
 EPOCHS, STEPS = 2, 8
 BASE: dict[str, Any] = {
-    "epochs": EPOCHS,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"batch_size": 16},
-    "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
+    "epochs": EPOCHS, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"batch_size": 16}, "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
     "checkpoint": {"every_steps": 2},
-}
+}  # fmt: skip
 DIGITAL = {key: value for key, value in BASE.items() if key != "device"}
 POISSON = {"sampler": {"scheme": "poisson", "batch_size": 16}}
 RECORD = {**BASE, **POISSON, "protection": {"kind": "record", "noise_multiplier": 1.3}}
@@ -63,25 +59,19 @@ KINDS = {
     "tdfa": ({**DIGITAL, "trainer": {"kind": "tdfa"}}, ["none"], STEPS),
     "pdfa": (BASE, ["none"], STEPS),
     "published": (
-        {**BASE, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}},
-        ["none", "claimed"],
-        STEPS,
+        {**BASE, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}}, ["none", "claimed"], STEPS,
     ),
     "record": (RECORD, ["proven"], STEPS),
     "record, device": (
-        {**RECORD, "protection": {**RECORD["protection"], "noise": "device"}},
-        ["proven under a device model"],
-        STEPS,
+        {**RECORD, "protection": {**RECORD["protection"], "noise": "device"}}, ["proven under a device model"], STEPS,
     ),
     "amplified": ({**protected("label-amplified"), **POISSON}, ["proven"], STEPS),
     "amplified, device": (
-        {**protected("label-amplified", noise="device"), **POISSON},
-        ["proven under a device model"],
-        STEPS,
+        {**protected("label-amplified", noise="device"), **POISSON}, ["proven under a device model"], STEPS,
     ),
     "once, device": (protected("label-readout", noise="device"), ["proven under a device model"], None),
     "response": (protected("label-randomized-response"), ["proven"], None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])

@@ -28,13 +28,10 @@ from tests.support.ulr_models import new_network, records
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {
-    "epochs": 12,
-    "threads": 1,
-    "model": {"hidden": [32], "activation": "gelu"},
-    "optimizer": {"name": "adam", "lr": 0.005},
-    "sampler": {"batch_size": 100},
+    "epochs": 12, "threads": 1, "model": {"hidden": [32], "activation": "gelu"},
+    "optimizer": {"name": "adam", "lr": 0.005}, "sampler": {"batch_size": 100},
     "trainer": {"kind": "ulr", "sigma": 0.3, "copies": 2},
-}
+}  # fmt: skip
 
 
 def blobs(n: int = 600) -> tuple[np.ndarray, np.ndarray]:
@@ -71,12 +68,9 @@ def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradien
 @pytest.mark.parametrize("clip", ["joint", "module"])
 def test_a_protected_run_learns_and_states_the_sampled_gaussian(tmp_path: Path, clip: str) -> None:
     config = {
-        **CONFIG,
-        "data": {"n_classes": 3},
-        "sampler": {"scheme": "poisson", "batch_size": 100},
-        "trainer": {**CONFIG["trainer"], "clip": clip},
-        "protection": {"kind": "record", "epsilon": 8.0},
-    }
+        **CONFIG, "data": {"n_classes": 3}, "sampler": {"scheme": "poisson", "batch_size": 100},
+        "trainer": {**CONFIG["trainer"], "clip": clip}, "protection": {"kind": "record", "epsilon": 8.0},
+    }  # fmt: skip
     run = training.train(config, data=blobs(), folder=tmp_path / "run")
     (guarantee,) = run.guarantees
     assert guarantee.status == "proven"

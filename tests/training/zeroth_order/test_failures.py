@@ -70,16 +70,13 @@ def config(device: Path | None = None, *, directions: int = 1, settle_every: int
     """30 steps; AT_STEP is none at which a checkpoint is written."""
     protection: dict[str, Any] = {"kind": "record", "noise_multiplier": 2.0}
     return {
-        "epochs": 3,
-        "threads": 1,
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "epochs": 3, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0},
         "sampler": {"scheme": "poisson", "batch_size": 10},
         "trainer": {"kind": "zo", "directions": directions, "settle_every": settle_every},
         "optimizer": {"lr": 0.5, "weight_decay": 0.01},
-        "protection": protection | ({} if device is None else {"noise": "device"}),
-        "checkpoint": {"keep": 100},
+        "protection": protection | ({} if device is None else {"noise": "device"}), "checkpoint": {"keep": 100},
         "device": {} if device is None else {"name": str(device)},
-    }
+    }  # fmt: skip
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:

@@ -44,13 +44,10 @@ CAUSAL, MASKED = Prompt(), Prompt(template="{text} It was {mask}")
 KINDS = {"gpt2": CAUSAL, "opt": CAUSAL, "bert": MASKED}
 TARGETS = {"gpt2": ("c_attn",), "opt": ("q_proj", "v_proj"), "bert": ("query", "value")}
 CONFIG = {
-    "epochs": 2,
-    "threads": 1,
-    "data": {"n_classes": 2, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 6},
-    "trainer": {"kind": "zo"},
+    "epochs": 2, "threads": 1, "data": {"n_classes": 2, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 6}, "trainer": {"kind": "zo"},
     "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=list(KINDS))

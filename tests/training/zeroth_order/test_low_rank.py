@@ -262,16 +262,11 @@ def test_moves_are_exact_in_any_order_of_the_directions() -> None:
 
 
 CONFIG = {
-    "epochs": 2,
-    "threads": 1,
-    "seed": 3,
-    "loss": "cross-entropy",
-    "data": {"n_classes": 3, "validation_fraction": 0.1},
-    "sampler": {"scheme": "poisson", "batch_size": 10},
+    "epochs": 2, "threads": 1, "seed": 3, "loss": "cross-entropy",
+    "data": {"n_classes": 3, "validation_fraction": 0.1}, "sampler": {"scheme": "poisson", "batch_size": 10},
     "trainer": {"kind": "zo", "rank": 1, "directions": 5, "clip": "joint", "settle_every": 4},
-    "optimizer": {"lr": 0.05, "weight_decay": 0.01},
-    "protection": {"kind": "record", "noise_multiplier": 2.0},
-}
+    "optimizer": {"lr": 0.05, "weight_decay": 0.01}, "protection": {"kind": "record", "noise_multiplier": 2.0},
+}  # fmt: skip
 
 
 def records(x: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -535,13 +530,10 @@ def test_language_models_are_evaluated_at_once(
         **({"lora_rank": lora, "lora_targets": [target]} if lora else {}),
     }
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "data": {"validation_fraction": 0.0},
+        "epochs": 1, "threads": 1, "data": {"validation_fraction": 0.0},
         "sampler": {"scheme": "poisson", "batch_size": 6},
-        "trainer": {"kind": "zo", "rank": 1, "directions": 4, "language": language},
-        "protection": protection,
-    }
+        "trainer": {"kind": "zo", "rank": 1, "directions": 4, "language": language}, "protection": protection,
+    }  # fmt: skip
     training.train(config, folder=tmp_path / "run")
     assert LogContent.read(tmp_path / "run" / LOG_FILE).header.at_once
     assert replay(tmp_path / "run").arrived

@@ -44,16 +44,10 @@ from opusim.training.zeroth_order.trainer import (
 from tests.support.zeroth_order import require_mean_move
 
 BASE = {
-    "epochs": 2,
-    "threads": 1,
-    "seed": 3,
-    "loss": "cross-entropy",
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.1},
-    "sampler": {"scheme": "poisson", "batch_size": 10},
-    "trainer": {"kind": "zo"},
-    "optimizer": {"lr": 0.05, "weight_decay": 0.01},
-}
+    "epochs": 2, "threads": 1, "seed": 3, "loss": "cross-entropy", "model": {"hidden": [8]},
+    "data": {"n_classes": 3, "validation_fraction": 0.1}, "sampler": {"scheme": "poisson", "batch_size": 10},
+    "trainer": {"kind": "zo"}, "optimizer": {"lr": 0.05, "weight_decay": 0.01},
+}  # fmt: skip
 PROTECTED = {**BASE, "protection": {"kind": "record", "noise_multiplier": 2.0}}
 RELEASED = {**{key: value for key, value in PROTECTED.items() if key != "seed"}, "mode": "release"}
 

@@ -165,9 +165,7 @@ def test_bad_choices_are_named(line: str) -> None:
         parse_choices([line])
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "tune convex --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
     )

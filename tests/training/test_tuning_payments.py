@@ -88,9 +88,7 @@ def test_the_payment_precedes_the_draw(tmp_path: Path, monkeypatch: pytest.Monke
     assert paid == [["search"]]
 
 
-def test_a_search_whose_draw_is_gone_is_paid_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_whose_draw_is_gone_is_paid_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         stop_in_trial(patch, 1)
         with pytest.raises(KeyboardInterrupt):
@@ -119,9 +117,7 @@ def test_what_an_earlier_search_left_is_not_searched_over(tmp_path: Path, left: 
     assert epsilon(tmp_path) == before
 
 
-def test_a_stopped_release_search_resumes_on_its_payment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_release_search_keeps_its_payment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         stop_in_trial(patch, 2)
         with pytest.raises(KeyboardInterrupt):

@@ -152,7 +152,7 @@ def test_a_killed_release_search_pays_once_and_no_trial_exceeds_its_share(
 
 
 @pytest.mark.usefixtures("two_trials")
-def test_planted_fault_a_trial_with_less_noise_is_refused(
+def test_planted_fault_less_noise_in_a_trial_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def careless(config: RunConfig, **options: Any) -> Any:

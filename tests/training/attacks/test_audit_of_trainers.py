@@ -231,9 +231,7 @@ WEAKER: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_twentieth_of_the_noise_is_found(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_twentieth_of_noise_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the trainer adds too little, and its theorem is refuted."""
     run = protected(tmp_path, name)
     WEAKER[name](monkeypatch)

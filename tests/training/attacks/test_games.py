@@ -258,7 +258,7 @@ def test_batches_are_the_samplers() -> None:
 @pytest.mark.parametrize(
     ("plant", "refuted"), [(less_noise(1.0), False), (no_final_noise, True), (no_noise_at_all, True)]
 )
-def test_the_noise_that_was_drawn_bounds_a_small_epsilon(
+def test_drawn_noise_bounds_a_small_epsilon(
     plant: Callable[[], AbstractContextManager[None]], refuted: bool
 ) -> None:
     """Against 1.0 the errors of so few guesses show half of it; without the final noise mu is twice as large."""

@@ -200,9 +200,7 @@ class OneNumber:
         for check in STAGED_FAULTS
     ],
 )
-def test_faults_of_responses_in_stages_are_found(
-    check: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_staged_responses_are_found(check: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     name, wrap = STAGED_FAULTS[check]
     monkeypatch.setattr(noisy_labels, name, wrap(getattr(noisy_labels, name)))
     found = self_test(
@@ -311,9 +309,7 @@ EVERYWHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "kind", "protection", "mode"), EVERYWHERE)
-def test_every_fault_is_found_everywhere(
-    fault: Fault, kind: str, protection: str, mode: str, seed: int
-) -> None:
+def test_faults_are_found_everywhere(fault: Fault, kind: str, protection: str, mode: str, seed: int) -> None:
     require_found(fault, kind, protection, mode, seed)
 
 
@@ -500,9 +496,7 @@ def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
         ("adam", [], ValueError, "kind"),
     ],
 )
-def test_what_cannot_be_tested_is_refused(
-    kind: str, settings: list[str], error: type[Exception], message: str
-) -> None:
+def test_untestable_is_refused(kind: str, settings: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         training.audit_mechanism(kind, settings=settings, steps=40, seed=1)
 

@@ -271,7 +271,7 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
         ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}}, "labels"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_audited_is_refused_with_the_reason(
+def test_what_cannot_be_audited_names_the_reason(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = trained(tmp_path / "run", epochs=1, **changes)

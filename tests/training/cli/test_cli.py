@@ -222,7 +222,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in result.stderr
 
 
-def test_an_error_of_the_program_is_no_alarm(
+def test_a_program_error_is_no_alarm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> None:

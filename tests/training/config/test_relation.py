@@ -137,7 +137,7 @@ def test_a_run_of_a_public_number_tells_it(tmp_path: Path) -> None:
         ("convex", "zero_out", "zero_out"),
     ],
 )
-def test_the_statement_is_that_of_the_relation(
+def test_the_relation_is_in_the_statement(
     tmp_path: Path, kind: str, relation: str | None, stated: str
 ) -> None:
     config = of_trainer(NULL, kind)

@@ -124,9 +124,7 @@ def test_a_key_that_does_nothing_is_refused(key: str, base: dict[str, Any], valu
 
 
 @pytest.mark.parametrize(("key", "base", "value"), USELESS)
-def test_a_key_that_does_nothing_is_refused_at_its_default_too(
-    key: str, base: dict[str, Any], value: Any
-) -> None:
+def test_a_useless_key_is_refused_at_its_default_too(key: str, base: dict[str, Any], value: Any) -> None:
     default = flat(load_config(base).model_dump()).get(key)
     if default is None:  # off, or unknown before it is given
         return

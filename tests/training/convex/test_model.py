@@ -262,9 +262,7 @@ def parting(
 
 @pytest.mark.parametrize(("name", "clip"), CASES)
 @pytest.mark.parametrize("share", [0.3, 0.95])
-def test_neighbours_part_no_faster_than_the_accountant_says(
-    name: str, clip: float | None, share: float
-) -> None:
+def test_neighbours_part_no_faster_than_accounted(name: str, clip: float | None, share: float) -> None:
     rate = share * (2 / (smoothness(name) + 0.05)) * (0.5 if name == "softmax" and clip else 1.0)
     steps = parting(name, clip, rate=rate)
     assert all(distance <= bound * (1 + 1e-5) + 1e-6 for distance, bound in steps)

@@ -200,9 +200,7 @@ def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) 
     assert min(means.values()) > 0.85
 
 
-def test_the_planted_fault_of_blind_gates_would_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_fault_of_blind_gates_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the device's hyperplanes never read, all would be 0 and every gate open."""
     monkeypatch.setattr(ConvexTrainer, "initialise", lambda self, trainer: None)
     config = merged(CONFIG, {"trainer": {"gates": "device"}, **DEVICE})
@@ -301,9 +299,7 @@ class DescendsBeforeItDraws(ConvexTrainer):
 
 
 @pytest.mark.parametrize(("kind", "moved"), [(ConvexTrainer, False), (DescendsBeforeItDraws, True)])
-def test_a_step_whose_noise_fails_has_moved_nothing(
-    tmp_path: Path, kind: type[ConvexTrainer], moved: bool
-) -> None:
+def test_a_step_of_failed_noise_moves_nothing(tmp_path: Path, kind: type[ConvexTrainer], moved: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     model = GatedRelu(D, K, torch.randn(P, D, generator=generator))
     config = load_config({"trainer": {"kind": "convex", "regularisation": 0.05}})

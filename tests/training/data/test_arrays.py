@@ -128,7 +128,7 @@ class TestArrays:
             ),
         ],
     )
-    def test_bad_input_is_named_with_the_remedy(
+    def test_bad_input_has_a_remedy(
         self, changes: dict[str, Any], error: type[Exception], message: str
     ) -> None:
         pattern = ".*".join(re.escape(part) for part in message.split(".*"))

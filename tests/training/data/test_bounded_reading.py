@@ -77,7 +77,7 @@ def test_arrays_come_back_and_others_are_named(tmp_path: Path) -> None:
         formats.read_arrays(tmp_path / "data.npz", ("x", "z"))
 
 
-def test_an_npz_bomb_is_not_unpacked(
+def test_no_npz_bomb_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None
 ) -> None:
     assert (files.most_unpacked(1), files.most_unpacked(10**8)) == (2**30, 10**10)

@@ -47,9 +47,7 @@ def test_images_are_read_channels_first_with_their_labels(tmp_path: Path) -> Non
     assert parts["test"][0][:, 2048:].mean() > 240
 
 
-def test_a_second_call_reads_what_the_first_one_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_reads_what_the_first_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_archive(tmp_path, small())
     first = read_cifar10(tmp_path)
     assert [path.name for path in (tmp_path / ARCHIVE).parent.iterdir() if path.suffix == ".npz"] == [
@@ -68,9 +66,7 @@ def test_a_damaged_cache_is_decoded_again(tmp_path: Path) -> None:
     assert len(read_cifar10(tmp_path)["train"][1]) == 20
 
 
-def test_a_folder_that_is_not_to_be_written_to_keeps_no_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_write_access_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_archive(tmp_path, small())
     folder = (tmp_path / ARCHIVE).parent
     folder.chmod(0o555)  # the superuser could write all the same

@@ -45,7 +45,7 @@ def parts(dataset: Dataset) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<f2", "u1"])
 @pytest.mark.parametrize("split", ["index", "content"])
-def test_they_give_the_data_set_of_the_same_records_in_memory(
+def test_they_give_the_data_set_of_records_in_memory(
     tmp_path: Path, kind: str, split: Any, seed: int
 ) -> None:
     x, y = records(seed)
@@ -66,7 +66,7 @@ def test_they_give_the_data_set_of_the_same_records_in_memory(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_they_are_standardised_by_records_as_in_memory(
+def test_they_are_standardised_as_in_memory(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = records(seed)

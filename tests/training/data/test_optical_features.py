@@ -74,9 +74,7 @@ def raw_digits() -> tuple[np.ndarray, np.ndarray]:
     return (data.test.x * scale.std + scale.mean).numpy(), data.test.y.numpy()
 
 
-def test_the_same_records_are_mapped_once(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_records_are_mapped_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = training.train(CONFIG, folder=tmp_path / "first")
     files = sorted(cache.iterdir())
     assert len(files) == 3

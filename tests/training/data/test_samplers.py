@@ -123,7 +123,7 @@ def test_without_a_seed_shuffled_epochs_still_cover_each_epoch() -> None:
 
 
 @given(data=st.data(), n=st.integers(1, 60), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
-def test_an_epoch_of_shuffled_batches_has_each_record_once(
+def test_an_epoch_of_shuffled_batches_has_all_once(
     data: st.DataObject, n: int, seed: int, epoch: int
 ) -> None:
     size = data.draw(st.integers(1, n))
@@ -198,9 +198,7 @@ def test_rejection_states_the_mean_of_its_law(n: int, q: float, least: int) -> N
         (DisjointCyclicSampler(54_000, 256, seed=0), 256, 210, None),
     ],
 )
-def test_what_a_sampler_says_about_itself(
-    sampler: Sampler, mean: float, steps: int, probability: float | None
-) -> None:
+def test_what_a_sampler_states(sampler: Sampler, mean: float, steps: int, probability: float | None) -> None:
     assert sampler.expected_batch_size == pytest.approx(mean)
     assert sampler.steps_per_epoch == steps
     assert sampler.sampling_probability == probability
@@ -366,7 +364,7 @@ def test_rejection_follows_the_conditional_law(rejecting: np.ndarray) -> None:
     assert _inclusion_deviation(rejecting, sampler.expected_batch_size / N) < 1
 
 
-def test_shuffled_epochs_and_fixed_sizes_sold_as_poisson_are_caught(
+def test_epochs_and_fixed_sizes_sold_as_poisson_are_caught(
     shuffled: np.ndarray, fixed_size: np.ndarray
 ) -> None:
     assert _size_deviation(shuffled, *_binomial()) > 2

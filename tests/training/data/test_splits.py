@@ -185,9 +185,7 @@ def test_a_part_may_be_empty_but_not_the_training_records() -> None:
         ("label", None, ValueError, "split = 'label'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    split: str, ids: Any, error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused(split: str, ids: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         loaded(np.zeros((3, 2)), split, ids)
 

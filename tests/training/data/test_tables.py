@@ -151,7 +151,7 @@ class TestFrames:
             (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
         ],
     )  # fmt: skip
-    def test_what_does_not_fit_is_named_by_column(
+    def test_what_does_not_fit_names_its_column(
         self, frame: Any, test: Any, label: Any, message: str
     ) -> None:
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
@@ -440,9 +440,7 @@ class TestStandardisation:
 
 
 class TestFiles:
-    def test_a_file_that_holds_no_table_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_without_a_table_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("pyarrow")
         path = tmp_path / "a.csv"
         FRAME.to_csv(path, index=False)
@@ -559,25 +557,19 @@ class TestFiles:
             ("\x1f\x8b broken", "{} is a damaged gzip file"),
         ],
     )
-    def test_a_wrong_cell_or_row_is_named_with_its_place(
-        self, tmp_path: Path, text: str, message: str
-    ) -> None:
+    def test_a_wrong_cell_or_row_is_named_by_place(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "a.csv"
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises((DataError, ValueError), match=re.escape(message.format(path))):
             load_data(load_config({"data": {"name": f"csv:{path}", "label": "y"}}), None)
 
-    def test_a_file_that_unpacks_to_too_much_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_unpacking_too_much_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b,y\n" + b"1,2,0\n" * 10_000))
         monkeypatch.setattr(formats_module, "_TEXT_BYTES_ALLOWED", 1000)
         with pytest.raises(DataError, match=r"a.csv.gz unpacks to more than [\d,]+ bytes; give the file"):
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv.gz", "label": "y"}}), None)
 
-    def test_a_missing_library_is_named_with_its_extra(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_missing_library_names_its_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pandas", None)
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'opusim\[data\]'"):
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv", "label": "x"}}), None)

@@ -103,9 +103,7 @@ class TestTokenizer:
         assert (data.n_classes, data.origin["tokens"]) == (10, {"train": 360})
         assert data.origin["bytes_per_token"]["train"] == BYTES / 360
 
-    def test_pieces_are_cut_at_line_ends(
-        self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pieces_end_at_lines(self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("tokenizers")
         whole = load_text(text, context=5, tokenizer=tokenizer)
         monkeypatch.setattr(catalogue, "_PIECE", 40)
@@ -117,7 +115,7 @@ class TestTokenizer:
         tokenizer.write_text(tokenizer.read_text() + "\n")
         assert load_text(text, context=5, tokenizer=tokenizer).origin["tokenizer"] != before
 
-    def test_a_missing_library_is_named_with_its_extra(
+    def test_a_missing_library_names_its_extra(
         self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)

@@ -56,7 +56,7 @@ def realised_delta(
     return max(found)
 
 
-def test_the_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
+def test_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
     counts: LabelCounts, seed: int
 ) -> None:
     delta, error = realised_delta(counts, HOT, counts.epsilon(HOT), seed)
@@ -306,9 +306,7 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
         ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
     ],
 )
-def test_what_training_refuses_to_keep_is_not_accounted(
-    kept: str, camera: dict[str, Any], message: str
-) -> None:
+def test_what_training_does_not_keep_is_unaccounted(kept: str, camera: dict[str, Any], message: str) -> None:
     description = load_description("camera_low_light", {"camera": camera})
     with pytest.raises(ConfigError, match=message):
         label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]

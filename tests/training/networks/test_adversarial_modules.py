@@ -502,9 +502,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_fault_without_its_rule_a_module_joins_records(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_fault_modules_without_rules_join_records(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused does what it is refused for."""
     function, _, args, parts = case(*REFUSED[name])
     PLANTED[name](monkeypatch)

@@ -176,9 +176,7 @@ def test_one_record_does_not_decide_how_others_are_summed(name: str) -> None:
 
 
 @pytest.mark.parametrize("operator", [ball_factors, sphere_factors])
-def test_one_record_does_not_change_how_others_are_scaled(
-    operator: Callable[[Tensor, float], Tensor],
-) -> None:
+def test_one_record_changes_no_scale_of_others(operator: Callable[[Tensor, float], Tensor]) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(500, 10, generator=generator)
     noise = torch.randn(501, 10, generator=generator)
@@ -376,9 +374,7 @@ def test_no_record_adds_more_than_the_clip_in_the_geometry_of_public_features() 
         (1.0, 1e300, 1.0, r"clip_norm \* noise_multiplier = 1e\+300"),
     ],
 )
-def test_noise_that_float32_cannot_hold_is_refused(
-    clip: float, multiplier: float, divisor: float, name: str
-) -> None:
+def test_noise_beyond_float32_is_refused(clip: float, multiplier: float, divisor: float, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         RecordGradients(clip_norm=clip, noise_multiplier=multiplier, divisor=divisor, noise=SystemStream())
 

@@ -333,9 +333,7 @@ def test_the_submodule_is_named() -> None:
         (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
     ],
 )
-def test_embeddings_without_rows_are_refused(
-    model: nn.Module, args: tuple[Tensor, ...], message: str
-) -> None:
+def test_embeddings_without_rows_refused(model: nn.Module, args: tuple[Tensor, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RecordTape(model, *args)
 
@@ -375,9 +373,7 @@ def private(model: nn.Module, data: TensorDataset, folder: Path, **options: Any)
     return private_loop(folder, given, noise_multiplier=1e-6, **options)
 
 
-def test_a_private_loop_is_prepared_with_invented_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_loop_begins_with_invented_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it finds out of the module, or refuses, depends on no record of the loader."""
     shown: list[Tensor] = []
     before = RecordTape.__init__

@@ -264,9 +264,7 @@ def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest
     assert largest_share(model, features(4), scale=1e-3) > 10
 
 
-def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planted_fault_uses_of_a_weight_added_as_squares_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the same use adds twice the gradient; the root of two squares is only 1.41 times the gradient."""
     with torch.random.fork_rng():
         torch.manual_seed(2)

@@ -235,9 +235,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("training_only", [True, False])
 @pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
-def test_no_private_record_sets_what_a_module_keeps(
-    tmp_path: Path, kind: str, training_only: bool, trained: bool
-) -> None:
+def test_no_private_record_sets_state(tmp_path: Path, kind: str, training_only: bool, trained: bool) -> None:
     layer = Shifted(training_only=training_only, trained=trained)
     x = rows(60) + 100.0
     run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
@@ -429,9 +427,7 @@ def test_a_hook_on_all_modules_is_code_of_others() -> None:
 
 
 @pytest.mark.parametrize("replaced", [lambda self, x: x, partial(max, 0)], ids=["function", "object"])
-def test_a_replaced_method_of_torch_is_code_of_others(
-    monkeypatch: pytest.MonkeyPatch, replaced: object
-) -> None:
+def test_a_replaced_method_of_torch_is_foreign(monkeypatch: pytest.MonkeyPatch, replaced: object) -> None:
     monkeypatch.setattr(nn.ReLU, "forward", replaced)
     assert not runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 

@@ -176,9 +176,7 @@ def test_a_record_without_gradient_adds_nothing(planted: bool) -> None:
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("value", [1e-38, 1e30, float("nan")])
-def test_a_record_moves_sum_and_count_by_no_more_than_one_record_may(
-    tmp_path: Path, rule: str, value: float
-) -> None:
+def test_a_record_moves_sum_and_count_by_no_more_than_one(tmp_path: Path, rule: str, value: float) -> None:
     """Values that float32 cannot hold count neither within the bound nor beyond it."""
     found = []
     for name in ("with", "without"):
@@ -345,9 +343,7 @@ def counts_without_noise() -> Iterator[None]:
     ("rule", "fault"),
     [("per_layer", without_the_root), ("adaptive", counts_without_noise), ("automatic", None)],
 )
-def test_the_game_of_single_steps_holds_and_finds_planted_faults(
-    tmp_path: Path, rule: str, fault: Any
-) -> None:
+def test_the_game_of_single_steps_finds_planted_faults(tmp_path: Path, rule: str, fault: Any) -> None:
     data = np.random.default_rng(1).normal(size=(200, 20)), np.arange(200) % 3
     given = config(clipping=rule, clip_norm=0.05)
     given |= {"epochs": 1, "model": {"hidden": [24, 24, 24]}, "sampler": {"batch_size": 12}}

@@ -568,9 +568,7 @@ class Stream(IterableDataset[Any]):
     ],
     ids=["stream", "no batches", "plain batch sampler", "weights", "too few", "no loader"],
 )  # fmt: skip
-def test_loaders_that_poisson_sampling_cannot_replace(
-    tmp_path: Path, loader: Callable[[], Any], message: str
-) -> None:
+def test_loaders_that_poisson_cannot_replace(tmp_path: Path, loader: Callable[[], Any], message: str) -> None:
     given = (*parts()[:3], loader())
     if not message:
         private_loop(tmp_path, given).close()

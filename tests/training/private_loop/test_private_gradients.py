@@ -57,9 +57,7 @@ def clipped_sum(model: nn.Module, loss: Any, x: Tensor, y: Tensor, clip: float) 
 
 
 @pytest.mark.parametrize("limit", [None, 5, 1])
-def test_the_gradient_is_the_clipped_sum_over_the_expected_batch_size(
-    tmp_path: Path, limit: int | None
-) -> None:
+def test_the_gradient_is_the_clipped_sum_over_the_expected_size(tmp_path: Path, limit: int | None) -> None:
     private = private_loop(tmp_path, noise_multiplier=TINY, max_grad_norm=0.6, max_physical_batch_size=limit)
     x, y = first_batch(private)
     loss = private.criterion(private.module(x), y)
@@ -145,9 +143,7 @@ def test_noise_from_loader_to_parameters_has_the_accounted_variance(
 
 
 @pytest.mark.parametrize(("rate", "holds"), [(None, True), (0.23, False)])
-def test_records_enter_batches_with_the_stated_probability(
-    tmp_path: Path, rate: float | None, holds: bool
-) -> None:
+def test_records_enter_batches_at_the_stated_rate(tmp_path: Path, rate: float | None, holds: bool) -> None:
     """q = b / n over 1500 steps; a rate that differs from the one claimed by 15 % is found."""
     given = parts(count=60, batch_size=12)
     private = private_loop(tmp_path, given, sample_rate=rate)
@@ -262,7 +258,7 @@ def gradient_of(folder: Path, x: Tensor, y: Tensor, limit: int | None, *, widene
 
 @pytest.mark.parametrize("limit", [None, 5])
 @pytest.mark.parametrize("size", [1e-38, 1.0, 1e4, 1e18, 1e30, 3e38, math.inf, math.nan])
-def test_no_record_moves_the_released_gradient_by_more_than_the_clip(
+def test_no_record_moves_a_release_by_more_than_the_clip(
     tmp_path: Path, size: float, limit: int | None
 ) -> None:
     """The noise of two data sets that differ in one record is the same, so what is left is the record."""
@@ -342,9 +338,7 @@ def other_sum(true: np.ndarray) -> np.ndarray:
     return (true - move / np.linalg.norm(move)).astype(np.float32)
 
 
-def test_no_candidate_sum_fits_a_released_step_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_candidate_sum_fits_a_step_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At zero initial weights parameters tell every digit of the noisy sum. With added float32 noise only one fits."""
     added, true, std = released_step(tmp_path / "added", nn.init.zeros_, monkeypatch, rounded=False)
     assert explained(added, true, std) == 1.0
@@ -356,7 +350,7 @@ def test_no_candidate_sum_fits_a_released_step_better(
     assert abs(shares[0] - shares[1]) < 5 * math.sqrt(2 * max(middle * (1 - middle), 1 / n) / n)
 
 
-def test_steps_from_ordinary_weights_lie_on_the_grid_too(
+def test_steps_from_other_weights_lie_on_the_grid_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the optimizer's own rounding, whatever the sum: half of its grid steps are odd."""
@@ -375,9 +369,7 @@ def rounding(private: opusim.PrivateTraining) -> dict[str, bool | None]:
     return {one.text: one.holds for one in stated.assumptions if any(word in one.text for word in words)}
 
 
-def test_the_statement_says_that_sums_were_exactly_rounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_statement_says_that_sums_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("experiment", "release"):
         private = private_loop(tmp_path / mode, mode=mode, seed=1 if mode == "experiment" else None)
         run_epoch(private, steps=1)

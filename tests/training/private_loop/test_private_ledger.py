@@ -323,9 +323,7 @@ def test_an_older_folder_and_one_whose_record_comes_late_have_no_checks(tmp_path
     assert not checked(stated_loop(tmp_path))
 
 
-def test_the_path_of_a_script_that_is_not_utf8_reads_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_of_a_script_without_utf8_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.py")
     Path(script).touch()
     monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
@@ -390,7 +388,7 @@ GROUP = "opusim.accountants"
 
 
 @pytest.mark.parametrize("relation", [pytest.param("zero_out", marks=pytest.mark.slow), "add_or_remove_one"])
-def test_the_accountant_of_the_documentation_agrees(
+def test_the_documented_accountant_agrees(
     relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("dp_accounting")
@@ -486,9 +484,7 @@ def test_an_accountant_that_fails_is_named(tmp_path: Path, name: str, message: s
         ("unbuilt", "accountant = 'unbuilt' of package 'other_lab': OSError: no licence"),
     ],
 )
-def test_an_accountant_that_cannot_be_used_is_refused_before_anything_is_written(
-    tmp_path: Path, name: str, message: str
-) -> None:
+def test_an_unusable_accountant_is_refused_before_the_run(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         private_loop(tmp_path / "loop", accountant=name)
     assert "\n" not in str(caught.value)

@@ -130,7 +130,7 @@ class Sequences(nn.Module):
         ("hidden state", r"shape \(1, 7, 3\) for 7 records and \(1, 5, 3\) for 5: records must come first"),
     ],
 )
-def test_outputs_of_other_than_one_row_a_record_are_refused(
+def test_outputs_without_a_row_a_record_are_refused(
     way: str, message: str, count: int, tmp_path: Path
 ) -> None:
     """Also if only two records are given, and if a sequence is as long as a batch of the probe."""

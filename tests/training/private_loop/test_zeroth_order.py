@@ -92,9 +92,7 @@ def run_config(rank: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-def test_a_loop_is_the_run_of_opusim_train(
-    tmp_path: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_is_a_run_of_train(tmp_path: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batches, directions and noise move the parameters alike; others, the planted fault, do not."""
     x, y, model = torch.zeros(60, 8), torch.zeros(60, dtype=torch.int64), network()
     step = ZoTrainer.step

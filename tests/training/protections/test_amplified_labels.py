@@ -125,7 +125,7 @@ def test_without_noise_the_gradient_is_the_clipped_sum(bias: bool) -> None:
 
 @pytest.mark.parametrize("equalise", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_contribution_lies_in_the_clip_and_two_labels_within_its_double(
+def test_every_contribution_is_in_the_clip_and_two_labels_within_its_double(
     bias: bool, equalise: bool
 ) -> None:
     """Whitened by the noise's full covariance; labels enter through delta, which may be anything."""
@@ -332,9 +332,7 @@ def test_noise_has_the_covariance_of_the_geometry(seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", ["not coloured", "bias forgotten", "five percent"])
-def test_planted_faults_of_the_noise_are_caught(
-    monkeypatch: pytest.MonkeyPatch, fault: str, seed: int
-) -> None:
+def test_planted_faults_of_noise_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, seed: int) -> None:
     colour = Metric.colour
 
     def wrong(self: Metric, white: torch.Tensor) -> torch.Tensor:

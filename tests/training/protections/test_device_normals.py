@@ -105,7 +105,7 @@ PROTECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(PROTECTED))
-def test_a_run_on_a_noiseless_device_is_refused_and_on_a_gaussian_one_rests_on_its_model(
+def test_a_run_on_a_noiseless_device_is_refused_and_a_gaussian_one_states_its_model(
     tmp_path: Path, kind: str
 ) -> None:
     config = {

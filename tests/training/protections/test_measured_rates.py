@@ -193,7 +193,7 @@ class Laboratory(CameraDevice):
 
 
 @pytest.mark.slow
-def test_labels_are_certified_from_the_frames_of_a_camera_alone(
+def test_labels_are_certified_from_frames_of_a_camera(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames, `device calibrate`, description, certificate, `train` with measured rates, statement: all by commands."""

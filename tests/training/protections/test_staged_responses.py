@@ -209,7 +209,7 @@ def test_a_run_in_stages_pays_once_and_says_so(tmp_path: Path, mode: str, stop_a
     assert any("drawn into" in one.text and one.holds for one in guarantee.assumptions)
 
 
-def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_unpaid_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "opusim.training.protections.noisy_labels.respond_among", lambda *_, **__: pytest.fail("drawn")
     )
@@ -229,7 +229,7 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
         (2, lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3), "set data.components"),
     ],
 )  # fmt: skip
-def test_what_stages_cannot_do_is_refused_by_name(
+def test_what_stages_lack_is_named(
     stages: int, records: Callable[[], Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NoGuarantee, match=message):

@@ -204,9 +204,7 @@ def self_test(**changes: Any) -> MechanismAudit:
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are_refused(
-    run: Run, tmp_path: Path
-) -> None:
+def test_self_tests_stand_in_question_8_and_those_of_others_are_refused(run: Run, tmp_path: Path) -> None:
     self_test().keep(tmp_path / "mechanism.json")
     page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path])
     _, of_file = written(run, out=tmp_path / "d.html", audits=[tmp_path / "mechanism.json"])
@@ -451,9 +449,7 @@ def unnamed(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_a_loop_names_its_program_and_nothing_of_its_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_names_its_program_and_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("first")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
@@ -592,9 +588,7 @@ def test_the_saves_of_a_loop_are_named_with_digest_and_content(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
-    run: Run, tmp_path: Path
-) -> None:
+def test_the_command_writes_runs_on_one_page_and_refuses_other_folders(run: Run, tmp_path: Path) -> None:
     other = released(tmp_path / "released")
 
     def call(*arguments: str | Path) -> tuple[int, str]:

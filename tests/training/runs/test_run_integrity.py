@@ -203,7 +203,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_a_changed_file_is_refused_by_name(
+def test_changed_files_are_named(
     whole: dict[bool, Path], tmp_path: Path, change: str, finished: bool
 ) -> None:
     folder = Path(shutil.copytree(whole[finished], tmp_path / "run"))
@@ -221,9 +221,7 @@ def test_a_changed_file_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["labels.safetensors", "baseline.safetensors", "components.safetensors"])
-def test_an_added_file_is_refused_by_name(
-    whole: dict[bool, Path], tmp_path: Path, name: str, ctrl_c_at: type
-) -> None:
+def test_added_files_are_refused(whole: dict[bool, Path], tmp_path: Path, name: str, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
         train(tmp_path / "run", BASE, watcher=ctrl_c_at(5))
     shutil.copyfile(whole[True] / name, tmp_path / "run" / name)
@@ -259,9 +257,7 @@ def test_metrics_that_were_cut_or_changed_are_refused(
 @pytest.mark.parametrize(
     ("old", "new"), [(b'"correct\\": ', b'"correct\\":1'), (b'\\"step\\": ', b'\\"step\\":1')]
 )
-def test_a_changed_header_of_a_checkpoint_is_refused(
-    whole: dict[bool, Path], tmp_path: Path, old: bytes, new: bytes
-) -> None:
+def test_a_changed_header_is_refused(whole: dict[bool, Path], tmp_path: Path, old: bytes, new: bytes) -> None:
     folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
     newest = list_checkpoints(folder / "checkpoints")[-1]
     content = newest.read_bytes()
@@ -326,9 +322,7 @@ def test_the_command_confirms_a_move(tmp_path: Path, ctrl_c_at: type) -> None:
 # Clean stops
 
 
-def test_a_device_error_costs_the_step_that_failed_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_error_costs_the_failed_step_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = FeedbackTrainer.step
     failures = [3]
 
@@ -367,9 +361,7 @@ def test_labels_that_were_read_are_not_charged_again(
 # The folder itself
 
 
-def test_two_runs_that_begin_at_once_take_two_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_begun_at_once_take_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     together = threading.Barrier(2)
     load_data = session.load_data
@@ -420,7 +412,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch:
     training.train(BASE, data=data(), folder=folder)
 
 
-def test_a_new_folder_and_its_files_survive_a_power_cut(
+def test_a_new_folder_with_files_survives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every folder that a new name was written into is synced: those above the run folder too."""
@@ -437,9 +429,7 @@ def test_a_new_folder_and_its_files_survive_a_power_cut(
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", run, run / "checkpoints"} <= synced
 
 
-def test_the_first_line_of_metrics_has_its_name_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_line_of_metrics_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from opusim.training.runs.storage import append_line
 
     synced: list[str] = []
@@ -453,9 +443,7 @@ def test_the_first_line_of_metrics_has_its_name_synced(
 # Folders of an earlier version
 
 
-def test_a_run_of_an_earlier_version_is_refused_by_its_version(
-    whole: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_an_earlier_run_is_refused_by_its_version(whole: dict[bool, Path], tmp_path: Path) -> None:
     for finished, source in whole.items():
         folder = Path(shutil.copytree(source, tmp_path / str(finished)))
         set_key(folder / "config.json", "schema_version", value=1)
@@ -467,9 +455,7 @@ def test_a_run_of_an_earlier_version_is_refused_by_its_version(
         assert (told.returncode, "schema_version 1 is not 2" in told.stderr) == (2, True)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_version(
-    whole: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_an_earlier_checkpoint_is_refused_by_its_version(whole: dict[bool, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
     newest = list_checkpoints(folder / "checkpoints")[-1]
     checkpoint = read_checkpoint(newest)

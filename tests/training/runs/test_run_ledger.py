@@ -76,9 +76,7 @@ KINDS = {
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 @pytest.mark.parametrize("name", list(KINDS))
-def test_every_run_leaves_a_ledger_that_replays_to_its_guarantees(
-    tmp_path: Path, name: str, mode: str
-) -> None:
+def test_every_run_has_a_ledger_that_replays_to_its_guarantees(tmp_path: Path, name: str, mode: str) -> None:
     """Without the ledger's own reader: each step, or the one look at the labels, is paid for once."""
     config, statuses, steps = KINDS[name]
     run = training.train({**config, "mode": mode}, data=data(), folder=tmp_path)
@@ -106,7 +104,7 @@ def test_every_run_leaves_a_ledger_that_replays_to_its_guarantees(
 
 @pytest.mark.parametrize("kind", ["record", "label-amplified"])
 @pytest.mark.parametrize("target", [0.7, 3.0])
-def test_a_target_is_reached_from_below_by_noise_that_the_configuration_keeps(
+def test_a_target_is_reached_from_below_by_noise_that_is_kept(
     tmp_path: Path, kind: str, target: float
 ) -> None:
     config = {**BASE, **POISSON, "protection": {"kind": kind, "epsilon": target}}

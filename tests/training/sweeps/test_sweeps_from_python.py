@@ -66,9 +66,7 @@ def test_each_run_is_that_of_train_on_a_copy_of_the_model(table: Sweep, net: Net
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_printed_sweep_is_the_table_that_a_notebook_shows(
-    table: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_printed_sweep_is_the_table_of_a_notebook(table: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     printed = [re.findall(r"[^│┃]+", line) for line in str(table).splitlines()]
     rows = [[cell.strip() for cell in cells] for cells in printed if len(cells) > 1]
@@ -78,9 +76,7 @@ def test_a_printed_sweep_is_the_table_that_a_notebook_shows(
     assert "\n" not in repr(table)
 
 
-def test_kept_runs_are_those_of_the_same_inputs(
-    table: Sweep, net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_runs_have_the_same_inputs(table: Sweep, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = records()
     folder = table.result.folder.path
     with monkeypatch.context() as patched:

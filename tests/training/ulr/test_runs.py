@@ -130,9 +130,7 @@ def test_one_record_changes_the_sum_by_at_most_the_clip(name: str, by_layer: boo
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("protected", [False, True])
-def test_a_loss_that_is_not_finite_is_reported_and_leaves_the_others_alone(
-    value: float, protected: bool
-) -> None:
+def test_a_loss_that_is_not_finite_is_reported_and_leaves_others_alone(value: float, protected: bool) -> None:
     network = new_network("linear")
     protection = clipped(network) if protected else None
     x, y = records(6, network.n_inputs)

@@ -97,9 +97,7 @@ class Snapshots(Callback):
 
 @pytest.mark.parametrize("directions", [1, 3])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_device_that_fails_leaves_the_last_finished_step(
-    tmp_path: Path, fault: Fault, directions: int
-) -> None:
+def test_a_failed_device_leaves_the_last_finished_step(tmp_path: Path, fault: Fault, directions: int) -> None:
     """Equal to the bit: the interrupted weights, the end of the log, and the resumed run."""
     model = Typed(torch.float32)
     watcher = Snapshots(model)
@@ -175,9 +173,7 @@ class Breaking(Typed):
 
 @pytest.mark.parametrize("at_look", [51, 52, 53, 54])
 @pytest.mark.parametrize("error", [DeviceFault("the layer's own device is gone"), KeyboardInterrupt()])
-def test_a_step_that_breaks_off_amid_the_parameters(
-    tmp_path: Path, error: BaseException, at_look: int
-) -> None:
+def test_a_step_that_breaks_off_amid_parameters(tmp_path: Path, error: BaseException, at_look: int) -> None:
     """The newest checkpoint serves, and none is written; in memory float32 is back up to roundings."""
     whole = config(directions=2)
     training.train(whole, data=data(), model=Typed(torch.float32), folder=tmp_path / "whole")
@@ -216,7 +212,7 @@ def append_and_mark(log: StepLog, number: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_after_a_failed_step_the_log_takes_no_other(
+def test_a_log_takes_no_step_after_a_failed_one(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "steps.zo"
@@ -249,9 +245,7 @@ def test_after_a_failed_step_the_log_takes_no_other(
     assert LogContent.read(path).entries == [entry(number) for number in range(4)]
 
 
-def test_ctrl_c_within_a_step_leaves_a_log_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_a_step_leaves_a_log_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "steps.zo"
     log = StepLog(path, HEADER, steps=0)
     log.append(entry(0))

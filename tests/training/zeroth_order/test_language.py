@@ -332,7 +332,7 @@ def test_the_command_goes_on_with_a_language_model(
     assert read.config.data.n_classes == 2
 
 
-def test_another_base_model_is_refused(
+def test_other_base_models_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
 ) -> None:
     """LoRA's factors mean nothing on other weights, which no checkpoint holds."""
@@ -451,9 +451,7 @@ def test_a_run_says_how_many_texts_are_cut_unless_it_is_released(tmp_path: Path,
 # What else is trained
 
 
-def test_the_loss_of_a_text_is_that_of_its_next_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_a_text_is_of_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against transformers on each text without padding; in parts of the batch, too."""
     model, tokenizer = load_classifier(make(tmp_path), None, local_only=True)
     assert isinstance(model, TextModel)

@@ -317,7 +317,7 @@ def test_a_log_of_full_directions_is_written_as_before() -> None:
     assert b"rank" not in header.to_bytes()
 
 
-def test_a_resumed_run_continues_at_once_or_not_at_all(
+def test_a_run_resumes_at_once_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
 ) -> None:
     def model() -> nn.Module:

@@ -264,7 +264,7 @@ def test_noise_of_a_gaussian_device(tmp_path: Path) -> None:
         ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
     ],
 )
-def test_what_no_theorem_covers_is_refused(
+def test_unproven_runs_are_refused(
     tmp_path: Path, change: dict, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -29,15 +29,9 @@ from opusim.training.attacks.run_audit import forecast, read_as_games
 
 DELTA = 1e-5
 CLAIM = Guarantee(
-    epsilon=1.0,
-    delta=DELTA,
-    unit=Unit.RECORD,
-    adjacency=Adjacency.ZERO_OUT,
-    release=Release.EVERY_UPDATE,
-    status=Status.PROVEN,
-    mechanism="test",
-    source="test",
-)
+    epsilon=1.0, delta=DELTA, unit=Unit.RECORD, adjacency=Adjacency.ZERO_OUT, release=Release.EVERY_UPDATE,
+    status=Status.PROVEN, mechanism="test", source="test",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,14 +54,8 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
         **{"result": audit(scores[0], scores[1], plan), "claim": claim},
     )
     found = Audit(
-        findings=(finding,),
-        guarantees=(claim,),
-        trials=400,
-        control_trials=0,
-        seed=1,
-        steps=1,
-        played=Played.STEP,
-    )
+        findings=(finding,), guarantees=(claim,), trials=400, control_trials=0, seed=1, steps=1, played=Played.STEP,
+    )  # fmt: skip
     assert finding.result.ceiling < 9
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)
     assert says is None or says in verdict(found)
@@ -89,13 +77,8 @@ def test_forecast_ceiling_and_power_of_a_step_agree(trials: int) -> None:
     plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
     worlds = scores[tossed], scores[~tossed]
     finding = Finding.of(
-        Role.RUN,
-        "difference",
-        worlds,
-        audit(*worlds, plan),
-        claim=claim,
-        **read_as_games(scores, tossed, games, 0.0),
-    )
+        Role.RUN, "difference", worlds, audit(*worlds, plan), claim=claim, **read_as_games(scores, tossed, games, 0.0),
+    )  # fmt: skip
     found = Audit(
         findings=(finding,), guarantees=(claim,), trials=trials, seed=1, steps=1, played=Played.STEP
     )

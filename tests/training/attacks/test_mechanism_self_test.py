@@ -53,28 +53,18 @@ def self_test(
     single_records: bool = False,
 ) -> MechanismAudit:
     return training.audit_mechanism(
-        kind,
-        mode=mode,
-        steps=steps,
-        settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
-        seed=seed if mode == "experiment" else None,
-        level=LEVELS[mode] if level is None else level,
+        kind, mode=mode, steps=steps, settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
+        seed=seed if mode == "experiment" else None, level=LEVELS[mode] if level is None else level,
         single_records=single_records,
-    )
+    )  # fmt: skip
 
 
 def require_found(fault: Fault, kind: str, protection: str, mode: str, seed: int) -> None:
     with fault.planted():
         found = self_test(
-            kind,
-            mode,
-            seed,
-            level=1e-4,
-            protection=protection,
-            steps=60,
-            settings=fault.settings,
+            kind, mode, seed, level=1e-4, protection=protection, steps=60, settings=fault.settings,
             single_records=fault.small_batches,
-        )
+        )  # fmt: skip
     assert {check.name for check in found.alarms} & set(fault.checks), report_text(found)
 
 
@@ -139,11 +129,8 @@ RELEASED = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name == "label-randomized-response" else pytest.param(name, marks=pytest.mark.slow)
-        for name in RELEASED
-    ],
-)
+    [name if name == "label-randomized-response" else pytest.param(name, marks=pytest.mark.slow) for name in RELEASED],
+)  # fmt: skip
 @pytest.mark.parametrize("mode", ["release", pytest.param("experiment", marks=pytest.mark.slow)])
 def test_further_noise_is_what_is_accounted(name: str, mode: str, seed: int) -> None:
     kind, protection, settings = RELEASED[name]
@@ -352,14 +339,11 @@ def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> l
             Released(
                 noise=noise,
                 sums=Sums(
-                    along=by_layer.sum(axis=1) / 2**0.5,
-                    along_std=z,
-                    by_layer=by_layer,
-                    shares=np.full(2, 2**-0.5),
+                    along=by_layer.sum(axis=1) / 2**0.5, along_std=z, by_layer=by_layer, shares=np.full(2, 2**-0.5),
                 ),
                 batch=BatchLaw.binomial(400, 0.1),
-            )
-        )
+            ),
+        )  # fmt: skip
     return runs
 
 

@@ -202,13 +202,10 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
     folder = trained(
         tmp_path / "run",
         trainer={"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0, "tau_h_min": 1.0},
-        model={"hidden": [64], "activation": "identity"},
-        device={"name": "gaussian", "noise": {"sigma": 1e4}},
-        optimizer={"lr": 1e-4},
-        sampler={"scheme": "shuffled-epochs", "batch_size": 12},
-        epochs=1,
+        model={"hidden": [64], "activation": "identity"}, device={"name": "gaussian", "noise": {"sigma": 1e4}},
+        optimizer={"lr": 1e-4}, sampler={"scheme": "shuffled-epochs", "batch_size": 12}, epochs=1,
         protection={"kind": "none"},
-    )
+    )  # fmt: skip
     found = audited(folder, canaries=400).scores()["row space"]
     assert found.plan.claimed is not None
     assert found.plan.claimed < 1 < 3 < found.bounds[0].epsilon
@@ -243,13 +240,10 @@ def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp
 
 def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path) -> None:
     folder = trained(
-        tmp_path / "run",
-        trainer={"kind": "bp"},
-        mode="release",
-        epochs=2,
+        tmp_path / "run", trainer={"kind": "bp"}, mode="release", epochs=2,
         sampler={"scheme": "poisson", "batch_size": 30, "sampling_probability": 0.1},
         protection={"kind": "record", "noise_multiplier": 1.0, "relation": "add_or_remove_one"},
-    )
+    )  # fmt: skip
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for place in (None, folder / "audit"):
         with pytest.raises(RunFolderError, match="outside"):

@@ -181,15 +181,11 @@ def new_trainer(
     regularisation: float = 0.0,
 ) -> ConvexTrainer:
     return bare(
-        ConvexTrainer,
-        GatedNetwork(gated),
+        ConvexTrainer, GatedNetwork(gated),
         load_config({"trainer": {"kind": "convex", "regularisation": regularisation}}),
-        optimizer=torch.optim.SGD([gated.weight], lr=rate),
-        objective=objective,
-        divisor=divisor,
-        noise=None,
+        optimizer=torch.optim.SGD([gated.weight], lr=rate), objective=objective, divisor=divisor, noise=None,
         noise_std=0.0,
-    )
+    )  # fmt: skip
 
 
 def trainer(gated: GatedRelu, *, regularisation: float = 0.0) -> ConvexTrainer:

@@ -308,18 +308,10 @@ def test_a_step_of_failed_noise_moves_nothing(tmp_path: Path, kind: type[ConvexT
     description = str(description_file(tmp_path, Fault.UNPLUGGED))
     with open_device(description, n_inputs=D, n_outputs=P) as device:
         trainer = bare(
-            kind,
-            GatedNetwork(model),
-            config,
-            total_steps=LAST_STEP + 1,
-            optimizer=optimizer,
-            objective=Objective(name="margin", clip=0.5),
-            divisor=B,
-            noise=DeviceNormals(device),
-            noise_std=1.0,
-            final_std=1.0,
-            device=device,
-        )
+            kind, GatedNetwork(model), config, total_steps=LAST_STEP + 1, optimizer=optimizer,
+            objective=Objective(name="margin", clip=0.5), divisor=B, noise=DeviceNormals(device), noise_std=1.0,
+            final_std=1.0, device=device,
+        )  # fmt: skip
         trainer.step(x, y, step=0)
         before = model.weight.detach().clone()
         assert bool(before.count_nonzero())

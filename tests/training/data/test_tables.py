@@ -317,17 +317,8 @@ class TestRuns:
         lines = [part for line in settings for part in ("--set", line)]
         monkeypatch.chdir(tmp_path)
         _command(
-            monkeypatch,
-            "train",
-            "bp",
-            "--data",
-            f"{kind}:{train}",
-            "--label",
-            "species",
-            "--epochs",
-            1,
-            *lines,
-        )
+            monkeypatch, "train", "bp", "--data", f"{kind}:{train}", "--label", "species", "--epochs", 1, *lines,
+        )  # fmt: skip
         folder = tmp_path / "runs" / "bp-flowers-1"
         summary = json.loads((folder / "summary.json").read_text())
         capsys.readouterr()

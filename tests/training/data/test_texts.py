@@ -134,12 +134,9 @@ class TestEvaluation:
         """A run on the text, whose model guesses all bytes with the same probability."""
         config = load_config({"data": {"name": f"text:{text}", "context": 5, "test": str(text)}})
         run = SimpleNamespace(
-            config=config,
-            folder=SimpleNamespace(path="run"),
-            facts={"data": {"origin": {"tokenizer": None}}},
-            n_features=5,
-            evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape},
-        )
+            config=config, folder=SimpleNamespace(path="run"), facts={"data": {"origin": {"tokenizer": None}}},
+            n_features=5, evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape},
+        )  # fmt: skip
         monkeypatch.setattr(opusim.training.runs.run, "load_run", lambda path, **options: run)
         self.run = run
         return text

@@ -32,13 +32,9 @@ def test_the_certified_noise_and_its_beta_take_the_described_ones_place() -> Non
     with open_described(description, n_inputs=10, n_outputs=OUTPUTS) as device:
         distance = label_distance(device.require("matrix").matrix().double().numpy())
     own, target = device_levels(
-        description,
-        n_classes=10,
-        n_outputs=OUTPUTS,
-        targets=[3.0],
-        delta=DELTA,
+        description, n_classes=10, n_outputs=OUTPUTS, targets=[3.0], delta=DELTA,
         certificate=certificate("gaussian", 4.0, noise={"sigma": 5.0}),
-    )
+    )  # fmt: skip
     (expected,) = guarantees([LabelReadout(mu=distance / 4.0)], delta=DELTA - BETA)
     assert own.epsilon == expected.epsilon
     (reached,) = guarantees([LabelReadout(mu=distance / target.sigma)], delta=DELTA - BETA)

@@ -256,15 +256,9 @@ def moved(model: GatedRelu, objective: Objective, x: Tensor, label: int) -> floa
     """How far one record moves the weights in a step of rate 1 and divisor 1: the norm of its gradient."""
     before = model.weight.detach().double().clone()
     trainer = bare(
-        ConvexTrainer,
-        GatedNetwork(model),
-        load_config({"trainer": {"kind": "convex"}}),
-        optimizer=torch.optim.SGD([model.weight], lr=1.0),
-        objective=objective,
-        divisor=1.0,
-        noise=None,
-        noise_std=0.0,
-    )
+        ConvexTrainer, GatedNetwork(model), load_config({"trainer": {"kind": "convex"}}),
+        optimizer=torch.optim.SGD([model.weight], lr=1.0), objective=objective, divisor=1.0, noise=None, noise_std=0.0,
+    )  # fmt: skip
     trainer.step(x, torch.tensor([label]), step=0)
     change = float((model.weight.detach().double() - before).norm())
     with torch.no_grad():

@@ -98,13 +98,8 @@ def test_a_sum_and_its_count_cost_what_the_multiplier_says() -> None:
     generator = np.random.default_rng(5)
     for z, r in zip(10.0 ** generator.uniform(-3, 4, 200), generator.uniform(0.6, 40, 200), strict=True):
         one = RecordCentral(
-            noise_multiplier=z,
-            sampling_probability=0.1,
-            clip_norm=1,
-            divisor=1,
-            clipping="adaptive",
-            count_noise=r,
-        )
+            noise_multiplier=z, sampling_probability=0.1, clip_norm=1, divisor=1, clipping="adaptive", count_noise=r,
+        )  # fmt: skip
         spent = (
             1 / Fraction(z / share_of_sum(float(r))) ** 2
             + 1 / (2 * Fraction(float(r)) * Fraction(float(z))) ** 2

@@ -311,17 +311,10 @@ def private(collate: Any, folder: Path, module: nn.Module | None = None, **optio
     module = module or nn.Linear(4, 4)
     loader = DataLoader(records(20), batch_size=1, collate_fn=collate)
     return opusim.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        target_delta=1e-5,
-        max_grad_norm=1.0,
-        folder=folder,
-        seed=3,
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=loader, noise_multiplier=1.0, target_delta=1e-5, max_grad_norm=1.0, folder=folder, seed=3,
         **options,
-    )
+    )  # fmt: skip
 
 
 def test_a_loop_over_texts_and_tensors_meets_empty_batches(tmp_path: Path) -> None:

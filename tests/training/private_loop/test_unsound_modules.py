@@ -218,12 +218,9 @@ def test_arguments_of_no_record_are_refused(tmp_path: Path, limit: int | None) -
     for number, given in enumerate((torch.ones(4), torch.ones(()), 0.5, 6, np.float64(0.5))):
         with pytest.raises(ValueError, match="has no row for each of the 6 records|is the number") as caught:
             private(
-                Weighted(),
-                NUMBERS,
-                tmp_path / str(number),
-                example_inputs=[NUMBERS[:6], given],
+                Weighted(), NUMBERS, tmp_path / str(number), example_inputs=[NUMBERS[:6], given],
                 max_physical_batch_size=limit,
-            )
+            )  # fmt: skip
         assert "build" in str(caught.value)
     example = [NUMBERS[:6], torch.ones(6, 4)]
     with private(Weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:

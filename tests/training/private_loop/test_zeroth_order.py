@@ -151,12 +151,8 @@ def test_a_loop_states_what_it_releases_and_stops_at_its_budget(tmp_path: Path) 
     module, _, criterion, loader = parts()
     optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
     private = private_loop(
-        tmp_path / "loop",
-        (module, optimizer, criterion, loader),
-        noise_multiplier=None,
-        target_epsilon=2.0,
-        epochs=1,
-    )
+        tmp_path / "loop", (module, optimizer, criterion, loader), noise_multiplier=None, target_epsilon=2.0, epochs=1,
+    )  # fmt: skip
     run(private, 5)
     assert 1.9 < private.epsilon <= 2.0
     (guarantee,) = private.statement().guarantees

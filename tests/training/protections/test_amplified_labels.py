@@ -56,16 +56,10 @@ def protection(
     noise_multiplier: float = 0.0, *, equalise: bool = False, seed: int = 5, every: int = 1
 ) -> AmplifiedLabels:
     return AmplifiedLabels(
-        clip_norm=CLIP,
-        noise_multiplier=noise_multiplier,
-        divisor=DIVISOR,
-        floor=FLOOR,
-        reference=public_inputs()[0],
-        equalise=equalise,
-        noise=noise_stream("experiment", seed, "central-noise"),
-        reference_every=every,
+        clip_norm=CLIP, noise_multiplier=noise_multiplier, divisor=DIVISOR, floor=FLOOR, reference=public_inputs()[0],
+        equalise=equalise, noise=noise_stream("experiment", seed, "central-noise"), reference_every=every,
         sizes=[width + 1 for width in WIDTHS[:-1]],
-    )
+    )  # fmt: skip
 
 
 def geometry(public: list[torch.Tensor], *, bias: bool = True, equalise: bool = False) -> list[np.ndarray]:

@@ -68,11 +68,8 @@ def test_outputs_of_different_noise_are_each_brought_to_one(seed: int) -> None:
         return torch.randn(shape, generator=generator) * torch.from_numpy(stds).float()
 
     device: Any = SimpleNamespace(
-        noise=GaussianNoise(std=stds, n_outputs=N_OUTPUTS),
-        n_outputs=N_OUTPUTS,
-        draw=draw,
-        credit_noise=lambda: None,
-    )
+        noise=GaussianNoise(std=stds, n_outputs=N_OUTPUTS), n_outputs=N_OUTPUTS, draw=draw, credit_noise=lambda: None,
+    )  # fmt: skip
     numbers = DeviceNormals(device).normal((SIZE,))
     assert deviation(numbers) < LIMIT
     per_output = numbers.view(-1, N_OUTPUTS).double().var(dim=0).numpy()

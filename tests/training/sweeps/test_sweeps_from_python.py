@@ -82,13 +82,9 @@ def test_kept_runs_have_the_same_inputs(table: Sweep, net: Net, monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr("opusim.training.sweeps.execution.train_on", None)  # nothing is trained again
         again = sweep(
-            SPEC,
-            data=(torch.tensor(x), torch.tensor(y)),
-            test=records(),
-            model=copy.deepcopy(net),
-            folder=folder,
+            SPEC, data=(torch.tensor(x), torch.tensor(y)), test=records(), model=copy.deepcopy(net), folder=folder,
             jobs=1,
-        )
+        )  # fmt: skip
     pandas.testing.assert_frame_equal(again.frame(), table.frame())
     one = {**SPEC, "axes": {"device.noise.sigma": [2.0]}}
     others = [sweep(one, data=(x + 1, y), model=net, folder=folder, jobs=1)]

@@ -43,12 +43,9 @@ def blobs(n: int = 600) -> tuple[np.ndarray, np.ndarray]:
 
 def new_trainer(network: ModuleSequence, protection: RecordGradients | None = None) -> UlrTrainer:
     update = PlainUpdate(
-        network,
-        Estimator(copies=2, reduction="antithetic"),
-        sigma=0.2,
-        noise=noise_stream("experiment", 5, "output-noise"),
-        protection=protection,
-    )
+        network, Estimator(copies=2, reduction="antithetic"), sigma=0.2,
+        noise=noise_stream("experiment", 5, "output-noise"), protection=protection,
+    )  # fmt: skip
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
     return bare(
         UlrTrainer, network, load_config({"trainer": {"kind": "ulr"}}), optimizer=optimizer, update=update
@@ -57,12 +54,9 @@ def new_trainer(network: ModuleSequence, protection: RecordGradients | None = No
 
 def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradients:
     return RecordGradients(
-        clip_norm=CLIP,
-        noise_multiplier=0.0,
-        divisor=DIVISOR,
-        noise=noise_stream("experiment", 6, "central-noise"),
+        clip_norm=CLIP, noise_multiplier=0.0, divisor=DIVISOR, noise=noise_stream("experiment", 6, "central-noise"),
         clipping=Clipping(kind="per_layer" if by_layer else "flat"),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("clip", ["joint", "module"])

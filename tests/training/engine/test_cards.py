@@ -30,12 +30,9 @@ from opusim.training.zeroth_order.step_log import LOG_FILE
 from opusim.training.zeroth_order.trainer import ZoTrainer
 
 CONFIG: dict[str, Any] = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "sampler": {"batch_size": 16},
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16},
     "checkpoint": {"every_steps": 3},
-}
+}  # fmt: skip
 DIVERGES = {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}}
 
 
@@ -199,13 +196,10 @@ def test_a_release_run_without_memory_tells_nothing_of_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {
-        **{key: value for key, value in CONFIG.items() if key != "epochs"},
-        "mode": "release",
-        "data": {"n_classes": 3},
-        "trainer": {"kind": "bp"},
-        "sampler": {"scheme": "poisson", "batch_size": 16},
+        **{key: value for key, value in CONFIG.items() if key != "epochs"}, "mode": "release",
+        "data": {"n_classes": 3}, "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson", "batch_size": 16},
         "protection": {"kind": "record", "noise_multiplier": 1.0},
-    }
+    }  # fmt: skip
     monkeypatch.setattr(ClosedForm, "learn", failing_at(1))
     with pytest.raises(CardMemoryError, match=r"a batch of 16 records .*sampler.batch_size=8 \(half of it\)"):
         training.train(config, data=data(), folder=tmp_path)

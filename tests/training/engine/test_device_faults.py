@@ -38,12 +38,8 @@ def test_every_fault_is_found_named_and_survived(
 ) -> None:
     row = inject(fault, tmp_path, wanted)
     assert row["error"] in (
-        "DeviceUnavailable",
-        "DeviceTimeout",
-        "DeviceBusy",
-        "DeviceFault",
-        "NoiseBelowCertificate",
-    )
+        "DeviceUnavailable", "DeviceTimeout", "DeviceBusy", "DeviceFault", "NoiseBelowCertificate",
+    )  # fmt: skip
     checks = 0 if fault in NOTICED_AT_ONCE else 4 if fault in SMALL else 1
     assert 0 <= row["steps_until_stop"] <= checks * EVERY_STEPS
     assert row["steps_done"] == 63

@@ -37,13 +37,9 @@ COMMAND = ["train", "bp", "--data", "digits", "--epochs", "100000", "--quiet", "
 def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
     settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CODE, *COMMAND],
-        cwd=tmp_path,
-        env=settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+        [sys.executable, "-W", "error", "-c", CODE, *COMMAND], cwd=tmp_path, env=settings, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     assert process.stdout.readline() == "taken over\n"
     time.sleep(delay)
     process.send_signal(signal.SIGINT)

@@ -23,12 +23,8 @@ from tests.support.run_folders import equal, newest, require_resumed_alike
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "sampler": {"batch_size": 16},
-    "device": {"name": "gaussian"},
-}
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}, "device": {"name": "gaussian"},
+}  # fmt: skip
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:

@@ -22,13 +22,9 @@ from tests.support.private_loops import parts, private_loop
 from tests.support.run_folders import equal, newest
 
 BASE: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "data": {"n_classes": 3},
-    "model": {"hidden": [16, 8]},
-    "sampler": {"batch_size": 32},
+    "epochs": 2, "threads": 1, "data": {"n_classes": 3}, "model": {"hidden": [16, 8]}, "sampler": {"batch_size": 32},
     "checkpoint": {"every_steps": 4},
-}
+}  # fmt: skip
 RECORD: dict[str, Any] = {
     "sampler": {"scheme": "poisson", "batch_size": 64},
     "protection": {"kind": "record", "noise_multiplier": 0.7},
@@ -40,54 +36,39 @@ CASES: dict[str, dict[str, Any]] = {
     "pdfa": {"trainer": {"kind": "pdfa"}},
     "pdfa, camera": {"trainer": {"kind": "pdfa"}, "device": {"name": "camera"}},
     "pdfa, bit planes": {"trainer": {"kind": "pdfa", "encoding": "planes"}},
-    "pdfa, published order": {
-        "trainer": {"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0}
-    },
+    "pdfa, published order": {"trainer": {"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0}},
     "ulr": {"trainer": {"kind": "ulr", "copies": 4}},
-    "ulr, orthogonal": {
-        "trainer": {"kind": "ulr", "copies": 4, "shape": "matched", "directions": "orthogonal"}
-    },
+    "ulr, orthogonal": {"trainer": {"kind": "ulr", "copies": 4, "shape": "matched", "directions": "orthogonal"}},
     "ulr, published": {"trainer": {"kind": "ulr", "form": "published", "copies": 4, "target_std": 0.5}},
     "zo": {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}},
     "bp, record": {"trainer": {"kind": "bp"}, **RECORD},
     "bp, record, correlated": {
-        "trainer": {"kind": "bp"},
-        "sampler": {"scheme": "poisson", "batch_size": 32},
+        "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson", "batch_size": 32},
         "protection": {"kind": "record", "noise_multiplier": 0.7, "bands": 3},
     },
     "pdfa, record": {"trainer": {"kind": "pdfa"}, **RECORD},
     "ulr, record": {"trainer": {"kind": "ulr", "copies": 4}, **RECORD},
     "zo, record": {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}, **RECORD},
     "convex, record": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "model": None,
-        "optimizer": {"momentum": 0.0},
-        **RECORD,
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "model": None, "optimizer": {"momentum": 0.0}, **RECORD,
     },
     "convex, last iterate": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "model": None,
-        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 32},
-        "optimizer": {"momentum": 0.0},
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "model": None,
+        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 32}, "optimizer": {"momentum": 0.0},
         "protection": {"kind": "last-iterate", "epsilon": 8.0},
     },
     "ridge": {
-        "trainer": {"kind": "ridge"},
-        "epochs": None,
-        "model": None,
-        "sampler": None,
+        "trainer": {"kind": "ridge"}, "epochs": None, "model": None, "sampler": None,
         "protection": {"kind": "label-release", "epsilon": 4.0},
     },
     "tdfa, amplified labels": {
-        "trainer": {"kind": "tdfa"},
-        "sampler": {"scheme": "poisson", "batch_size": 64},
+        "trainer": {"kind": "tdfa"}, "sampler": {"scheme": "poisson", "batch_size": 64},
         "protection": {"kind": "label-amplified", "epsilon": 4.0},
     },
     "bp, randomized response": {
-        "trainer": {"kind": "bp"},
-        "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
+        "trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
     },
-}
+}  # fmt: skip
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:

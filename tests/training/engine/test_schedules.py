@@ -49,12 +49,8 @@ def test_steps_of_the_rate_are_those_of_torch() -> None:
 
 
 CONFIG = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "sampler": {"batch_size": 16},
-    "trainer": {"kind": "dfa"},
-}
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}, "trainer": {"kind": "dfa"},
+}  # fmt: skip
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:

@@ -15,13 +15,8 @@ from tests.support.shared_checks import do
 pytestmark = pytest.mark.slow
 
 FAULTS = (
-    "killed server",
-    "stopped server",
-    "frozen server",
-    "killed client",
-    "killed run",
-    "broken connection",
-)
+    "killed server", "stopped server", "frozen server", "killed client", "killed run", "broken connection",
+)  # fmt: skip
 ATTACKS = ("wrong key", "expired key", "garbage", "replayed", "oversized", "flood")
 
 

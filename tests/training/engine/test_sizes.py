@@ -140,15 +140,8 @@ def test_a_command_without_memory_ends_in_one_line(
     n_bytes: int, hidden: str, message: str, tmp_path: Path
 ) -> None:
     arguments = (
-        "train",
-        "bp",
-        "--data",
-        "digits",
-        "--set",
-        f"model.hidden={hidden}",
-        "--out",
-        str(tmp_path / "run"),
-    )
+        "train", "bp", "--data", "digits", "--set", f"model.hidden={hidden}", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
     done = limited("from opusim.training.cli import main; main()", n_bytes, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(message)

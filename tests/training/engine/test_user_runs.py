@@ -27,19 +27,12 @@ def records() -> tuple[np.ndarray, np.ndarray, list[Any]]:
 
 def config(**changes: Any) -> dict[str, Any]:
     protection: dict[str, Any] = {
-        "kind": "record",
-        "unit": "user",
-        "records_per_user": EACH,
-        "clip_norm": CLIP,
-    }
+        "kind": "record", "unit": "user", "records_per_user": EACH, "clip_norm": CLIP,
+    }  # fmt: skip
     protection |= {"noise_multiplier": 1e-6, **changes.pop("protection", {})}
     found: dict[str, Any] = {
-        "trainer": {"kind": "bp"},
-        "epochs": 2,
-        "seed": 4,
-        "threads": 1,
-        "protection": protection,
-    }
+        "trainer": {"kind": "bp"}, "epochs": 2, "seed": 4, "threads": 1, "protection": protection,
+    }  # fmt: skip
     found |= {"optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "schedule": "constant"}}
     return found | {"sampler": {"batch_size": 6}, "data": {"n_classes": 3}, **changes}
 

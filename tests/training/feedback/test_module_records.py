@@ -36,12 +36,9 @@ from tests.support.run_folders import require_resumed_alike
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG: dict[str, Any] = {
-    "threads": 1,
-    "epochs": 2,
-    "sampler": {"batch_size": 12},
-    "data": {"n_classes": 3},
+    "threads": 1, "epochs": 2, "sampler": {"batch_size": 12}, "data": {"n_classes": 3},
     "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
+}  # fmt: skip
 
 
 def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -58,15 +55,9 @@ def sequences(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
 def module(*, dropout: float = 0.2) -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1),
-        nn.GroupNorm(2, 6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(384, 16),
-        nn.SiLU(),
-        nn.Dropout(dropout),
-        nn.Linear(16, 3),
-    )
+        nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Flatten(), nn.Linear(384, 16), nn.SiLU(),
+        nn.Dropout(dropout), nn.Linear(16, 3),
+    )  # fmt: skip
 
 
 TOKENS = {"vocabulary": 5, "inputs": "tokens"}
@@ -116,12 +107,9 @@ def private_trainer(
     )
     tape = RecordTape(model.train(), x[:3])
     trainer = feedback_trainer(
-        ModuleGradients(
-            view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape
-        ),
-        make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)),
-        protection=writer,
-    )
+        ModuleGradients(view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape),
+        make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)), protection=writer,
+    )  # fmt: skip
     return trainer, writer
 
 
@@ -197,12 +185,9 @@ def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path)
     extreme = np.full_like(x, 3e38)
     for number, values in enumerate((np.zeros_like(x), extreme)):
         config = {
-            **CONFIG,
-            "mode": "release",
-            "epochs": 1,
-            "trainer": {"kind": "pdfa"},
+            **CONFIG, "mode": "release", "epochs": 1, "trainer": {"kind": "pdfa"},
             "checkpoint": {"every_steps": 1, "keep": 20},
-        }
+        }  # fmt: skip
         folder = tmp_path / str(number)
         run = training.train(config, data=(values, y), model=module(), folder=folder)
         assert run.guarantees[0].status == "proven"

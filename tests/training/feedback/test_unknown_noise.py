@@ -89,15 +89,11 @@ def test_noise_that_changes_is_found_without_a_law(factor: float, words: str) ->
 def train(folder: Path, device: dict[str, Any], **sections: Any) -> Any:
     return opusim.train(
         {
-            "epochs": 3,
-            "data": {"name": "digits"},
-            "trainer": {"kind": "pdfa"},
-            "model": {"hidden": [128]},
-            "device": {"name": "lighton_appliance", **device},
-            **sections,
+            "epochs": 3, "data": {"name": "digits"}, "trainer": {"kind": "pdfa"}, "model": {"hidden": [128]},
+            "device": {"name": "lighton_appliance", **device}, **sections,
         },
         folder=folder,
-    )
+    )  # fmt: skip
 
 
 def test_an_appliance_trains_unprotected_out_of_the_box(

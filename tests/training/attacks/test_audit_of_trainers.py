@@ -156,9 +156,7 @@ def test_single_records_stand_for_batches_only_if_updates_add_up(
         assert [attack.adds_up for attack in attacks] == [protects, protects, False]
         for number in range(8, 16):
             trial = game.play(number, first_world=number % 2 == 0)
-            of_terms, single, whole = (
-                attack.score(trial.observation, trial.candidates) for attack in attacks
-            )
+            of_terms, single, whole = (a.score(trial.observation, trial.candidates) for a in attacks)
             assert of_terms == pytest.approx(single, rel=0.02, abs=0.02)
             assert single == pytest.approx(whole, rel=0.02, abs=0.02)
 

@@ -66,9 +66,7 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     before = {path.name for path in pdfa.iterdir()}
     found = audited(pdfa)
     updates = found.scores()["all updates"]
-    reported = [
-        bound for result in found.scores().values() for bound in result.bounds if bound.method.is_bound
-    ]
+    reported = [b for result in found.scores().values() for b in result.bounds if b.method.is_bound]
     assert (
         len(reported) == 7
     )  # three bounds of two adversaries, and one from the counts of consecutive updates

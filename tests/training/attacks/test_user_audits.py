@@ -76,9 +76,7 @@ def dropped() -> AbstractContextManager[None]:
     """Planted: users with more than k records bring no row, so that no other fault could show."""
 
     def chosen(before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, user, step: (
-            [] if len(self.records[user]) > self.most else before(self, user, step)
-        )
+        return lambda self, u, step: [] if len(self.records[u]) > self.most else before(self, u, step)
 
     return replaced("opusim.training.data.users:Users.chosen", chosen)
 

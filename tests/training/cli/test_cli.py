@@ -281,9 +281,7 @@ def test_a_sound_installation_is_described_without_its_folders(tmp_path: Path, m
     assert (result.returncode, result.stderr) == (0, "")
     content = json.loads(result.stdout)
     assert (content["schema"], content["version"], content["broken"]) == ("opusim-doctor", 1, [])
-    found = {
-        title: {one["what"]: one["found"] for one in facts} for title, facts in content["sections"].items()
-    }
+    found = {t: {one["what"]: one["found"] for one in facts} for t, facts in content["sections"].items()}
     assert found["Versions"]["opusim"] == importlib.metadata.version("opusim")
     assert {"torch", "numpy", "numba"} <= set(found["Versions"])
     assert found["Devices"]["gaussian"] == "can be opened"

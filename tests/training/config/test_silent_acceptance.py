@@ -160,9 +160,7 @@ def test_every_key_says_when_it_has_an_effect() -> None:
     effects = effects_of(RunConfig()) + [effect for section in sections for effect in section.effects]
     conditional = {key for effect in effects for key in effect.keys}
     keys = {key for key, _, _ in key_rows()}
-    missing = {
-        key for key in keys - ALWAYS if not any(f"{key}.".startswith(f"{known}.") for known in conditional)
-    }
+    missing = {k for k in keys - ALWAYS if not any(f"{k}.".startswith(f"{c}.") for c in conditional)}
     assert not missing
     assert not ALWAYS - keys
     assert not (conditional & ALWAYS)

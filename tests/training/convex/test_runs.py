@@ -158,15 +158,11 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
         training.train(merged(config, {"checkpoint": {"keep": 5}}), data=data(), folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path, watcher=stop_at(9))
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "step-0000000008.safetensors"
-    ]
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000000008.safetensors"]
     assert "unfinished" in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
     run = training.train(data=data(), folder=tmp_path, resume=True)
     assert "unfinished" not in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "step-0000000018.safetensors"
-    ]
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000000018.safetensors"]
     assert len(read_ledger(tmp_path).payments) == 1
     assert run.guarantees[0].epsilon <= 3.0
     assert set(run.summary or {}) == {"schema_version", "steps"}

@@ -50,9 +50,7 @@ def test_images_are_read_channels_first_with_their_labels(tmp_path: Path) -> Non
 def test_a_second_call_reads_what_the_first_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_archive(tmp_path, small())
     first = read_cifar10(tmp_path)
-    assert [path.name for path in (tmp_path / ARCHIVE).parent.iterdir() if path.suffix == ".npz"] == [
-        "cifar10.npz"
-    ]
+    assert [p.name for p in (tmp_path / ARCHIVE).parent.iterdir() if p.suffix == ".npz"] == ["cifar10.npz"]
     monkeypatch.setattr("opusim.training.data.formats._decode", None)
     second = read_cifar10(tmp_path)
     for part in first:

@@ -116,9 +116,7 @@ def test_without_a_seed_shuffled_epochs_still_cover_each_epoch() -> None:
     sampler = ShuffledEpochsSampler(2000, 300, seed=None)
     for epoch in range(2):
         steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
-        assert torch.cat([sampler.indices(step) for step in steps]).sort().values.tolist() == list(
-            range(2000)
-        )
+        assert torch.cat([sampler.indices(s) for s in steps]).sort().values.tolist() == list(range(2000))
     assert not torch.equal(sampler.indices(0), sampler.indices(7))
 
 

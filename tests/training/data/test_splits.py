@@ -152,9 +152,7 @@ def test_ids_of_any_spelling() -> None:
         kept, held_out = split_by_id(values, 0.5, 3)
         by_id = {values[p]: {q % 4 for q in range(20) if values[q] == values[p]} for p in kept.tolist()}
         assert not set(by_id) & {values[p] for p in held_out.tolist()}  # records of one ID on one side
-    same = [
-        split_by_id(ids, 0.5, 3)[0].tolist() for ids in (np.arange(50), torch.arange(50), list(range(50)))
-    ]
+    same = [split_by_id(i, 0.5, 3)[0].tolist() for i in (np.arange(50), torch.arange(50), list(range(50)))]
     assert same[0] == same[1] == same[2]
     held_out = [
         split_by_id([form(n) for n in range(50)], 0.5, 3)[1].tolist() for form in (int, str, " {} ".format)

@@ -352,9 +352,7 @@ class TestRuns:
         same = from_arrays(x[order], SPECIES[order], validation_fraction=0.1, split_seed=0)
         assert fingerprint(data.train) == fingerprint(same.train)
         assert (data.record_shape, data.classes, data.name) == ((3, 5, 4), same.classes, options.name)
-        lines = [
-            part for line in ("sampler.batch_size=5", f"data.test=test{ending}") for part in ("--set", line)
-        ]
+        lines = [p for line in ("sampler.batch_size=5", f"data.test=test{ending}") for p in ("--set", line)]
         _command(monkeypatch, "train", "bp", "--data", options.name, "--epochs", 1, "--out", "run", *lines)
         summary = json.loads(Path("run/summary.json").read_text())
         capsys.readouterr()

@@ -135,7 +135,7 @@ def on_host(dataset: Dataset, name: str) -> Dataset:
 
 
 @pytest.mark.parametrize("kind", ["bp", pytest.param("zo", marks=pytest.mark.slow)])
-def test_records_on_the_host_give_the_same_run(
+def test_records_on_the_host_change_no_run(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**CONFIG, "trainer": {"kind": kind}}
@@ -175,9 +175,7 @@ def failing_at(step: int) -> Callable[..., Any]:
     return failing
 
 
-def test_a_step_without_memory_names_a_smaller_batch_and_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_memory_names_a_smaller_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIG, "trainer": {"kind": "bp"}}
     expected = training.train(config, data=data(), folder=tmp_path / "whole")
     with monkeypatch.context() as failing:
@@ -192,9 +190,7 @@ def test_a_step_without_memory_names_a_smaller_batch_and_can_be_resumed(
     assert training.train(data=data(), folder=tmp_path / "run", resume=True).summary == expected.summary
 
 
-def test_a_release_run_without_memory_tells_nothing_of_its_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_run_without_memory_tells_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {
         **{key: value for key, value in CONFIG.items() if key != "epochs"}, "mode": "release",
         "data": {"n_classes": 3}, "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson", "batch_size": 16},

@@ -33,9 +33,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_every_fault_is_found_named_and_survived(
-    fault: Fault, tmp_path: Path, wanted: dict[str, Any]
-) -> None:
+def test_every_fault_is_named_and_survived(fault: Fault, tmp_path: Path, wanted: dict[str, Any]) -> None:
     row = inject(fault, tmp_path, wanted)
     assert row["error"] in (
         "DeviceUnavailable", "DeviceTimeout", "DeviceBusy", "DeviceFault", "NoiseBelowCertificate",

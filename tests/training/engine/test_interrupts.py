@@ -50,9 +50,7 @@ def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
     assert "interrupted" in printed or "stopped after step" in printed
 
 
-def test_the_signal_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_signal_comes_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "argv", ["opusim", "--version"])
     with pytest.raises(SystemExit):

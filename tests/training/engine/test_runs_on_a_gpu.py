@@ -101,9 +101,7 @@ def test_a_run_learns_stops_goes_on_and_is_read_back_on_the_cpu(
 
 
 @pytest.mark.parametrize("name", ["bp", "dfa", "tdfa"])
-def test_without_noise_the_parameters_are_those_of_the_cpu(
-    tmp_path: Path, name: str, gpu: torch.device
-) -> None:
+def test_without_noise_parameters_are_those_of_the_cpu(tmp_path: Path, name: str, gpu: torch.device) -> None:
     for folder, place in (("here", "cpu"), ("there", str(gpu))):
         training.train(config_of(name, torch_device=place), data=data(), folder=tmp_path / folder)
     expected, found = newest(tmp_path / "here"), newest(tmp_path / "there")
@@ -148,9 +146,7 @@ def test_a_batch_beyond_the_memory_of_the_card_is_one_line(tmp_path: Path, gpu: 
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_the_sum_that_leaves_a_step_has_the_noise_that_is_accounted(
-    gpu: torch.device, mode: str, seed: int
-) -> None:
+def test_the_sum_that_leaves_a_step_has_the_accounted_noise(gpu: torch.device, mode: str, seed: int) -> None:
     """Records of gradient 0: what is left is N(0, (sigma C / divisor)^2), mean and variance at five standard errors."""
     clip, multiplier, divisor, steps = 0.5, 1.3, 16.0, 20
     network = FullyConnected(nn.Sequential(nn.Linear(99, 180), nn.Tanh(), nn.Linear(180, 4)).to(gpu))

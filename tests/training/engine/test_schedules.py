@@ -59,9 +59,7 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
-    tmp_path: Path, schedule: str, name: str, stop_at: type
-) -> None:
+def test_a_resumed_run_takes_up_its_schedule(tmp_path: Path, schedule: str, name: str, stop_at: type) -> None:
     config = {**CONFIG, "optimizer": {"name": name, "schedule": schedule, "averaged_tail": 0.5}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
     for stop in (3, 9):  # before and within the mean's steps
@@ -76,9 +74,7 @@ def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
     assert not torch.equal(*ends)
 
 
-def test_every_step_of_a_run_has_its_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type
-) -> None:
+def test_steps_of_a_run_have_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type) -> None:
     rates: list[float] = []
 
     def recorded(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:

@@ -141,9 +141,7 @@ def test_threads_are_put_back(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(
-    tmp_path: Path, change: dict, error: type[Exception], message: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, change: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         training.train({**CONFIG, **change}, data=data(), folder=tmp_path / "run")
     assert "\n" not in str(caught.value)

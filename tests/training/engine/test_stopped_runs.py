@@ -59,9 +59,7 @@ def test_ctrl_c_costs_nothing(stories: dict[str, Story]) -> None:
     assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
 
 
-def test_a_kill_costs_what_was_reserved_and_never_less_than_what_was_computed(
-    stories: dict[str, Story],
-) -> None:
+def test_a_kill_costs_what_was_reserved_and_never_less_than_was_computed(stories: dict[str, Story]) -> None:
     story = stories["record-kill"]
     assert story.codes == [130, -signal.SIGKILL, 130, 4]  # the budget ends before the last epoch
     assert not story.computed - story.paid

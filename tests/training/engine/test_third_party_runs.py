@@ -93,7 +93,7 @@ def test_a_trainer_takes_no_protection_unless_it_lists_it(monkeypatch: pytest.Mo
         load_config(config("softmax", **RECORD))
 
 
-def test_a_trainer_that_declares_nothing_is_not_called_private(
+def test_a_trainer_without_declarations_is_not_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lab_softmax.trainer import SoftmaxTrainer

@@ -109,7 +109,7 @@ def test_a_column_names_the_users_who_are_held_out_as_a_whole(tmp_path: Path) ->
     assert not opusim.audit_run(tmp_path / "run", out=tmp_path / "audit", trials=40).refuted
 
 
-def test_a_resumed_run_repeats_an_uninterrupted_one_and_takes_no_other_users(
+def test_a_resumed_run_repeats_an_uninterrupted_one_of_the_same_users(
     tmp_path: Path, ctrl_c_at: type
 ) -> None:
     whole, _ = require_resumed_alike(tmp_path, config(), records(), ctrl_c_at(3), model)

@@ -321,7 +321,7 @@ def test_a_module_of_opacus_is_refused(tmp_path: Path) -> None:
     assert FeedbackAlignment(wrapped.to_standard_module())
 
 
-def test_a_device_that_fails_leaves_parameters_and_buffers(
+def test_a_failed_device_leaves_parameters_and_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
@@ -370,7 +370,7 @@ def focal(output, target):
 """
 
 
-def test_code_of_the_user_executes_when_trusted_only(
+def test_code_of_users_runs_when_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Any
 ) -> None:
     name = "code_of_a_user"
@@ -443,9 +443,7 @@ def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
-def test_a_module_without_a_name_in_it_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_without_a_name_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_path.py").write_text("raise SystemExit")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="'no_path' is no import path; write package.module:name"):

@@ -117,7 +117,7 @@ def gradients(trainer: Trainer) -> list[Tensor]:
     return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
 
 
-def test_a_private_photonic_step_is_that_of_each_record_with_the_same_device_noise(
+def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y = (torch.as_tensor(part[:9]) for part in images())
@@ -196,7 +196,7 @@ def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path)
     assert found[0]["summary.json"].keys() == {"schema_version", "seal", "steps"}
 
 
-def test_the_feedback_is_calibrated_before_the_first_record_is_seen(
+def test_the_feedback_is_calibrated_before_any_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint after empty batches would otherwise tell that they were empty."""
@@ -309,9 +309,7 @@ def test_points_whose_positions_are_records_are_refused() -> None:
     require_separate_steps(model, loss, x, y, seek=lambda: each.seek(0))
 
 
-def test_a_model_with_batch_norm_takes_group_norm_by_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_batch_norm_takes_group_norm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = CONFIG | {"model": {"name": "conv-small"}, "trainer": {"kind": "bp"}, "epochs": 1}
     run = training.train(given, data=images(), folder=tmp_path / "a")
     assert any(isinstance(part, nn.GroupNorm) for part in run.model.modules())

@@ -96,9 +96,7 @@ def train(folder: Path, device: dict[str, Any], **sections: Any) -> Any:
     )  # fmt: skip
 
 
-def test_an_appliance_trains_unprotected_out_of_the_box(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_appliance_trains_unprotected_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = connect(monkeypatch, tmp_path)
     run = train(tmp_path / "run", {"lighton": section})
     assert run.facts["noise"] is None

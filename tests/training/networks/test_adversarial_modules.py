@@ -583,9 +583,7 @@ TRUSTED: dict[str, tuple[Callable[..., Any], str]] = {
 def test_what_is_neither_refused_nor_right_is_named_on_trust(name: str) -> None:
     function, sentence = TRUSTED[name]
     page = Path(__file__).parents[3] / "docs" / "privacy-records.md"
-    (trusted,) = (
-        part for part in page.read_text().split("\n\n") if part.startswith("Taken on trust: Python code")
-    )
+    (trusted,) = (p for p in page.read_text().split("\n\n") if p.startswith("Taken on trust: Python code"))
     assert sentence in trusted
     tape = RecordTape(Runs(function), X[:3])
     assert max(moved_by_others(tape, X) for _ in range(3)) > 1e-2

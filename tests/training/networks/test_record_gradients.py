@@ -45,9 +45,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained(model).items()
-    }
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained(model).items()}
 
 
 def looped(model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 import opusim
 from tests.support.private_loops import network, parts, private_loop, records, run_epoch
+from tests.support.record_models import Custom
 
 cross_entropy = nn.functional.cross_entropy
 Loop = opusim.PrivateTraining
@@ -435,21 +436,10 @@ def test_packed_sequences_name_what_takes_their_place(tmp_path: Path) -> None:
         assert not no_gradient(loop.module)
 
 
-class Critic(nn.Module):
-    """A discriminator that sees a real and a generated record in one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(8, 1)
-
-    def forward(self, real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
-        return self.net(real), self.net(generated)
-
-
 def test_a_gan_gives_real_and_generated_records_to_one_call(tmp_path: Path) -> None:
     """The release is the clipped sum of d/dw of both terms, and the generator learns through a frozen critic."""
-    softplus = nn.functional.softplus
-    module, generator = Critic(), nn.Linear(2, 8)
+    module = Custom(lambda m, real, generated: (m.net(real), m.net(generated)), net=nn.Linear(8, 1))
+    softplus, generator = nn.functional.softplus, nn.Linear(2, 8)
 
     def loss(real: Tensor, generated: Tensor) -> Tensor:
         return softplus(-real).mean() + softplus(generated).mean()

@@ -374,15 +374,11 @@ def test_the_statement_says_that_sums_are_rounded(tmp_path: Path, monkeypatch: p
         private = private_loop(tmp_path / mode, mode=mode, seed=1 if mode == "experiment" else None)
         run_epoch(private, steps=1)
         found = rounding(private)
-        assert [holds for text, holds in found.items() if "every entry of a step's noisy sum" in text] == [
-            True
-        ]
+        assert [holds for t, holds in found.items() if "every entry of a step's noisy sum" in t] == [True]
         assert [holds for text, holds in found.items() if "its rounding is" in text] == [None] * (
             mode == "experiment"
         )
-        assert [holds for text, holds in found.items() if "for every batch" in text] == [True] * (
-            mode == "release"
-        )
+        assert [holds for t, holds in found.items() if "for every batch" in t] == [True] * (mode == "release")
         assert TRUSTED not in found
     monkeypatch.setattr(PrivateModule, "on_processor", False)
     private = private_loop(tmp_path / "card", mode="release", seed=None)

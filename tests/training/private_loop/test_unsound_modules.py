@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 import opusim
 from opusim.training.private_loop.folder import read_save
 from tests.support.private_loops import private_loop
-from tests.support.record_models import backward
+from tests.support.record_models import Custom, backward
 
 
 class Kept(nn.Module):
@@ -200,16 +200,9 @@ def test_what_reaches_a_feedback_point_is_probed_without_the_device(tmp_path: Pa
         private(mixing, NUMBERS, tmp_path / "mixing")
 
 
-class Weighted(nn.Module):
-    """Takes a constant next to the records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Shapes (batch, 4) and (4,)."""
-        return self.linear(x * weights)
+def weighted() -> nn.Module:
+    """Takes a constant next to the records, shapes (batch, 4) and (4,)."""
+    return Custom(lambda m, x, weights: m.linear(x * weights), linear=nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("limit", [None, 2])
@@ -218,12 +211,12 @@ def test_arguments_of_no_record_are_refused(tmp_path: Path, limit: int | None) -
     for number, given in enumerate((torch.ones(4), torch.ones(()), 0.5, 6, np.float64(0.5))):
         with pytest.raises(ValueError, match="has no row for each of the 6 records|is the number") as caught:
             private(
-                Weighted(), NUMBERS, tmp_path / str(number), example_inputs=[NUMBERS[:6], given],
+                weighted(), NUMBERS, tmp_path / str(number), example_inputs=[NUMBERS[:6], given],
                 max_physical_batch_size=limit,
             )  # fmt: skip
         assert "build" in str(caught.value)
     example = [NUMBERS[:6], torch.ones(6, 4)]
-    with private(Weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:
+    with private(weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:
         x, y = next(iter(loop.data_loader))
         for given, message in ((x.mean(dim=0), "has no row"), (len(x), "is the number")):
             with pytest.raises(ValueError, match=message):

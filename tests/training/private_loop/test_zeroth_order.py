@@ -26,6 +26,7 @@ from opusim.training.private_loop.module import MeasuredModule
 from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.trainer import ZoTrainer
 from tests.support.private_loops import network, parts, private_loop, records
+from tests.support.record_models import Custom
 
 CLIP, PHI = 0.01, 1e-2
 Losses = Callable[..., Tensor]
@@ -229,17 +230,10 @@ def test_parameters_do_not_tell_in_how_many_parts_a_batch_ran(tmp_path: Path) ->
 
 def test_rows_of_other_shapes_are_followed(tmp_path: Path) -> None:
     """A module that takes any number of tokens meets a new one in the loop."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.embed(x).mean(dim=1))
-
     torch.manual_seed(0)
-    module = Words()
+    module = Custom(
+        lambda m, x: m.head(m.embed(x).mean(dim=1)), embed=nn.Embedding(9, 6), head=nn.Linear(6, 3)
+    )
     data = [(torch.arange(3 + n % 3) % 9, n % 3) for n in range(30)]
 
     def collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

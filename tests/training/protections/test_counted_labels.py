@@ -166,9 +166,7 @@ def test_nothing_is_shown_before_it_is_paid_for(
     def refuse(mechanism: Mechanism) -> None:
         raise BudgetExceeded("no")
 
-    monkeypatch.setattr(
-        type(counts.frames.device), "dimmed_frames", lambda *_: pytest.fail("a frame was taken")
-    )
+    monkeypatch.setattr(type(counts.frames.device), "dimmed_frames", lambda *_: pytest.fail("a frame"))
     labels = torch.zeros(3).long()
     with pytest.raises(BudgetExceeded):
         read_counts(counts, labels, pay=refuse)

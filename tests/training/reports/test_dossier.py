@@ -122,9 +122,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     assert "connect the dots" in page
     common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
     for standard, text in zip(work["standards"], common["standards"], strict=True):
-        assert [one["heading"] for one in standard["headings"]] == [
-            one["heading"] for one in text["headings"]
-        ]
+        assert [h["heading"] for h in standard["headings"]] == [h["heading"] for h in text["headings"]]
         assert all(one["answer"] for one in standard["headings"])
         assert "not read" in standard["source"]
     names = {one["name"] for one in work["files"]}
@@ -212,9 +210,7 @@ def test_self_tests_stand_in_question_8_and_those_of_others_are_refused(run: Run
     (work,) = content["works"]
     assert "mechanism.json; records clipped to 1): No alarm" in work["answers"][7]["answer"]
     assert not any("No audit was found" in lead for lead in work["leads"])
-    assert [(one["file"], one["holds"]) for one in work["self_tests"]] == [
-        (str(tmp_path / "mechanism.json"), True)
-    ]
+    assert [(t["file"], t["holds"]) for t in work["self_tests"]] == [(str(tmp_path / "mechanism.json"), True)]
     assert MechanismAudit.from_json(work["self_tests"][0]["document"]) == self_test()
     assert "noise: mean" in page
     assert "mechanism.json" in [one["name"] for one in work["files"]]
@@ -383,9 +379,7 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
         name: written(tmp_path / "records", audits=[tmp_path / f"of {name}"])[1]["works"][0]["leads"]
         for name in ("records", "other")
     }
-    named = {
-        name: [lead for lead in found if "not of the run as stated" in lead] for name, found in leads.items()
-    }
+    named = {name: [t for t in found if "not of the run as stated" in t] for name, found in leads.items()}
     assert not named["records"]
     assert "another run (experiment, folder other" in named["other"][0]
     assert "multiplier 2," in named["other"][0]
@@ -520,9 +514,7 @@ def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> N
 
 def channel(content: dict[str, Any], start: str) -> str:
     """Why a side channel is open."""
-    return next(
-        one["why"] for one in content["works"][0]["side_channels"] if one["channel"].startswith(start)
-    )
+    return next(c["why"] for c in content["works"][0]["side_channels"] if c["channel"].startswith(start))
 
 
 @pytest.mark.usefixtures("without_pdf")

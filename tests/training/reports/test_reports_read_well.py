@@ -34,9 +34,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
     for point in points:
         run = training.train(point.config, folder=folder.run_path(point))
         row = row_of(run, point.config, wall_s=45_402.0)
-        rows[point.identity] = replace(
-            row, figures={**row.figures, "joules": 1_362_060.0, "seconds": 45_402.0}
-        )
+        rows[point.identity] = replace(row, figures={**row.figures, "joules": 1362060.0, "seconds": 45402.0})
     return SweepResult(spec=spec, points=points, rows=rows, folder=folder)
 
 

@@ -101,9 +101,7 @@ def known_entropy() -> Iterator[None]:
         patch.setattr(os, "urandom", urandom)
         patch.setattr(random, "_urandom", urandom)  # behind the module secrets
         for module in (network, convex):  # first weights and hyperplanes come from torch's own entropy
-            patch.setattr(
-                module, "seeded_generator", lambda seed: seeded_generator(1 if seed is None else seed)
-            )
+            patch.setattr(module, "seeded_generator", lambda s: seeded_generator(1 if s is None else s))
         yield
 
 
@@ -111,9 +109,7 @@ def released(folder: Path, kind: str, *, changed: str | None = None) -> dict[str
     """The files of a release run, by their names relative to the folder."""
     with known_entropy():
         training.train({**COMMON, **KINDS[kind]}, data=data(changed=changed), folder=folder)
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def parts(files: dict[str, bytes]) -> dict[str, object]:

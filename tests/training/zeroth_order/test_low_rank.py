@@ -26,6 +26,7 @@ from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, factors
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease
+from tests.support.record_models import Custom
 from tests.support.zeroth_order import require_mean_move
 
 SEEDS = (5, 6, 7)
@@ -126,9 +127,7 @@ def test_entries_are_uncorrelated_of_variance_one_and_kurtosis_3_plus_6_over_r()
             means = powers.mean(dim=1)  # of a matrix; matrices are independent
             error = 5 * float(means.std()) / math.sqrt(len(directions))
             assert abs(float(means.mean()) - expected) < error
-        assert abs(float((z**4).mean()) - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(
-            len(directions)
-        )
+        assert abs((z**4).mean() - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(len(directions))
 
 
 def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
@@ -287,16 +286,7 @@ def test_a_run_is_replayed_to_the_bit(
     torch.manual_seed(0)
     model: nn.Module = make()
     if dtype is torch.bfloat16:
-
-        class Half(nn.Module):
-            def __init__(self, inner: nn.Module) -> None:
-                super().__init__()
-                self.inner = inner
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.inner(x.to(dtype))
-
-        model = Half(model.to(dtype))
+        model = Custom(lambda m, x: m.inner(x.to(dtype)), inner=model.to(dtype))
     if at_once:
         trained = run(tmp_path / "run", model)
     else:

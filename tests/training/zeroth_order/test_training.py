@@ -41,6 +41,7 @@ from opusim.training.zeroth_order.trainer import (
     jointly_clipped,
     loss_differences,
 )
+from tests.support.record_models import Custom
 from tests.support.zeroth_order import require_mean_move
 
 BASE = {
@@ -125,17 +126,10 @@ def test_an_empty_batch_takes_its_noisy_step() -> None:
 
 
 def test_a_model_that_breaks_on_some_records_is_counted_and_stops_nothing(tmp_path: Path) -> None:
-    class Fragile(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) + torch.where(x[:, :1] > 2, torch.nan, 0.0)
-
+    fragile = Custom(lambda m, x: m.f(x) + torch.where(x[:, :1] > 2, torch.nan, 0.0), f=nn.Linear(6, 3))
     trained = training.train(
         {**RELEASED, "data": {"n_classes": 3, "validation_fraction": 0.0}, "epochs": 1},
-        data=data(), model=Fragile(), folder=tmp_path / "run",
+        data=data(), model=fragile, folder=tmp_path / "run",
     )  # fmt: skip
     assert all(bool(torch.isfinite(t).all()) for t in final(trained.folder.path).values())
 
@@ -356,22 +350,16 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         replay(one.folder.path, base=two.folder.path / "base.safetensors")
 
 
-class Own(nn.Module):
-    """A module of one's own: a frozen part, a shared one, no Sequential."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 5).requires_grad_(False)
-        self.norm = nn.LayerNorm(5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(torch.relu(self.embed(x))))
+def own() -> nn.Module:
+    """A module of one's own: a frozen part, no Sequential."""
+    frozen = nn.Linear(6, 5).requires_grad_(False)
+    parts = {"embed": frozen, "norm": nn.LayerNorm(5), "head": nn.Linear(5, 3)}
+    return Custom(lambda m, x: m.head(m.norm(torch.relu(m.embed(x)))), **parts)
 
 
 def test_a_module_of_ones_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Own()
+    model = own()
     frozen = model.embed.weight.clone()
     trained = run(tmp_path, PROTECTED, model=model)
     assert torch.equal(model.embed.weight, frozen)
@@ -388,7 +376,7 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gives \(2, 4\) for two records.*outputs of shape \(2, 3\)"):
         run(tmp_path, BASE, model=nn.Sequential(nn.Linear(6, 4)))
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        run(tmp_path, BASE, model=Own().requires_grad_(False))
+        run(tmp_path, BASE, model=own().requires_grad_(False))
 
 
 # Perturbation

@@ -153,13 +153,11 @@ def test_the_number_of_trials_of_a_release_is_poisson() -> None:
 RECORDS, FEATURES, CLASSES = 100, 6, 3
 SECTIONS: dict[str, dict[str, Any]] = {
     "zo": {
-        "epochs": 1,
-        "trainer": {"kind": "zo", "directions": 3, "clip": "joint"},
-        "sampler": {"scheme": "poisson", "batch_size": 10},
-        "protection": {"kind": "record", "noise_multiplier": 2.0},
+        "epochs": 1, "trainer": {"kind": "zo", "directions": 3, "clip": "joint"},
+        "sampler": {"scheme": "poisson", "batch_size": 10}, "protection": {"kind": "record", "noise_multiplier": 2.0},
     },
     "label-release": {"trainer": {"kind": "ridge"}, "protection": {"kind": "label-release", "epsilon": 1.0}},
-}
+}  # fmt: skip
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -188,11 +186,9 @@ def _released(name: str, folder: Path, *, other: bool) -> dict[str, bytes]:
     torch.manual_seed(0)
     model = None if name == "label-release" else nn.Sequential(nn.Linear(FEATURES, CLASSES))
     config = {
-        "mode": "release",
-        "threads": 1,
-        "data": {"n_classes": CLASSES, "validation_fraction": 0.2, "standardise": False},
-        **SECTIONS[name],
-    }
+        "mode": "release", "threads": 1,
+        "data": {"n_classes": CLASSES, "validation_fraction": 0.2, "standardise": False}, **SECTIONS[name],
+    }  # fmt: skip
     training.train(config, data=(x, y), model=model, folder=folder)
     return _files(folder)
 

@@ -259,11 +259,9 @@ def test_a_module_of_a_persons_own_is_given_again(tmp_path: Path) -> None:
 def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Path) -> None:
     published = {"kind": "ulr", "form": "published", "copies": 4}
     run = trained(
-        tmp_path,
-        "ulr",
-        trainer=published,
+        tmp_path, "ulr", trainer=published,
         sampler={"scheme": "poisson-min-batch", "batch_size": 4, "min_batch_size": 2},
-    )
+    )  # fmt: skip
     found = audit_run(run, data=data(), trials=40, seed=7)
     assert {f.attack for f in found.findings if f.role is Role.RUN} == {"row space"}
     assert {f.attack for f in found.findings if f.role is Role.BROKEN} == {"row space", "difference"}
@@ -271,11 +269,9 @@ def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Pa
 
 def test_a_last_iterate_is_audited_by_a_game_of_its_last_model(tmp_path: Path) -> None:
     run = trained(
-        tmp_path,
-        "convex",
-        sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
+        tmp_path, "convex", sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
         protection={"kind": "last-iterate", "epsilon": 3.0},
-    )
+    )  # fmt: skip
     found = audit_run(run, data=data(), trials=40, seed=3)
     assert "last" in found.game
     assert not any(finding.refutes for finding in found.findings if finding.role is Role.RUN)

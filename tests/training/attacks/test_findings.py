@@ -104,11 +104,9 @@ def test_results_of_the_older_schemas_are_read() -> None:
     )
     facts = {"guarantees": (CLAIM,), "seed": 1, "steps": 3}
     found = Audit(
-        **facts,
-        findings=(replace(canaries, members="", others=""),),
-        played=Played.TRAINING,
+        **facts, findings=(replace(canaries, members="", others=""),), played=Played.TRAINING,
         **{"trials": 60, "crafted": "gradients", "game": "a mechanism", "cpu_s": 1.0},
-    )
+    )  # fmt: skip
     most = max(bound.ceiling for bound in result.bounds if bound.method.is_bound)
     assert f"ideal scores would typically show {most:.2f} by " in verdict(found)
     assert "by normal scores if they pass the test of normality then." in power_text(found)
@@ -151,10 +149,8 @@ def missed_control(*, refused: bool) -> Audit:
     roles = (Role.RUN, Role.BROKEN)
     return Audit(
         findings=tuple(Finding.of(role, "all updates", halves, result, claim=claim) for role in roles),
-        guarantees=(claim,),
-        played=Played.TRAINING,
-        **{"trials": 200, "seed": 1, "steps": 3},
-    )
+        guarantees=(claim,), played=Played.TRAINING, **{"trials": 200, "seed": 1, "steps": 3},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -184,10 +180,8 @@ def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     ]
     found = replace(
         missed,
-        findings=tuple(
-            replace(one, result=result) for one, result in zip(missed.findings, results, strict=True)
-        ),
-    )
+        findings=tuple(replace(one, result=result) for one, result in zip(missed.findings, results, strict=True)),
+    )  # fmt: skip
     said = headline(found)
     assert "drawn q T = 6 times" in said
     assert "private-loop" in said
@@ -213,11 +207,9 @@ def test_each_attack_has_its_adversary_and_a_release_run_repeats_only_coins(rele
             )
             for name, what in knows.items()
         ),
-        guarantees=(CLAIM,),
-        played=Played.STEP,
-        note=SYSTEM_NOISE if release else "",
+        guarantees=(CLAIM,), played=Played.STEP, note=SYSTEM_NOISE if release else "",
         **{"trials": 100, "seed": 1, "steps": 3},
-    )
+    )  # fmt: skip
     texts = paragraphs(found)
     assert [text for text in texts if text.startswith("Adversary")] == [
         f"Adversary {name!r} knows {what}." for name, what in knows.items()

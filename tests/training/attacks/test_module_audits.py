@@ -138,11 +138,9 @@ def model_of(name: str) -> nn.Module:
     if name == "embedding":
         positions = nn.Parameter(torch.randn(4, 6))  # a parameter without a module of its own
         return Custom(
-            lambda m, x: m.head((m.tokens(x) + m.positions).flatten(1)),
-            tokens=nn.Embedding(9, 6),
-            positions=positions,
-            head=nn.Linear(24, 3),
-        )
+            lambda m, x: m.head((m.tokens(x) + m.positions).flatten(1)), tokens=nn.Embedding(9, 6),
+            positions=positions, head=nn.Linear(24, 3),
+        )  # fmt: skip
     return nn.Sequential(
         *mixing, nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
     )
@@ -185,10 +183,8 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(probe, "_COUNTS", (5, 37))
     with ExitStack() as stack:
         stack.enter_context(
-            replaced(
-                "opusim.training.feedback.trainer:require_separate_steps", lambda probe: lambda *a, **k: None
-            )
-        )
+            replaced("opusim.training.feedback.trainer:require_separate_steps", lambda probe: lambda *a, **k: None),
+        )  # fmt: skip
         data, model = trained(tmp_path / "run", name)
         found = audit_run(tmp_path / "run", data=data, model=model, trials=100, seed=7)
     assert any(finding.refutes for finding in found.findings if finding.role is Role.RUN)

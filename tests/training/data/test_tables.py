@@ -207,10 +207,8 @@ class TestOtherForms:
         pairs = [(image, int(label)) for image, label in zip(x, y, strict=True)]
         whole = fingerprint(_load((x, y), label=None).train)
         for data in (
-            _Pairs(pairs),
-            Subset(_Pairs([*pairs, pairs[0]]), range(20)),
-            ConcatDataset([_Pairs(pairs)]),
-        ):
+            _Pairs(pairs), Subset(_Pairs([*pairs, pairs[0]]), range(20)), ConcatDataset([_Pairs(pairs)]),
+        ):  # fmt: skip
             found = _load(data, _Pairs(pairs), label=None)
             assert (fingerprint(found.train), found.record_shape) == (whole, (1, 4, 4))
             assert found.test is not None
@@ -359,10 +357,8 @@ class TestRuns:
         _command(monkeypatch, "evaluate", "run", "--json")
         own = json.loads(capsys.readouterr().out)
         assert (own["data"], own["records"], own["accuracy"]) == (
-            f"test{ending}",
-            40,
-            summary["test_accuracy"],
-        )
+            f"test{ending}", 40, summary["test_accuracy"],
+        )  # fmt: skip
         assert evaluate_run(Path("run"), data=f"{kind}:test{ending}") == own
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:

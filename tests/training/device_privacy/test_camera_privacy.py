@@ -94,11 +94,9 @@ def test_each_way_back_gives_the_target(counts: LabelCounts) -> None:
     exposure, bias = counts.share_for(target, "exposure"), counts.bias_for(target)
     assert None not in (temperature, light, exposure, bias)
     for point in (
-        OperatingPoint(temperature_c=temperature, light=0.01),
-        OperatingPoint(light=light),
-        OperatingPoint(exposure=exposure),
-        OperatingPoint(bias_e=bias),
-    ):
+        OperatingPoint(temperature_c=temperature, light=0.01), OperatingPoint(light=light),
+        OperatingPoint(exposure=exposure), OperatingPoint(bias_e=bias),
+    ):  # fmt: skip
         assert target * (1 - 1e-2) <= counts.epsilon(point) <= target
     assert counts.temperature_for(target, 1.0) is None
     assert counts.temperature_for(1e6, 1.0) == -30.0
@@ -322,11 +320,9 @@ def test_an_answer_is_stated_at_the_credited_dark_charge_where_that_tells_more()
     whole = shared_range(frames, groups.shape[1], 0.05)
     assert whole == Cell(least=0.05, most=0.05, dark_low=-excess)
     at = [
-        argmax_epsilon(
-            *confusion(frames, groups, replace(whole, dark_low=dark, dark_high=dark)), symmetrised=True
-        )
+        argmax_epsilon(*confusion(frames, groups, replace(whole, dark_low=dark, dark_high=dark)), symmetrised=True)
         for dark in np.linspace(-excess, 0.0, 5)
-    ]
+    ]  # fmt: skip
     assert found.epsilon(point) == pytest.approx(max(at), rel=1e-9)
     assert at == sorted(at, reverse=True)
     assert at[-1] < 0.95 * at[0]  # planted: the described charge taken for the credited one

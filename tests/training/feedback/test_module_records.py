@@ -148,11 +148,9 @@ def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(
 @pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
     config = {
-        **CONFIG,
-        "trainer": {"kind": kind},
-        "checkpoint": {"every_steps": 2},
+        **CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2},
         "optimizer": {"name": "adam", "lr": 0.01, "averaged_tail": 0.5},
-    }
+    }  # fmt: skip
     if kind == "pdfa":
         config["protection"] = {**CONFIG["protection"], "noise": "device"}
     require_resumed_alike(tmp_path, config, images(), stop_at(7), module)
@@ -202,10 +200,8 @@ def test_the_feedback_is_calibrated_before_any_record(
     """A checkpoint after empty batches would otherwise tell that they were empty."""
     monkeypatch.setattr(PoissonSampler, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64))
     config = {
-        **CONFIG,
-        "trainer": {"kind": "pdfa", "encoding": "ternary"},
-        "checkpoint": {"every_steps": 1, "keep": 3},
-    }
+        **CONFIG, "trainer": {"kind": "pdfa", "encoding": "ternary"}, "checkpoint": {"every_steps": 1, "keep": 3},
+    }  # fmt: skip
     run = training.train(config, data=images(), model=module(), folder=tmp_path / "run")
     last = read_checkpoint(list_checkpoints(run.folder.checkpoints)[-1])
     (column_sum,) = (tensor for name, tensor in last.tensors.items() if name.endswith("column_sum"))
@@ -321,9 +317,7 @@ def test_a_model_with_batch_norm_takes_group_norm(tmp_path: Path, caplog: pytest
 def test_batch_norm_by_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.options.norm: 'batch' is BatchNorm2d .* take 'group'"):
         training.train(
-            CONFIG
-            | {"model": {"name": "resnet-small", "options": {"norm": "batch"}}, "trainer": {"kind": "bp"}},
-            data=images(),
-            folder=tmp_path / "a",
-        )
+            CONFIG | {"model": {"name": "resnet-small", "options": {"norm": "batch"}}, "trainer": {"kind": "bp"}},
+            data=images(), folder=tmp_path / "a",
+        )  # fmt: skip
     assert not (tmp_path / "a" / "config.json").exists()

@@ -490,15 +490,13 @@ def test_checks_of_linear_algebra_name_the_form_without_them() -> None:
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rolled by a multiple of both batches": lambda patch: patch.setattr(rules, "_moves_along", lambda op: []),
     "diagonal behind small batches": lambda patch: patch.setattr(rules, "_moves_along", lambda op: []),
-    "steps along the diagonal": lambda patch: patch.setattr(
-        rules, "_moves_by_place", lambda op, tensors: False
-    ),
+    "steps along the diagonal": lambda patch: patch.setattr(rules, "_moves_by_place", lambda op, tensors: False),
     "places that turn back": lambda patch: patch.setattr(tracking, "counts_on", lambda op, output: True),
     "ones that are padded": lambda patch: patch.setattr(tracking, "keeps_alike", lambda op: True),
     "split at a tensor": lambda patch: patch.setattr(RowTracker, "require_inside", lambda *args: None),
     "refusal caught": lambda patch: patch.setattr(RowTracker, "require_unrefused", lambda tracker: None),
     "own tensor class": lambda patch: patch.setattr(RowTracker, "_refuse_tensors", lambda *args: None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -615,11 +613,9 @@ def test_a_batch_as_large_as_one_of_the_probe_may_have_a_new_shape(records: int,
     module = Runs(lambda m, x: m.f(x).mean(dim=1))
     x, y = draw(records, 5, 4), torch.zeros(records, dtype=torch.int64)
     given = (
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(),
+        module, torch.optim.SGD(module.parameters(), lr=0.1), nn.CrossEntropyLoss(),
         DataLoader(TensorDataset(x, y), batch_size=records),
-    )
+    )  # fmt: skip
     with private_loop(tmp_path / "run", given, noise_multiplier=1e-6, max_grad_norm=CLIP) as loop:
         inputs, labels = next(iter(loop.data_loader))
         assert len(inputs) == records

@@ -123,11 +123,9 @@ def test_stages_tell_more_of_the_labels_at_the_same_epsilon() -> None:
     """By five standard errors over records; with features that say nothing they do not."""
     x, labels = clusters(4000)
     plain = randomize(
-        torch.from_numpy(labels),
-        RandomizedResponse.from_epsilon(EPSILON, K),
-        np.random.default_rng(3),
+        torch.from_numpy(labels), RandomizedResponse.from_epsilon(EPSILON, K), np.random.default_rng(3),
         pay=lambda _: None,
-    )
+    )  # fmt: skip
     without = told(plain.numpy(), np.zeros((4000, K)), labels)
 
     def gain(features: torch.Tensor) -> float:
@@ -164,11 +162,9 @@ def config(stages: int | None, **changes: Any) -> dict[str, Any]:
     protection = {"kind": "label-randomized-response", "epsilon": 2.0}
     return {
         **{"epochs": 2, "threads": 1, "seed": 3, "model": {"hidden": [6]}, "trainer": {"kind": "bp"}},
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {"batch_size": 20},
-        "protection": protection if stages is None else {**protection, "stages": stages},
-        **changes,
-    }
+        "data": {"n_classes": 3, "validation_fraction": 0.0}, "sampler": {"batch_size": 20},
+        "protection": protection if stages is None else {**protection, "stages": stages}, **changes,
+    }  # fmt: skip
 
 
 def data(n: int = 80) -> tuple[np.ndarray, np.ndarray]:
@@ -244,11 +240,9 @@ def test_tokens_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(20, 3))
     with pytest.raises((NoGuarantee, ConfigError), match="protection.stages = 2: .*'tokens'"):
         training.train(
-            {key: value for key, value in settings.items() if key != "model"},
-            data=(tokens, np.arange(40) % 3),
-            model=model,
-            folder=tmp_path,
-        )
+            {key: value for key, value in settings.items() if key != "model"}, data=(tokens, np.arange(40) % 3),
+            model=model, folder=tmp_path,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", [0, 65, 1.5, "two"])

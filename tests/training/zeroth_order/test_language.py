@@ -338,10 +338,8 @@ def test_other_base_models_are_refused(
     """LoRA's factors mean nothing on other weights, which no checkpoint holds."""
     monkeypatch.chdir(tmp_path)
     options = {
-        "model": str(make(tmp_path / "model", "opt")),
-        "text": str(tmp_path / "texts.tsv"),
-        "lora_rank": 2,
-    }
+        "model": str(make(tmp_path / "model", "opt")), "text": str(tmp_path / "texts.tsv"), "lora_rank": 2,
+    }  # fmt: skip
     (tmp_path / "texts.tsv").write_text("good\t1\nbad\t0\n" * 20)
     config = {**CONFIG, "data": {}, "trainer": {"kind": "zo", "language": options}}
     with pytest.raises(RunInterrupted):
@@ -475,10 +473,8 @@ def test_a_run_models_texts(tmp_path: Path, prefix: Prefix | None) -> None:
     model, tokenizer = load_classifier(make(tmp_path / "model"), None, prefix=prefix)
     x = encode(tokenizer, TEXTS, Prompt(template="{text}", max_tokens=9))
     config = {
-        **CONFIG,
-        "optimizer": {"lr": 0.05},
-        "trainer": {"kind": "zo", "directions": 8, "clip": "joint"},
-    }
+        **CONFIG, "optimizer": {"lr": 0.05}, "trainer": {"kind": "zo", "directions": 8, "clip": "joint"},
+    }  # fmt: skip
     told: list[str] = []
     watcher = Callback()
     watcher.on_note = told.append  # type: ignore[method-assign]

@@ -4,8 +4,6 @@
 Two runs on other data, whose releases are made equal, leave the same files to the last byte, but for who wrote them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

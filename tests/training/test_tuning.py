@@ -1,7 +1,5 @@
 """A private search: what it draws, what it prints, what it keeps, and how it resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

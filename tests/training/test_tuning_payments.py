@@ -1,7 +1,5 @@
 """A search is paid for before it is drawn, each time one is drawn; its folder holds nothing else and has one writer."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

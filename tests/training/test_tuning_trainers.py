@@ -1,7 +1,5 @@
 """`opusim tune` for every trainer: the price of the choice, what a trial may spend, and the score that chooses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

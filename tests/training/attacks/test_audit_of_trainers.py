@@ -1,7 +1,5 @@
 """Audits of zeroth order, unified likelihood ratio and convex runs: members are found, and noise that is too weak."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

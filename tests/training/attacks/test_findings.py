@@ -1,7 +1,5 @@
 """What a finding of an audit says in a few words."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Games on labels, last iterates and final models: near the proven epsilon, never above it; faults refute it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

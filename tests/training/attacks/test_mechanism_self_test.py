@@ -1,7 +1,5 @@
 """The self-test of the mechanism: quiet on the product as it is, and loud on every planted fault."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -419,25 +417,16 @@ def test_synthetic_small_batches_alarm_where_they_must(fault: str, seed: int) ->
 
 
 @pytest.mark.slow
-def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
+@pytest.mark.parametrize(
+    "of",
+    [lambda g: checked(synthetic(g, z=1.0)), lambda g: single_record_checks(synthetic_amounts(g))],
+    ids=["updates", "small batches"],
+)
+def test_p_values_of_synthetic_noise_are_uniform_enough(of: Callable[..., list[Check]], seed: int) -> None:
     generator = np.random.default_rng(seed)
     n, share = 200, 0.05
-    found = [
-        [check.p_value for check in checked(synthetic(generator, z=1.0))] for _ in range(n)
-    ]  # (n, checks)
-    below = np.mean(np.array(found) < share, axis=0)
-    limit = share + 5 * math.sqrt(share * (1 - share) / n)
-    assert np.all(below <= limit), below
-
-
-@pytest.mark.slow
-def test_p_values_of_synthetic_small_batches_are_uniform_enough(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    n, share = 200, 0.05
-    found = [
-        [check.p_value for check in single_record_checks(synthetic_amounts(generator))] for _ in range(n)
-    ]  # (n, checks)
-    below = np.mean(np.array(found) < share, axis=0)
+    found = np.array([[check.p_value for check in of(generator)] for _ in range(n)])  # (n, checks)
+    below = np.mean(found < share, axis=0)
     limit = share + 5 * math.sqrt(share * (1 - share) / n)
     assert np.all(below <= limit), below
 

@@ -1,7 +1,5 @@
 """Audits of modules whose records are protected: quiet on the product as it is, and loud on planted faults."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

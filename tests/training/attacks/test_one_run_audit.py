@@ -1,7 +1,5 @@
 """The audit of one training: tight on correct runs, refutes planted faults and published PDFA, writes where it may."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The audit of a private loop in one training: sound loops stay below their claim, and weaker noise is refuted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole audits of small runs: members are found, protected ones are not, and planted faults are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

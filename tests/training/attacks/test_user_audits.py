@@ -1,7 +1,5 @@
 """Audits by canaries that are whole users: a sound loop passes, and planted faults are refuted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager

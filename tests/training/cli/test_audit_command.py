@@ -1,7 +1,5 @@
 """`opusim audit` as a person types it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command as a person types it, and `opusim doctor`: output, exit codes, one-line errors."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

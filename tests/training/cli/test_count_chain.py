@@ -1,7 +1,5 @@
 """The documented way from a camera's frames to a private network, run command by command."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

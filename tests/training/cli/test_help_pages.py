@@ -1,7 +1,5 @@
 """Every page of help is whole at 80 columns."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

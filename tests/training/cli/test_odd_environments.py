@@ -1,7 +1,5 @@
 """Commands under odd names, variables and streams, and with code that calls `exit()`: one line, before any work."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The neighbouring relation of a run: what it asks for, what it hides, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a user gives is honoured or refused: no key, flag or file is passed over in silence."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

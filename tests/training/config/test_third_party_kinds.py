@@ -1,7 +1,5 @@
 """A trainer and a protection of other packages are found by their entry points, configured and explained."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

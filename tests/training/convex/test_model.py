@@ -1,7 +1,5 @@
 """Compare the gated model and its objectives with materialised features, autograd and the accountants' constants."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

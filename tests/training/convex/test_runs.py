@@ -1,7 +1,5 @@
 """Convex runs: guarantees, refusals, contents of the folder, resuming after a kill or a failed device, devices."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

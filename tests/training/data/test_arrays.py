@@ -1,7 +1,5 @@
 """User-supplied arrays, the split, the standardisation, and the digits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

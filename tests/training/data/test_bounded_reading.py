@@ -3,8 +3,6 @@
 Every reader of the command ends on them with exit code 2 and one line at once, without a traceback.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

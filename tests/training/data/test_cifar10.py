@@ -1,7 +1,5 @@
 """Read CIFAR-10 from an archive of JPEG files, and idx files, and name what is wrong with damaged ones."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Principal components: the map, its file, and runs that still take raw features."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Public maps of images as a stage of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

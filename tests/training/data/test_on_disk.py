@@ -1,7 +1,5 @@
 """Records that are mapped from a file stay on disk, and give what the same records in memory give."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Download from a real local server, and from a port without one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

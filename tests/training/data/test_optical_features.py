@@ -1,7 +1,5 @@
 """Optical features as a stage of a run."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of other forms than (n, d) with classes: images, tokens, real numbers, sets of labels, own test records."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ with its exact mean, in standard errors of its variance under the law. The limit
 normal variable (probability 5.7e-7), and is moved outwards where the largest of a family is taken (Bonferroni).
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

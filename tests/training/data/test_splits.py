@@ -1,7 +1,5 @@
 """Splits by content and by ID, where each record's part depends on that record only; and users from IDs of records."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

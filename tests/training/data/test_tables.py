@@ -1,7 +1,5 @@
 """Tables and named classes as data: DataFrames, CSV and Parquet files, strings, TensorDatasets, errors by column."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Texts as data: windows, the held-out end, bytes and tokenizers, limits."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """From an epsilon to the noise that it takes, and by how much a device of fixed noise misses it."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

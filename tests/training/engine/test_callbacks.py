@@ -1,7 +1,5 @@
 """Callbacks get what metrics.jsonl gets, and a release run sends no figure of its data."""
 
-from __future__ import annotations
-
 import io
 import runpy
 import sys

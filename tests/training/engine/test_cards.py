@@ -1,7 +1,5 @@
 """What a run does for a card, without one: late checks, records on the host, names, memory, exchanges."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs whose guarantee rests on a certificate: third-party devices, resumption, refusals, alarms of the monitor."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 from dataclasses import replace

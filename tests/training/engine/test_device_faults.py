@@ -1,7 +1,5 @@
 """A device that breaks during training: the run stops with the reason, keeps what it did, and goes on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

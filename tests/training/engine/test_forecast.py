@@ -1,7 +1,5 @@
 """What a run is told before its first step, against what its device counts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

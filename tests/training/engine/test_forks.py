@@ -1,7 +1,5 @@
 """A process that is forked from a run, such as by a callback, does not train on with what the run has paid."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -7,8 +7,6 @@ vector, and the digest of its ledger's mechanisms. Sums in another order, or ano
     PYTHONPATH=. python tests/training/engine/test_golden_runs.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of the start: one line, exit code 130, no traceback."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

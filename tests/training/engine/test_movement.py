@@ -1,7 +1,5 @@
 """A private trainer says which trained tensors it has not moved, and looks only at parameters that are released."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

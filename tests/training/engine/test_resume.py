@@ -1,7 +1,5 @@
 """A killed run is resumed and equals the unbroken one bit for bit (experiment mode)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Every trainer and protection on an NVIDIA GPU: it learns, stops, goes on, and is read back on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The learning rate over a run, the mean of its end, and both in a run that was taken up again."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

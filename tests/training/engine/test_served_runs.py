@@ -1,7 +1,5 @@
 """Runs that share one served device with others, and with everything that can go wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

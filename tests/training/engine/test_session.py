@@ -1,7 +1,5 @@
 """A person's own arrays and module, runs read back, errors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path

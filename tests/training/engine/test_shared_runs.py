@@ -1,7 +1,5 @@
 """Runs that several processes share, with real gloo processes: figures, noise, batches, ledger, refusals, kills."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Sizes that need more memory than is free end in one line, before they are allocated."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

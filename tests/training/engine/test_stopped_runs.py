@@ -1,7 +1,5 @@
 """Release runs under a budget as real processes, stopped by Ctrl-C or killed: they paid for what they did."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

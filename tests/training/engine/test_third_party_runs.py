@@ -1,7 +1,5 @@
 """A trainer and a protection of other packages train, are priced, resume and are audited."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

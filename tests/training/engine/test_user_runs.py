@@ -1,7 +1,5 @@
 """Runs that protect users: a column of IDs, one clip for a user's mean gradient, and users held out as a whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How far a run's configuration goes from `train` to the ledger: calls that take it, their files, and validations."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType

@@ -6,8 +6,6 @@ are written anew, only if a format gets a new version, by
     PYTHONPATH=. python tests/training/engine/test_written_folders.py
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

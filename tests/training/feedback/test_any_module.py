@@ -1,7 +1,5 @@
 """Runs of any module: the same updates as the closed form, resumed bit for bit, every target, keys refused by name."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

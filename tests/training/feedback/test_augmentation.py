@@ -1,7 +1,5 @@
 """Random copies of images: what they are, that a record's gradient is their mean before the clip, and refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

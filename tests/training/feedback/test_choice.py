@@ -1,7 +1,5 @@
 """Defaults of FeedbackAlignment suit the model, are told, recorded in runs, and give way to what is given."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A copy without feedback follows the first batches; one line says when feedback is worse than none."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Diagnose feedback on one batch: alignment, share shown, signal to noise, frames; nothing else changes."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 

@@ -1,7 +1,5 @@
 """Send the error in bit planes through a device, and start the output layer from the feedback."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scipy.stats import norm

@@ -1,7 +1,5 @@
 """Compare the signals of the hidden layers with the formulas of the PDFA paper."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixed physical batches in `opusim train`: the same rows in every step, weight zero for those that only fill."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

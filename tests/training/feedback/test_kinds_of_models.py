@@ -1,7 +1,5 @@
 """Train a model of each kind through a noisy device, against the control in which only its top learns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache

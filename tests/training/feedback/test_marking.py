@@ -1,7 +1,5 @@
 """Find the blocks of ordinary models, and warn about residual streams that nothing normalises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Records of any module under protection: the private step, what a release run keeps, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

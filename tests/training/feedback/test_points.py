@@ -1,7 +1,5 @@
 """Compare the gradients at feedback points with autograd, with loops and with the closed form of MLPs."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import product
 

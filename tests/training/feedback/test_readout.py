@@ -1,7 +1,5 @@
 """A learnt read-out starts as plain feedback, predicts true gradients, and touches nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Unprotected training needs no law of the device's noise: its own readings tell the variance, and what changed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

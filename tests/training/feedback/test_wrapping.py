@@ -1,7 +1,5 @@
 """Wrap a module with feedback points: state dicts, copies, checkpointing, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 

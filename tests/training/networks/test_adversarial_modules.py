@@ -5,8 +5,6 @@ records in float64, and no record may move the clipped sum by more than twice th
 neither must be named in docs/privacy-records.md, and the module really mixes, so that the page is not out of date.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ With W (x + d) - W x a record's gradient is delta d^T, and the sums of the uses 
 In float32 their rounding alone moved the clipped sum by up to 124 C.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """No record contributes more than the clip, whatever finite numbers it holds; measured on the sums that are formed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -4,8 +4,6 @@
 Numbers are chosen so that it rounds to the same side again and again.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

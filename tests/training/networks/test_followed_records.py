@@ -1,7 +1,5 @@
 """Records are followed operator by operator: what is refused, and that what is accepted has right gradients."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

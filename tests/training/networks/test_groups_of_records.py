@@ -1,7 +1,5 @@
 """Groups of neighbouring records that count as one, such as those of a user: one norm and one clip for each group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Compare J_i^T delta_i of every kind of module with per-record gradients by autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

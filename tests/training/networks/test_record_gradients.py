@@ -1,7 +1,5 @@
 """Gradients of single records against loops over records, and clips that hold whatever a record holds."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The probe for modules that mix records: what it finds, what it accepts, and what it leaves unchanged."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections import deque

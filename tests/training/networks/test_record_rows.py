@@ -1,7 +1,5 @@
 """Gradients of single records that are formed: their numbers, their norms, and the clip of their sum."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

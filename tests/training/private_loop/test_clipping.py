@@ -1,7 +1,5 @@
 """Clipping by layer, automatic and adaptive: sums, noise, statements, resumption, games with planted faults."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A batch without records holds nothing of any record, whatever the collate function builds.
 """
 
-from __future__ import annotations
-
 from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path

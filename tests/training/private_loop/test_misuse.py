@@ -1,7 +1,5 @@
 """What a loop may do wrong is refused, or releases nothing that was not noised."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -3,8 +3,6 @@
 Released models tell no digits of their sums, and the statement says what is rounded where.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

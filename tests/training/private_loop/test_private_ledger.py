@@ -3,8 +3,6 @@
 Other accountants stand next to ours as a claim, and a large delta is told at the start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Private loops of several real gloo processes: equal to one process, one noise, one ledger, refusals, kills."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

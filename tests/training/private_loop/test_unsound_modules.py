@@ -3,8 +3,6 @@
 A pass on private records leaves nothing in buffers and Python attributes, even what no probe could see.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

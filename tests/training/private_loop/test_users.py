@@ -1,7 +1,5 @@
 """Users as the unit: one clip for the mean gradient of a user's records, users drawn by Poisson, k records a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

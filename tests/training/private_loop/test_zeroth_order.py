@@ -1,7 +1,5 @@
 """A private loop whose optimizer is `ZerothOrder`: the steps of `opusim train zo`, paid for, stated and resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

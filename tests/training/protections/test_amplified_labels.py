@@ -1,7 +1,5 @@
 """Clipping and noise in the geometry of public features, against covariances written out in full."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Noise that is correlated over steps: its law, its batches, its factorisation, resumed runs and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Labels that a camera counts: what is kept has the law that is paid for, and nothing else is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

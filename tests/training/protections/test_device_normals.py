@@ -1,7 +1,5 @@
 """Central noise out of a device: its law, and which devices may give it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which runs say that their sums are exactly rounded, and that they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Labels that a camera counts under light that fluctuates: what is kept holds for every power that a frame may have."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

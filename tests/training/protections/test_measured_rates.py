@@ -1,7 +1,5 @@
 """Counts certified for the patterns that are shown: limits of measured rates hold the hidden ones, or the run ends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

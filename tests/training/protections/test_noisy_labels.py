@@ -1,7 +1,5 @@
 """Labels that are looked at once: what is read, what it costs, and that nothing else tells of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

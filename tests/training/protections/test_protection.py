@@ -1,7 +1,5 @@
 """A protected step against that of Opacus, and what protected runs state."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Labels that are randomized in stages: every label once, of priors that never saw it, and runs from end to end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

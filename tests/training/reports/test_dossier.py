@@ -1,7 +1,5 @@
 """The dossier for a privacy reviewer: what it leads with, what it claims, and that its parts agree."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

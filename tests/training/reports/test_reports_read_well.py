@@ -1,7 +1,5 @@
 """What reports and tables look like: whole words and tables, fitting units, reasons for what is missing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ridge runs: the closed form, the one release, and what stays true when a run is stopped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

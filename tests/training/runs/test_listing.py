@@ -1,7 +1,5 @@
 """`opusim runs list` shows what is there, and `opusim runs rm` removes what a run wrote, and nothing else."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

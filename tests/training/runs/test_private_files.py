@@ -1,7 +1,5 @@
 """A release run's folder is its owner's: every file 0600, every folder 0700, from creation on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -4,8 +4,6 @@ Whatever differs in another file is a function of the private data that no noise
 same by replacing the operating system's entropy with a counter; a run on the same data shows that nothing else varies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

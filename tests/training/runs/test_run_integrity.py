@@ -1,7 +1,5 @@
 """A run folder whose files were changed, cut or put back is refused, and the message names the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

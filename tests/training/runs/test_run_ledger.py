@@ -1,7 +1,5 @@
 """Every run pays for what it releases, before it is computed, and what it paid can be replayed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A sweep on a Dask cluster: a real scheduler and two workers on this machine's loopback, some of which are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

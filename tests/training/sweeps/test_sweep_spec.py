@@ -1,7 +1,5 @@
 """A sweep's spec becomes points, or is refused with its series and key before anything runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A sweep makes each run once, keeps failures as rows, draws what is there, and resumes after any death."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """A sweep from Python: a user's model and data, kept runs, a DataFrame and a figure."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

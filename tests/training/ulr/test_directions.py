@@ -1,7 +1,5 @@
 """Orthogonal directions and matched covariances: the mean of the estimate, its variance, chunks, bad records."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The likelihood ratio estimate: its mean against autograd, its variance reductions, its passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

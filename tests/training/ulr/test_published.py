@@ -1,7 +1,5 @@
 """Algorithm 1 as published: its controller, its remedies, and its noise against the paper's covariance."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of the trainer `ulr`: learning, protection, device noise, user-supplied modules, non-finite losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 A step log takes no step after a failed one, and none of a forked process; several processes share one log and model.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Language models under zeroth-order training: prompts, padding, LoRA, runs and resuming."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directions of low rank: their law, both sides of many in one pass, exact moves, runs, and the optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

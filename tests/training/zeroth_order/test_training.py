@@ -3,8 +3,6 @@
 Clipped differences, scalar noise, perturbation in place, and half precision.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

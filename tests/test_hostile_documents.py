@@ -1,6 +1,6 @@
 """Documents of any content end in their reader's documented error, in one line, or are read as what they say.
 
-tests/training/data/test_odd_files.py does the same through the command, with a fixed list of damages.
+tests/training/data/test_bounded_reading.py does the same through the command, with a fixed list of damages.
 """
 
 from __future__ import annotations

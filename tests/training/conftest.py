@@ -1,7 +1,5 @@
 """What tests of runs share."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

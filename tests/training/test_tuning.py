@@ -1,7 +1,5 @@
 """A private search: what it draws, what it prints, what it keeps, and how it resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -26,15 +24,11 @@ from opusim.training.sweeps import tuning as searching
 from opusim.training.sweeps.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "seed": 4,
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "trainer": {"kind": "convex", "hyperplanes": 8},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "epochs": 1, "threads": 1, "seed": 4, "data": {"name": "digits", "validation_fraction": 0.2},
+    "trainer": {"kind": "convex", "hyperplanes": 8}, "optimizer": {"lr": 1.5, "momentum": 0.0},
     "sampler": {"scheme": "disjoint-cyclic", "batch_size": 100},
     "protection": {"kind": "last-iterate", "epsilon": 6.0},
-}
+}  # fmt: skip
 CHOICES = {"trainer.clip": ["0.3", "0.6"], "optimizer.schedule": ["constant", "linear"]}
 
 
@@ -169,9 +163,7 @@ def test_bad_choices_are_named(line: str) -> None:
         parse_choices([line])
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "tune convex --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
     )

@@ -1,7 +1,5 @@
 """A search is paid for before it is drawn, each time one is drawn; its folder holds nothing else and has one writer."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -26,15 +24,11 @@ from opusim.training.sweeps.tuning import Draw, Search
 from tests.support.command import opusim
 
 CONFIG: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "mode": "release",
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "trainer": {"kind": "convex", "hyperplanes": 4},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "epochs": 1, "threads": 1, "mode": "release", "data": {"name": "digits", "validation_fraction": 0.2},
+    "trainer": {"kind": "convex", "hyperplanes": 4}, "optimizer": {"lr": 1.5, "momentum": 0.0},
     "sampler": {"scheme": "disjoint-cyclic", "batch_size": 400},
     "protection": {"kind": "last-iterate", "epsilon": 8.0},
-}
+}  # fmt: skip
 CHOICES = {"trainer.clip": ["0.3", "0.6"]}
 TRIALS = (("trainer.clip=0.3",), ("trainer.clip=0.6",))
 
@@ -92,9 +86,7 @@ def test_the_payment_precedes_the_draw(tmp_path: Path, monkeypatch: pytest.Monke
     assert paid == [["search"]]
 
 
-def test_a_search_whose_draw_is_gone_is_paid_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_whose_draw_is_gone_is_paid_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         stop_in_trial(patch, 1)
         with pytest.raises(KeyboardInterrupt):
@@ -123,9 +115,7 @@ def test_what_an_earlier_search_left_is_not_searched_over(tmp_path: Path, left: 
     assert epsilon(tmp_path) == before
 
 
-def test_a_stopped_release_search_resumes_on_its_payment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_release_search_keeps_its_payment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         stop_in_trial(patch, 2)
         with pytest.raises(KeyboardInterrupt):

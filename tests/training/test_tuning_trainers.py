@@ -1,7 +1,5 @@
 """`opusim tune` for every trainer: the price of the choice, what a trial may spend, and the score that chooses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -26,14 +24,10 @@ from opusim.training.sweeps.tuning import Draw, Search, parse_choices, priced_tr
 from tests.support.command import opusim
 
 BASE: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "seed": 3,
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "model": {"hidden": [8]},
-    "sampler": {"scheme": "poisson", "batch_size": 128},
+    "epochs": 1, "threads": 1, "seed": 3, "data": {"name": "digits", "validation_fraction": 0.2},
+    "model": {"hidden": [8]}, "sampler": {"scheme": "poisson", "batch_size": 128},
     "protection": {"kind": "record", "epsilon": 4.0},
-}
+}  # fmt: skip
 RATES = {"optimizer.lr": ["0.1", "0.5"]}
 LABELS: dict[str, Any] = {"sampler": {"scheme": "shuffled-epochs"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
@@ -44,8 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
     "ulr": ({"trainer": {"kind": "ulr"}}, RATES),
     "dfa, add or remove": (
         {
-            "trainer": {"kind": "dfa"},
-            "sampler": {"sampling_probability": 0.1, "batch_size": 140},
+            "trainer": {"kind": "dfa"}, "sampler": {"sampling_probability": 0.1, "batch_size": 140},
             "protection": {"relation": "add_or_remove_one"},
         },
         {**RATES, "epochs": ["1", "2"]},
@@ -54,24 +47,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
         {"trainer": {"kind": "convex", "hyperplanes": 4}, "optimizer": {"momentum": 0.0}, "model": None},
         {"optimizer.lr": ["0.5", "1.0"]},
     ),
-    "tdfa, amplified labels": (
-        {"trainer": {"kind": "tdfa"}, "protection": {"kind": "label-amplified"}},
-        RATES,
-    ),
+    "tdfa, amplified labels": ({"trainer": {"kind": "tdfa"}, "protection": {"kind": "label-amplified"}}, RATES),
     "pdfa, label readout": (
-        {"trainer": {"kind": "pdfa"}, "protection": {"kind": "label-readout", "noise": "device"}, **LABELS},
-        RATES,
+        {"trainer": {"kind": "pdfa"}, "protection": {"kind": "label-readout", "noise": "device"}, **LABELS}, RATES,
     ),
     "ridge, released labels": (
-        {
-            "trainer": {"kind": "ridge"},
-            "protection": {"kind": "label-release"},
-            "model": None,
-            "sampler": None,
-        },
+        {"trainer": {"kind": "ridge"}, "protection": {"kind": "label-release"}, "model": None, "sampler": None},
         {"trainer.ridge": ["0.1", "1.0"]},
     ),
-}
+}  # fmt: skip
 
 SLOW = ("dfa, add or remove", "zo, Laplace", "convex, every update", "tdfa, amplified labels")
 
@@ -166,7 +150,7 @@ def test_a_killed_release_search_pays_once_and_no_trial_exceeds_its_share(
 
 
 @pytest.mark.usefixtures("two_trials")
-def test_planted_fault_a_trial_with_less_noise_is_refused(
+def test_planted_fault_less_noise_in_a_trial_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def careless(config: RunConfig, **options: Any) -> Any:
@@ -196,12 +180,8 @@ def test_what_has_no_price_is_refused(
 
 def test_what_the_guarantee_is_about_cannot_be_chosen() -> None:
     for key in (
-        "protection.delta",
-        "protection.relation",
-        "protection.noise",
-        "data.split_seed",
-        "device.name",
-    ):
+        "protection.delta", "protection.relation", "protection.noise", "data.split_seed", "device.name",
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="cannot be chosen by a search"):
             parse_choices([f"{key}=1,2"])
     assert parse_choices(["protection.clip_norm=0.1,1"]) == {"protection.clip_norm": ["0.1", "1"]}

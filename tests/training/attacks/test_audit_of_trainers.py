@@ -1,7 +1,5 @@
 """Audits of zeroth order, unified likelihood ratio and convex runs: members are found, and noise that is too weak."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +29,8 @@ from opusim.training.zeroth_order.trainer import ScalarRelease
 
 N, FEATURES, TRIALS = 300, 20, 120
 COMMON: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "data": {"n_classes": 3},
-    "sampler": {"scheme": "poisson", "batch_size": 12},
-}
+    "epochs": 1, "threads": 1, "data": {"n_classes": 3}, "sampler": {"scheme": "poisson", "batch_size": 12},
+}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "zo": {"trainer": {"kind": "zo"}, "model": {"hidden": [24]}, "optimizer": {"lr": 0.02, "momentum": 0.0}},
     "zo, laplace": {
@@ -159,9 +154,7 @@ def test_single_records_stand_for_batches_only_if_updates_add_up(
         assert [attack.adds_up for attack in attacks] == [protects, protects, False]
         for number in range(8, 16):
             trial = game.play(number, first_world=number % 2 == 0)
-            of_terms, single, whole = (
-                attack.score(trial.observation, trial.candidates) for attack in attacks
-            )
+            of_terms, single, whole = (a.score(trial.observation, trial.candidates) for a in attacks)
             assert of_terms == pytest.approx(single, rel=0.02, abs=0.02)
             assert single == pytest.approx(whole, rel=0.02, abs=0.02)
 
@@ -234,9 +227,7 @@ WEAKER: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_twentieth_of_the_noise_is_found(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_twentieth_of_noise_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the trainer adds too little, and its theorem is refuted."""
     run = protected(tmp_path, name)
     WEAKER[name](monkeypatch)
@@ -266,11 +257,9 @@ def test_a_module_of_a_persons_own_is_given_again(tmp_path: Path) -> None:
 def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Path) -> None:
     published = {"kind": "ulr", "form": "published", "copies": 4}
     run = trained(
-        tmp_path,
-        "ulr",
-        trainer=published,
+        tmp_path, "ulr", trainer=published,
         sampler={"scheme": "poisson-min-batch", "batch_size": 4, "min_batch_size": 2},
-    )
+    )  # fmt: skip
     found = audit_run(run, data=data(), trials=40, seed=7)
     assert {f.attack for f in found.findings if f.role is Role.RUN} == {"row space"}
     assert {f.attack for f in found.findings if f.role is Role.BROKEN} == {"row space", "difference"}
@@ -278,11 +267,9 @@ def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Pa
 
 def test_a_last_iterate_is_audited_by_a_game_of_its_last_model(tmp_path: Path) -> None:
     run = trained(
-        tmp_path,
-        "convex",
-        sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
+        tmp_path, "convex", sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
         protection={"kind": "last-iterate", "epsilon": 3.0},
-    )
+    )  # fmt: skip
     found = audit_run(run, data=data(), trials=40, seed=3)
     assert "last" in found.game
     assert not any(finding.refutes for finding in found.findings if finding.role is Role.RUN)

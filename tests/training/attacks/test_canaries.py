@@ -1,7 +1,5 @@
 """Membership of planted records: coins, scores, and an attack that sees what leaks and nothing else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a finding of an audit says in a few words."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -29,15 +27,9 @@ from opusim.training.attacks.run_audit import forecast, read_as_games
 
 DELTA = 1e-5
 CLAIM = Guarantee(
-    epsilon=1.0,
-    delta=DELTA,
-    unit=Unit.RECORD,
-    adjacency=Adjacency.ZERO_OUT,
-    release=Release.EVERY_UPDATE,
-    status=Status.PROVEN,
-    mechanism="test",
-    source="test",
-)
+    epsilon=1.0, delta=DELTA, unit=Unit.RECORD, adjacency=Adjacency.ZERO_OUT, release=Release.EVERY_UPDATE,
+    status=Status.PROVEN, mechanism="test", source="test",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,14 +52,8 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
         **{"result": audit(scores[0], scores[1], plan), "claim": claim},
     )
     found = Audit(
-        findings=(finding,),
-        guarantees=(claim,),
-        trials=400,
-        control_trials=0,
-        seed=1,
-        steps=1,
-        played=Played.STEP,
-    )
+        findings=(finding,), guarantees=(claim,), trials=400, control_trials=0, seed=1, steps=1, played=Played.STEP,
+    )  # fmt: skip
     assert finding.result.ceiling < 9
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)
     assert says is None or says in verdict(found)
@@ -89,13 +75,8 @@ def test_forecast_ceiling_and_power_of_a_step_agree(trials: int) -> None:
     plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
     worlds = scores[tossed], scores[~tossed]
     finding = Finding.of(
-        Role.RUN,
-        "difference",
-        worlds,
-        audit(*worlds, plan),
-        claim=claim,
-        **read_as_games(scores, tossed, games, 0.0),
-    )
+        Role.RUN, "difference", worlds, audit(*worlds, plan), claim=claim, **read_as_games(scores, tossed, games, 0.0),
+    )  # fmt: skip
     found = Audit(
         findings=(finding,), guarantees=(claim,), trials=trials, seed=1, steps=1, played=Played.STEP
     )
@@ -121,27 +102,20 @@ def test_results_of_the_older_schemas_are_read() -> None:
     )
     facts = {"guarantees": (CLAIM,), "seed": 1, "steps": 3}
     found = Audit(
-        **facts,
-        findings=(replace(canaries, members="", others=""),),
-        played=Played.TRAINING,
+        **facts, findings=(replace(canaries, members="", others=""),), played=Played.TRAINING,
         **{"trials": 60, "crafted": "gradients", "game": "a mechanism", "cpu_s": 1.0},
-    )
+    )  # fmt: skip
     most = max(bound.ceiling for bound in result.bounds if bound.method.is_bound)
     assert f"ideal scores would typically show {most:.2f} by " in verdict(found)
     assert "by normal scores if they pass the test of normality then." in power_text(found)
     content = found.to_json()
     (one,) = content["findings"]
     old = {
-        **{
-            "schema_version": 1,
-            "guarantees": content["guarantees"],
-            "accounted": "a mechanism",
-            "canaries": 60,
-        },
+        **{"schema_version": 1, "guarantees": content["guarantees"], "accounted": "a mechanism", "canaries": 60},
         **{"crafted": "gradients", "steps": 3, "seed": 1, "cpu_s": 1.0, "trainings": 1, "looks": 1},
         "readings": [{"adversary": "all updates", "result": one["result"], "curve": one["curve"]}],
         **{"null": [], "broken": []},
-    }
+    }  # fmt: skip
     assert Audit.from_json(old) == found
     assert Audit.from_json({**old, "trainings": 60}).played is Played.FINAL_MODELS
     with pytest.raises(ValueError, match="not an audit"):
@@ -173,10 +147,8 @@ def missed_control(*, refused: bool) -> Audit:
     roles = (Role.RUN, Role.BROKEN)
     return Audit(
         findings=tuple(Finding.of(role, "all updates", halves, result, claim=claim) for role in roles),
-        guarantees=(claim,),
-        played=Played.TRAINING,
-        **{"trials": 200, "seed": 1, "steps": 3},
-    )
+        guarantees=(claim,), played=Played.TRAINING, **{"trials": 200, "seed": 1, "steps": 3},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -206,10 +178,8 @@ def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     ]
     found = replace(
         missed,
-        findings=tuple(
-            replace(one, result=result) for one, result in zip(missed.findings, results, strict=True)
-        ),
-    )
+        findings=tuple(replace(one, result=result) for one, result in zip(missed.findings, results, strict=True)),
+    )  # fmt: skip
     said = headline(found)
     assert "drawn q T = 6 times" in said
     assert "private-loop" in said
@@ -235,11 +205,9 @@ def test_each_attack_has_its_adversary_and_a_release_run_repeats_only_coins(rele
             )
             for name, what in knows.items()
         ),
-        guarantees=(CLAIM,),
-        played=Played.STEP,
-        note=SYSTEM_NOISE if release else "",
+        guarantees=(CLAIM,), played=Played.STEP, note=SYSTEM_NOISE if release else "",
         **{"trials": 100, "seed": 1, "steps": 3},
-    )
+    )  # fmt: skip
     texts = paragraphs(found)
     assert [text for text in texts if text.startswith("Adversary")] == [
         f"Adversary {name!r} knows {what}." for name, what in knows.items()

@@ -1,7 +1,5 @@
 """The self-test of the mechanism: quiet on the product as it is, and loud on every planted fault."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -53,28 +51,18 @@ def self_test(
     single_records: bool = False,
 ) -> MechanismAudit:
     return training.audit_mechanism(
-        kind,
-        mode=mode,
-        steps=steps,
-        settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
-        seed=seed if mode == "experiment" else None,
-        level=LEVELS[mode] if level is None else level,
+        kind, mode=mode, steps=steps, settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
+        seed=seed if mode == "experiment" else None, level=LEVELS[mode] if level is None else level,
         single_records=single_records,
-    )
+    )  # fmt: skip
 
 
 def require_found(fault: Fault, kind: str, protection: str, mode: str, seed: int) -> None:
     with fault.planted():
         found = self_test(
-            kind,
-            mode,
-            seed,
-            level=1e-4,
-            protection=protection,
-            steps=60,
-            settings=fault.settings,
+            kind, mode, seed, level=1e-4, protection=protection, steps=60, settings=fault.settings,
             single_records=fault.small_batches,
-        )
+        )  # fmt: skip
     assert {check.name for check in found.alarms} & set(fault.checks), report_text(found)
 
 
@@ -139,11 +127,8 @@ RELEASED = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name == "label-randomized-response" else pytest.param(name, marks=pytest.mark.slow)
-        for name in RELEASED
-    ],
-)
+    [name if name == "label-randomized-response" else pytest.param(name, marks=pytest.mark.slow) for name in RELEASED],
+)  # fmt: skip
 @pytest.mark.parametrize("mode", ["release", pytest.param("experiment", marks=pytest.mark.slow)])
 def test_further_noise_is_what_is_accounted(name: str, mode: str, seed: int) -> None:
     kind, protection, settings = RELEASED[name]
@@ -200,9 +185,7 @@ class OneNumber:
         for check in STAGED_FAULTS
     ],
 )
-def test_faults_of_responses_in_stages_are_found(
-    check: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_staged_responses_are_found(check: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     name, wrap = STAGED_FAULTS[check]
     monkeypatch.setattr(noisy_labels, name, wrap(getattr(noisy_labels, name)))
     found = self_test(
@@ -311,9 +294,7 @@ EVERYWHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "kind", "protection", "mode"), EVERYWHERE)
-def test_every_fault_is_found_everywhere(
-    fault: Fault, kind: str, protection: str, mode: str, seed: int
-) -> None:
+def test_faults_are_found_everywhere(fault: Fault, kind: str, protection: str, mode: str, seed: int) -> None:
     require_found(fault, kind, protection, mode, seed)
 
 
@@ -356,14 +337,11 @@ def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> l
             Released(
                 noise=noise,
                 sums=Sums(
-                    along=by_layer.sum(axis=1) / 2**0.5,
-                    along_std=z,
-                    by_layer=by_layer,
-                    shares=np.full(2, 2**-0.5),
+                    along=by_layer.sum(axis=1) / 2**0.5, along_std=z, by_layer=by_layer, shares=np.full(2, 2**-0.5),
                 ),
                 batch=BatchLaw.binomial(400, 0.1),
-            )
-        )
+            ),
+        )  # fmt: skip
     return runs
 
 
@@ -439,25 +417,16 @@ def test_synthetic_small_batches_alarm_where_they_must(fault: str, seed: int) ->
 
 
 @pytest.mark.slow
-def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
+@pytest.mark.parametrize(
+    "of",
+    [lambda g: checked(synthetic(g, z=1.0)), lambda g: single_record_checks(synthetic_amounts(g))],
+    ids=["updates", "small batches"],
+)
+def test_p_values_of_synthetic_noise_are_uniform_enough(of: Callable[..., list[Check]], seed: int) -> None:
     generator = np.random.default_rng(seed)
     n, share = 200, 0.05
-    found = [
-        [check.p_value for check in checked(synthetic(generator, z=1.0))] for _ in range(n)
-    ]  # (n, checks)
-    below = np.mean(np.array(found) < share, axis=0)
-    limit = share + 5 * math.sqrt(share * (1 - share) / n)
-    assert np.all(below <= limit), below
-
-
-@pytest.mark.slow
-def test_p_values_of_synthetic_small_batches_are_uniform_enough(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    n, share = 200, 0.05
-    found = [
-        [check.p_value for check in single_record_checks(synthetic_amounts(generator))] for _ in range(n)
-    ]  # (n, checks)
-    below = np.mean(np.array(found) < share, axis=0)
+    found = np.array([[check.p_value for check in of(generator)] for _ in range(n)])  # (n, checks)
+    below = np.mean(found < share, axis=0)
     limit = share + 5 * math.sqrt(share * (1 - share) / n)
     assert np.all(below <= limit), below
 
@@ -500,9 +469,7 @@ def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
         ("adam", [], ValueError, "kind"),
     ],
 )
-def test_what_cannot_be_tested_is_refused(
-    kind: str, settings: list[str], error: type[Exception], message: str
-) -> None:
+def test_untestable_is_refused(kind: str, settings: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         training.audit_mechanism(kind, settings=settings, steps=40, seed=1)
 

@@ -1,7 +1,5 @@
 """Audits of modules whose records are protected: quiet on the product as it is, and loud on planted faults."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -99,23 +97,13 @@ STEPS = {"a group norm's bias without noise": 40}
 """Steps of a planted fault that shows after fewer than 60."""
 FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {
     "a layer that is not clipped": ("bp", "convolution", lambda: replaced(FACTORS, _first_layer_unclipped)),
-    "an embedding that is not clipped": (
-        "pdfa",
-        "attention",
-        lambda: replaced(FACTORS, _first_layer_unclipped),
-    ),
-    "a group norm's bias without noise": (
-        "pdfa",
-        "convolution",
-        lambda: changed_noise(_without_one),
-    ),
+    "an embedding that is not clipped": ("pdfa", "attention", lambda: replaced(FACTORS, _first_layer_unclipped)),
+    "a group norm's bias without noise": ("pdfa", "convolution", lambda: changed_noise(_without_one)),
     "division by the realised batch": ("bp", "attention", lambda: replaced(WRITER, _by_realised_batch)),
     "noise too small by a tenth": (
-        "dfa",
-        "convolution",
-        lambda: credited_noise(lambda mode, stream: _Smaller(stream)),
+        "dfa", "convolution", lambda: credited_noise(lambda mode, stream: _Smaller(stream)),
     ),
-}
+}  # fmt: skip
 
 
 IN_CI = "a layer that is not clipped"
@@ -148,11 +136,9 @@ def model_of(name: str) -> nn.Module:
     if name == "embedding":
         positions = nn.Parameter(torch.randn(4, 6))  # a parameter without a module of its own
         return Custom(
-            lambda m, x: m.head((m.tokens(x) + m.positions).flatten(1)),
-            tokens=nn.Embedding(9, 6),
-            positions=positions,
-            head=nn.Linear(24, 3),
-        )
+            lambda m, x: m.head((m.tokens(x) + m.positions).flatten(1)), tokens=nn.Embedding(9, 6),
+            positions=positions, head=nn.Linear(24, 3),
+        )  # fmt: skip
     return nn.Sequential(
         *mixing, nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
     )
@@ -165,15 +151,12 @@ def trained(folder: Path, name: str, **changes: Any) -> tuple[Any, nn.Module]:
     if name == "a layer that mixes records":
         x, y = x + 1.0, 0 * y  # all contributions point the same way, and turn together
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": "bp"},
+        "epochs": 1, "threads": 1, "trainer": {"kind": "bp"},
         "data": {"n_classes": 3, **({"inputs": "tokens", "vocabulary": 9} if tokens else {})},
         "sampler": {"batch_size": 40 if name == "a layer that mixes records" else 12},
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0},
-        "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
-        **changes,
-    }
+        "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3}, **changes,
+    }  # fmt: skip
     model = model_of(name)
     training.train(config, data=(x, y), model=model, folder=folder)
     return (x, y), model
@@ -198,10 +181,8 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(probe, "_COUNTS", (5, 37))
     with ExitStack() as stack:
         stack.enter_context(
-            replaced(
-                "opusim.training.feedback.trainer:require_separate_steps", lambda probe: lambda *a, **k: None
-            )
-        )
+            replaced("opusim.training.feedback.trainer:require_separate_steps", lambda probe: lambda *a, **k: None),
+        )  # fmt: skip
         data, model = trained(tmp_path / "run", name)
         found = audit_run(tmp_path / "run", data=data, model=model, trials=100, seed=7)
     assert any(finding.refutes for finding in found.findings if finding.role is Role.RUN)
@@ -281,15 +262,11 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
     x, y = np.random.default_rng(1).normal(size=(60, 8)).astype(np.float32), np.arange(60) % 3
     np.savez("records.npz", x=x, y=y)
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": "bp"},
-        "data": {"n_classes": 3},
-        "sampler": {"batch_size": 20},
+        "epochs": 1, "threads": 1, "trainer": {"kind": "bp"}, "data": {"n_classes": 3}, "sampler": {"batch_size": 20},
         "optimizer": {"name": "sgd", "lr": 0.1},
         "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
         **json.loads(json.dumps(named).replace("NAME", name)),
-    }
+    }  # fmt: skip
     training.train(config, data=(x, y), folder="run")
     command = ["opusim", "audit", "run", "--data", "npz:records.npz", *options]
     for trusted in (False, True):

@@ -1,7 +1,5 @@
 """The audit of one training: tight on correct runs, refutes planted faults and published PDFA, writes where it may."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import ExitStack
@@ -34,14 +32,11 @@ from tests.support.faults import NAMED, Fault
 
 N, FEATURES, CANARIES = 300, 32, 2000
 RUN: dict[str, Any] = {
-    "epochs": 20,
-    "threads": 1,
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 30},
-    "model": {"hidden": [64, 64]},
+    "epochs": 20, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 30}, "model": {"hidden": [64, 64]},
     "optimizer": {"lr": 0.05, "weight_decay": 0.001, "schedule": "cosine"},
     "protection": {"kind": "record", "epsilon": 4.0},
-}
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -69,9 +64,7 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     before = {path.name for path in pdfa.iterdir()}
     found = audited(pdfa)
     updates = found.scores()["all updates"]
-    reported = [
-        bound for result in found.scores().values() for bound in result.bounds if bound.method.is_bound
-    ]
+    reported = [b for result in found.scores().values() for b in result.bounds if b.method.is_bound]
     assert (
         len(reported) == 7
     )  # three bounds of two adversaries, and one from the counts of consecutive updates
@@ -204,20 +197,11 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
     """Activations of slope 1 and tau_h_min = tau_h_max make the paper's formula finite: 0.04 or less."""
     folder = trained(
         tmp_path / "run",
-        trainer={
-            "kind": "pdfa",
-            "order": "published",
-            "tau_b": 1.0,
-            "tau_h_max": 1.0,
-            "tau_h_min": 1.0,
-        },
-        model={"hidden": [64], "activation": "identity"},
-        device={"name": "gaussian", "noise": {"sigma": 1e4}},
-        optimizer={"lr": 1e-4},
-        sampler={"scheme": "shuffled-epochs", "batch_size": 12},
-        epochs=1,
+        trainer={"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0, "tau_h_min": 1.0},
+        model={"hidden": [64], "activation": "identity"}, device={"name": "gaussian", "noise": {"sigma": 1e4}},
+        optimizer={"lr": 1e-4}, sampler={"scheme": "shuffled-epochs", "batch_size": 12}, epochs=1,
         protection={"kind": "none"},
-    )
+    )  # fmt: skip
     found = audited(folder, canaries=400).scores()["row space"]
     assert found.plan.claimed is not None
     assert found.plan.claimed < 1 < 3 < found.bounds[0].epsilon
@@ -252,13 +236,10 @@ def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp
 
 def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path) -> None:
     folder = trained(
-        tmp_path / "run",
-        trainer={"kind": "bp"},
-        mode="release",
-        epochs=2,
+        tmp_path / "run", trainer={"kind": "bp"}, mode="release", epochs=2,
         sampler={"scheme": "poisson", "batch_size": 30, "sampling_probability": 0.1},
         protection={"kind": "record", "noise_multiplier": 1.0, "relation": "add_or_remove_one"},
-    )
+    )  # fmt: skip
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for place in (None, folder / "audit"):
         with pytest.raises(RunFolderError, match="outside"):
@@ -277,13 +258,10 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
             "writer of private gradients",
             marks=pytest.mark.slow,
         ),
-        (
-            {"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}},
-            "labels",
-        ),
+        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}}, "labels"),
     ],
-)
-def test_what_cannot_be_audited_is_refused_with_the_reason(
+)  # fmt: skip
+def test_what_cannot_be_audited_names_the_reason(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = trained(tmp_path / "run", epochs=1, **changes)

@@ -1,7 +1,5 @@
 """The audit of a private loop in one training: sound loops stay below their claim, and weaker noise is refuted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def five_epochs(private: opusim.PrivateTraining) -> None:
 
 
 @pytest.mark.slow
-def test_a_sound_loop_is_not_refuted_and_a_quarter_of_its_noise_is(
+def test_a_quarter_of_the_noise_of_a_sound_loop_is_refuted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without information, the area under the curve of m / 2 and m / 2 scores has the standard error 1 / sqrt(3 m)."""

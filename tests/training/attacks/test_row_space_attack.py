@@ -1,7 +1,5 @@
 """The attacks themselves: exact algebra first, then their laws on simulated updates."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Whole audits of small runs: members are found, protected ones are not, and planted faults are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -21,13 +19,9 @@ from opusim.training.runs.folder import RunFolder
 
 N, FEATURES = 300, 40
 RUN = {
-    "epochs": 1,
-    "threads": 1,
-    "model": {"hidden": [24]},
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 12},
+    "epochs": 1, "threads": 1, "model": {"hidden": [24]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 12},
     "device": {"name": "gaussian", "noise": {"sigma": 10.0}},
-}
+}  # fmt: skip
 PROTECTED = {
     "sampler": {"scheme": "poisson", "batch_size": 12},
     "protection": {"kind": "record", "noise_multiplier": 4.0},

@@ -1,7 +1,5 @@
 """Audits by canaries that are whole users: a sound loop passes, and planted faults are refuted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -76,9 +74,7 @@ def dropped() -> AbstractContextManager[None]:
     """Planted: users with more than k records bring no row, so that no other fault could show."""
 
     def chosen(before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, user, step: (
-            [] if len(self.records[user]) > self.most else before(self, user, step)
-        )
+        return lambda self, u, step: [] if len(self.records[u]) > self.most else before(self, u, step)
 
     return replaced("opusim.training.data.users:Users.chosen", chosen)
 
@@ -193,15 +189,10 @@ def trained(folder: Path, noise: float, **changes: Any) -> dict[str, Any]:
     protection = {"kind": "record", "unit": "user", "records_per_user": EACH, "noise_multiplier": noise}
     protection |= {"clip_norm": 0.2, **changes}
     config = {
-        "trainer": {"kind": "bp"},
-        "epochs": STEPS,
-        "seed": 4,
-        "threads": 1,
-        "protection": protection,
-        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0},
-        "sampler": {"batch_size": USERS},
+        "trainer": {"kind": "bp"}, "epochs": STEPS, "seed": 4, "threads": 1, "protection": protection,
+        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0}, "sampler": {"batch_size": USERS},
         "data": {"n_classes": 3},
-    }
+    }  # fmt: skip
     opusim.train(config, data=run_data(), model=wide(), folder=folder, progress=False)
     return {"data": run_data(), "model": wide(), "seed": 1, "progress": False}
 

@@ -1,7 +1,5 @@
 """`opusim audit` as a person types it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,15 +11,8 @@ from opusim.training.cli.app import app
 from tests.support.command import opusim
 
 SMALL = [
-    "--epochs",
-    "1",
-    "--set",
-    "model.hidden=[48]",
-    "--set",
-    "threads=1",
-    "--set",
-    "sampler.batch_size=24",
-]
+    "--epochs", "1", "--set", "model.hidden=[48]", "--set", "threads=1", "--set", "sampler.batch_size=24",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The documented way from a camera's frames to a private network, run command by command."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -44,7 +42,7 @@ def documented(device: str, kept: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("device", "kept"), [("camera_low_light", "counts"), ("camera_fluctuating", "argmax")]
 )
-def test_every_command_of_the_chain_runs(
+def test_all_commands_of_the_chain_run(
     device: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

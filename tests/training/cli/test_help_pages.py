@@ -1,7 +1,5 @@
 """Every page of help is whole at 80 columns."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,18 +24,12 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
-        (
-            ["--help"],
-            {"torch", "numpy", "pydantic", "rich.console", "matplotlib", "opusim.training.cli.train"},
-        ),
+        (["--help"], {"torch", "numpy", "pydantic", "rich.console", "matplotlib", "opusim.training.cli.train"}),
         (["train", "--help"], {"torch", "numba", "scipy", "matplotlib", "opusim.training.engine.session"}),
-        (
-            ["train", "pdfa", "--help"],
-            {"torch", "numba", "scipy", "matplotlib", "opusim.training.feedback.trainer"},
-        ),
+        (["train", "pdfa", "--help"], {"torch", "numba", "scipy", "matplotlib", "opusim.training.feedback.trainer"}),
         (["train", "options", "zo"], {"torch", "numba", "scipy", "matplotlib", "transformers"}),
     ],
-)
+)  # fmt: skip
 def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent: set[str]) -> None:
     code = (
         "import sys\nfrom opusim.training.cli import main\ntry:\n    main()\nfinally:\n"

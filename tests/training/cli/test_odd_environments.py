@@ -1,7 +1,5 @@
 """Commands under odd names, variables and streams, and with code that calls `exit()`: one line, before any work."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -36,7 +34,7 @@ NOT_UTF8 = os.fsdecode(b"run\xff")
         ("OPUSIM_WAIT", "-1", "must be a number of seconds, at least 0"),
     ],
 )
-def test_a_variable_that_holds_no_such_number_is_one_line(
+def test_a_variable_without_a_number_is_one_line(
     tmp_path: Path, variable: str, value: str, line: str
 ) -> None:
     result = opusim("device", "list", cwd=tmp_path, **{variable: value})
@@ -94,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("kind", [[], ["--one-run"], ["--final-model"]])
-def test_an_audit_checks_first_that_it_can_write(
+def test_an_audit_checks_if_it_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
 ) -> None:
     def work(*_: Any, **__: Any) -> Any:

@@ -136,13 +136,10 @@ def test_bad_settings_are_one_line_that_names_the_key(setting: str, message: str
     ("changes", "key"),
     [
         ({"protection": {"relation": "add_or_remove_one", "epsilon": 3.0}}, "protection.relation"),
-        (
-            {"sampler": {"sampling_probability": 0.05}, "protection": {"epsilon": 3.0}},
-            "sampler.sampling_probability",
-        ),
+        ({"sampler": {"sampling_probability": 0.05}, "protection": {"epsilon": 3.0}}, "sampler.sampling_probability"),
         ({"data": {"split": "content"}, "protection": {"epsilon": 3.0}}, "data.split"),
     ],
-)
+)  # fmt: skip
 def test_a_rule_about_several_sections_names_its_key_once(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"protection": {"kind": "record"}}, changes=changes)
@@ -170,11 +167,8 @@ def test_the_name_of_a_trainer_is_a_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "key", "word"),
-    [
-        ("camera.sensor.read_noise_e=20", "camera", "device.camera"),
-        ("n_outputs=20", "n_outputs", "device.n_outputs"),
-    ],
-)
+    [("camera.sensor.read_noise_e=20", "camera", "device.camera"), ("n_outputs=20", "n_outputs", "device.n_outputs")],
+)  # fmt: skip
 def test_a_key_of_a_device_is_shown_its_place(setting: str, key: str, word: str) -> None:
     with pytest.raises(ConfigError) as found:
         load_config(None, [setting])

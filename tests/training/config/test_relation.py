@@ -1,7 +1,5 @@
 """The neighbouring relation of a run: what it asks for, what it hides, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -35,14 +33,11 @@ from opusim.training.sweeps.execution import run_point
 from opusim.training.zeroth_order.step_log import read_header
 
 ADDED = {
-    "epochs": 2,
-    "threads": 1,
-    "mode": "release",
-    "model": {"hidden": [6]},
+    "epochs": 2, "threads": 1, "mode": "release", "model": {"hidden": [6]},
     "data": {"n_classes": 3, "validation_fraction": 0.2},
     "sampler": {"scheme": "poisson", "sampling_probability": 0.25},
     "protection": {"kind": "record", "epsilon": 3.0, "relation": "add_or_remove_one", "divisor": 12.0},
-}
+}  # fmt: skip
 """A run whose number of records is private."""
 NULL = merged(
     {key: value for key, value in ADDED.items() if key not in ("sampler", "protection")},
@@ -140,7 +135,7 @@ def test_a_run_of_a_public_number_tells_it(tmp_path: Path) -> None:
         ("convex", "zero_out", "zero_out"),
     ],
 )
-def test_the_statement_is_that_of_the_relation(
+def test_the_relation_is_in_the_statement(
     tmp_path: Path, kind: str, relation: str | None, stated: str
 ) -> None:
     config = of_trainer(NULL, kind)

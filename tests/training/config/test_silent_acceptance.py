@@ -1,7 +1,5 @@
 """What a user gives is honoured or refused: no key, flag or file is passed over in silence."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -68,8 +66,7 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("trainer.language.lora_alpha", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, 8.0),
     ("trainer.language.columns", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, ["a", "b"]),
     (
-        "trainer.language.classes",
-        {"trainer": {"kind": "zo", "language": {"model": "m", "task": "next-token"}}},
+        "trainer.language.classes", {"trainer": {"kind": "zo", "language": {"model": "m", "task": "next-token"}}},
         ["a", "b"],
     ),
     ("model.hidden", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, [3]),
@@ -89,11 +86,7 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("sampler.min_batch_size", {}, 3),
     ("sampler.drop_last", {"sampler": {"scheme": "poisson"}}, True),
     ("sampler.batch_size", {"sampler": {"scheme": "full-batch"}}, 10),
-    (
-        "protection.noise_multiplier",
-        {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}},
-        2.0,
-    ),
+    ("protection.noise_multiplier", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, 2.0),
     ("protection.clip_norm", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, 2.0),
     ("protection.divisor", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, 2.0),
     ("protection.relation", {}, "zero_out"),
@@ -112,7 +105,7 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("device.noise.sigma", {"trainer": {"kind": "bp"}}, 0.5),
     ("device.name", {"trainer": {"kind": "ulr"}, "protection": RECORD}, "ideal"),
     ("seed", {"mode": "release"}, 3),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "base", "value"), USELESS)
@@ -129,9 +122,7 @@ def test_a_key_that_does_nothing_is_refused(key: str, base: dict[str, Any], valu
 
 
 @pytest.mark.parametrize(("key", "base", "value"), USELESS)
-def test_a_key_that_does_nothing_is_refused_at_its_default_too(
-    key: str, base: dict[str, Any], value: Any
-) -> None:
+def test_a_useless_key_is_refused_at_its_default_too(key: str, base: dict[str, Any], value: Any) -> None:
     default = flat(load_config(base).model_dump()).get(key)
     if default is None:  # off, or unknown before it is given
         return
@@ -167,9 +158,7 @@ def test_every_key_says_when_it_has_an_effect() -> None:
     effects = effects_of(RunConfig()) + [effect for section in sections for effect in section.effects]
     conditional = {key for effect in effects for key in effect.keys}
     keys = {key for key, _, _ in key_rows()}
-    missing = {
-        key for key in keys - ALWAYS if not any(f"{key}.".startswith(f"{known}.") for known in conditional)
-    }
+    missing = {k for k in keys - ALWAYS if not any(f"{k}.".startswith(f"{c}.") for c in conditional)}
     assert not missing
     assert not ALWAYS - keys
     assert not (conditional & ALWAYS)
@@ -219,10 +208,7 @@ SAME: list[tuple[list[str], str]] = [
     (["convex", "--method", "full"], 'sampler.scheme = "full-batch"'),
     (["convex", "--epsilon", "3"], "protection.epsilon = 3.0"),
     (["convex", "--epsilon", "3", "--release"], 'mode = "release"\nprotection.epsilon = 3.0'),
-    (
-        ["convex", "--epsilon", "3", "--method", "poisson"],
-        'sampler.scheme = "poisson"\nprotection.epsilon = 3.0',
-    ),
+    (["convex", "--epsilon", "3", "--method", "poisson"], 'sampler.scheme = "poisson"\nprotection.epsilon = 3.0'),
     (["convex", "--epsilon", "3", "--method", "poisson"], 'protection = {kind = "record", epsilon = 3.0}'),
     (["dfa", "--sigma", "0.2"], "trainer.sigma = 0.2"),
     (["bp", "--sigma", "0"], "trainer.sigma = 0.0"),
@@ -239,7 +225,7 @@ SAME: list[tuple[list[str], str]] = [
         ["zo", "--text", "t.tsv", "--language-model", "hub/name"],
         'trainer.language = {text = "t.tsv", model = "hub/name"}',
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "toml"), SAME)
@@ -282,13 +268,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["train", "pdfa", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
     (["train", "zo", "--language-model", "m", "--prompt", "It was"], r"prompt = 'It was' must hold \{text\}"),
     (
-        [
-            "account",
-            "poisson-gaussian",
-            "--target-epsilon=1",
-            "--noise-multiplier=2",
-            "--sampling-probability=0.1",
-        ],
+        ["account", "poisson-gaussian", "--target-epsilon=1", "--noise-multiplier=2", "--sampling-probability=0.1"],
         r"--noise-multiplier = 2 and --target-epsilon = 1 contradict each other.*leave one of them out",
     ),
     (["curve", "spec.toml", "--draw-only", "--jobs", "2"], "--draw-only trains nothing; leave --jobs"),
@@ -297,7 +277,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["account", "convex-plan", "--target-epsilon", "1", "--batches", "9", "--epochs", "3"],
         r"--epochs = 3 does nothing",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)

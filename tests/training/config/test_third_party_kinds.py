@@ -1,7 +1,5 @@
 """A trainer and a protection of other packages are found by their entry points, configured and explained."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -73,7 +71,7 @@ def test_a_section_keeps_what_it_defines_instead_of_a_field() -> None:
         assert (section.noise, section.divisor, section.epsilon) == ("digital", None, None)
 
 
-def test_a_class_of_another_kind_is_refused_and_leaves_the_others(
+def test_a_class_of_another_kind_is_refused_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = dict.fromkeys(("broken", "pdfa"), "json:JSONDecoder")

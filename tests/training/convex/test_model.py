@@ -1,7 +1,5 @@
 """Compare the gated model and its objectives with materialised features, autograd and the accountants' constants."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -181,15 +179,11 @@ def new_trainer(
     regularisation: float = 0.0,
 ) -> ConvexTrainer:
     return bare(
-        ConvexTrainer,
-        GatedNetwork(gated),
+        ConvexTrainer, GatedNetwork(gated),
         load_config({"trainer": {"kind": "convex", "regularisation": regularisation}}),
-        optimizer=torch.optim.SGD([gated.weight], lr=rate),
-        objective=objective,
-        divisor=divisor,
-        noise=None,
+        optimizer=torch.optim.SGD([gated.weight], lr=rate), objective=objective, divisor=divisor, noise=None,
         noise_std=0.0,
-    )
+    )  # fmt: skip
 
 
 def trainer(gated: GatedRelu, *, regularisation: float = 0.0) -> ConvexTrainer:
@@ -262,9 +256,7 @@ def parting(
 
 @pytest.mark.parametrize(("name", "clip"), CASES)
 @pytest.mark.parametrize("share", [0.3, 0.95])
-def test_neighbours_part_no_faster_than_the_accountant_says(
-    name: str, clip: float | None, share: float
-) -> None:
+def test_neighbours_part_no_faster_than_accounted(name: str, clip: float | None, share: float) -> None:
     rate = share * (2 / (smoothness(name) + 0.05)) * (0.5 if name == "softmax" and clip else 1.0)
     steps = parting(name, clip, rate=rate)
     assert all(distance <= bound * (1 + 1e-5) + 1e-6 for distance, bound in steps)

@@ -1,38 +1,42 @@
-"""Convex runs: guarantees, refusals, contents of the folder, resuming after a kill, devices."""
-
-from __future__ import annotations
+"""Convex runs: guarantees, refusals, contents of the folder, resuming after a kill or a failed device, devices."""
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+from benchmarks.bare import bare
+from benchmarks.devices.faults import AT_STEP, description_file, weights
 from opusim import training
 from opusim.accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.description.section import merged
-from opusim.errors import ConfigError
+from opusim.devices.kinds import register_device
+from opusim.devices.registry import open_device
+from opusim.errors import ConfigError, DeviceError, DeviceUnavailable
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training.cli import main
 from opusim.training.cli.app import app
-from opusim.training.convex.trainer import ConvexTrainer
-from opusim.training.runs.checkpoints import list_checkpoints
+from opusim.training.config import load_config
+from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
+from opusim.training.protections.base import DeviceNormals
+from opusim.training.protections.record import LastIterateProtection
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.run_folders import newest, require_resumed_alike
 
 CONFIG: dict[str, Any] = {
-    "epochs": 3,
-    "threads": 1,
-    "data": {"n_classes": 3, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
-    "trainer": {"kind": "convex", "hyperplanes": 6},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
-    "sampler": {"scheme": "disjoint-cyclic", "batch_size": 10},
-    "protection": {"kind": "last-iterate", "epsilon": 3.0},
-}
+    "epochs": 3, "threads": 1, "data": {"n_classes": 3, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
+    "trainer": {"kind": "convex", "hyperplanes": 6}, "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "sampler": {"scheme": "disjoint-cyclic", "batch_size": 10}, "protection": {"kind": "last-iterate", "epsilon": 3.0},
+}  # fmt: skip
 DEVICE = {"device": {"name": "gaussian", "noise": {"sigma": 0.5}}}
 
 
@@ -152,15 +156,11 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
         training.train(merged(config, {"checkpoint": {"keep": 5}}), data=data(), folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path, watcher=stop_at(9))
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "step-0000000008.safetensors"
-    ]
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000000008.safetensors"]
     assert "unfinished" in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
     run = training.train(data=data(), folder=tmp_path, resume=True)
     assert "unfinished" not in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "step-0000000018.safetensors"
-    ]
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000000018.safetensors"]
     assert len(read_ledger(tmp_path).payments) == 1
     assert run.guarantees[0].epsilon <= 3.0
     assert set(run.summary or {}) == {"schema_version", "steps"}
@@ -175,18 +175,13 @@ def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) 
     for source, found in accuracies.items():
         for seed in range(5):
             config = {
-                **CONFIG,
-                "seed": seed,
-                "epochs": 10,
-                "data": {"name": "digits"},
+                **CONFIG, "seed": seed, "epochs": 10, "data": {"name": "digits"},
                 "trainer": {"kind": "convex", "hyperplanes": 64, "gates": source},
                 "sampler": {"scheme": "disjoint-cyclic", "batch_size": 50},
                 "protection": {
-                    "kind": "last-iterate",
-                    "epsilon": 8.0,
-                    "noise": "device" if source == "device" else "digital",
+                    "kind": "last-iterate", "epsilon": 8.0, "noise": "device" if source == "device" else "digital",
                 },
-            }
+            }  # fmt: skip
             if source == "device":  # the packaged medium is one matrix: each seed takes another device
                 config["device"] = {"name": "gaussian", "medium": {"seed": 1000 + seed}}
             run = training.train(config, folder=tmp_path / f"{source}-{seed}")
@@ -199,9 +194,7 @@ def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) 
     assert min(means.values()) > 0.85
 
 
-def test_the_planted_fault_of_blind_gates_would_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_fault_of_blind_gates_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the device's hyperplanes never read, all would be 0 and every gate open."""
     monkeypatch.setattr(ConvexTrainer, "initialise", lambda self, trainer: None)
     config = merged(CONFIG, {"trainer": {"gates": "device"}, **DEVICE})
@@ -240,3 +233,89 @@ def test_a_file_says_how_it_descends_unless_a_method_is_given(
     assert not stop.value.code
     config = training.load_run(out).config
     assert (config.protection.kind, config.protection.epsilon, config.sampler.scheme) == (kind, 5.0, scheme)
+
+
+# A device that fails
+
+
+D, P, K, B = 5, 6, 3, 8
+LAST_STEP = AT_STEP + 13
+
+
+@pytest.fixture(autouse=True)
+def _breakable() -> Iterator[None]:
+    register_device(KIND, faulty_device)
+    FaultyDevice.repaired = False
+    yield
+    FaultyDevice.repaired = False
+
+
+def run(folder: Path, device: Path) -> Any:
+    """36 steps whose noise the device gives; its gates come from a seed, so that noise is all it is asked for."""
+    generator = np.random.default_rng(1)
+    x, y = generator.normal(size=(48, D)), np.arange(48) % K
+    if folder.exists():
+        return training.train(data=(x, y), folder=folder, resume=True)
+    config = {
+        "epochs": 6, "threads": 1, "data": {"n_classes": K, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
+        "trainer": {"kind": "convex", "hyperplanes": P, "regularisation": 0.05},
+        "optimizer": {"lr": 1.5, "momentum": 0.0}, "sampler": {"scheme": "disjoint-cyclic", "batch_size": B},
+        "protection": {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"},
+        "device": {"name": str(device), "noise": {"sigma": 0.5}}, "checkpoint": {"every_steps": AT_STEP, "keep": 100},
+    }  # fmt: skip
+    return training.train(config, data=(x, y), folder=folder)
+
+
+def kept(folder: Path, step: int) -> Tensor:
+    """The weights of one checkpoint."""
+    (path,) = (p for p in list_checkpoints(folder / "checkpoints") if int(p.stem.split("-")[1]) == step)
+    return read_checkpoint(path).tensors["model.weight"]
+
+
+@pytest.mark.parametrize("fault", [Fault.UNPLUGGED, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER])
+def test_a_run_whose_noise_fails_keeps_the_model_of_the_step_before(tmp_path: Path, fault: Fault) -> None:
+    wanted = run(tmp_path / "unbroken", description_file(tmp_path, None))
+    with pytest.raises(DeviceError, match=f"Step {AT_STEP} of 36 was not done"):
+        run(tmp_path / "broken", description_file(tmp_path, fault))
+    assert torch.equal(kept(tmp_path / "broken", AT_STEP), kept(tmp_path / "unbroken", AT_STEP))
+    FaultyDevice.repaired = True
+    found = run(tmp_path / "broken", tmp_path)
+    assert found.step == wanted.step == 36
+    assert torch.equal(weights(found)["model.weight"], weights(wanted)["model.weight"])
+
+
+class DescendsBeforeItDraws(ConvexTrainer):
+    """The planted fault: the gradient step comes first, its noise after."""
+
+    def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
+        self.model.weight.data.mul_(0.5)
+        super()._descend(x, spread, step)
+
+
+@pytest.mark.parametrize(("kind", "moved"), [(ConvexTrainer, False), (DescendsBeforeItDraws, True)])
+def test_a_step_of_failed_noise_moves_nothing(tmp_path: Path, kind: type[ConvexTrainer], moved: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = GatedRelu(D, K, torch.randn(P, D, generator=generator))
+    config = load_config({"trainer": {"kind": "convex", "regularisation": 0.05}})
+    optimizer = torch.optim.SGD([model.weight], lr=1.5)
+    x, y = torch.randn(B, D, generator=generator), torch.arange(B) % K
+    description = str(description_file(tmp_path, Fault.UNPLUGGED))
+    with open_device(description, n_inputs=D, n_outputs=P) as device:
+        trainer = bare(
+            kind, GatedNetwork(model), config, total_steps=LAST_STEP + 1, optimizer=optimizer,
+            objective=Objective(name="margin", clip=0.5), divisor=B, noise=DeviceNormals(device), noise_std=1.0,
+            final_std=1.0, device=device,
+        )  # fmt: skip
+        trainer.step(x, y, step=0)
+        before = model.weight.detach().clone()
+        assert bool(before.count_nonzero())
+        with pytest.raises(DeviceUnavailable):
+            trainer.step(x, y, step=LAST_STEP)
+        assert torch.equal(model.weight, before) is not moved
+
+
+def test_a_protection_that_gives_no_noise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without its noise would be stated as proven."""
+    monkeypatch.setattr(LastIterateProtection, "central_noise", lambda self, device: None)
+    with pytest.raises(ValueError, match="noise is missing; noise_std = "):
+        run(tmp_path / "run", description_file(tmp_path, Fault.UNPLUGGED))

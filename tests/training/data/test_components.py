@@ -1,7 +1,5 @@
 """Principal components: the map, its file, and runs that still take raw features."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,13 +98,9 @@ def test_too_many_components_are_refused() -> None:
 
 
 CONFIG = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"components": SMALL, "n_classes": 3},
-    "sampler": {"batch_size": 30},
-    "trainer": {"kind": "dfa"},
-}
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "data": {"components": SMALL, "n_classes": 3},
+    "sampler": {"batch_size": 30}, "trainer": {"kind": "dfa"},
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,5 @@
 """Public maps of images as a stage of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,8 @@ from opusim.training.data.public_maps import (
 )
 
 CONFIG: dict[str, Any] = {
-    "trainer": {"kind": "bp"},
-    "model": {"hidden": []},
-    "optimizer": {"name": "adam", "lr": 0.01},
-    "epochs": 4,
-}
+    "trainer": {"kind": "bp"}, "model": {"hidden": []}, "optimizer": {"name": "adam", "lr": 0.01}, "epochs": 4,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "scattering:1": {"features_groups": 9},
     "hog": {},
@@ -127,14 +122,10 @@ def test_a_full_disk_costs_the_cache_and_not_the_run(
 
 def test_a_hidden_layer_trains_through_the_device_on_features(tmp_path: Path) -> None:
     config = {
-        **CONFIG,
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "ideal"},
-        "model": {"hidden": [32]},
-        "data": {"features": "hog"},
-        "protection": {"kind": "record", "epsilon": 8.0, "clip_norm": 1.0},
+        **CONFIG, "trainer": {"kind": "pdfa"}, "device": {"name": "ideal"}, "model": {"hidden": [32]},
+        "data": {"features": "hog"}, "protection": {"kind": "record", "epsilon": 8.0, "clip_norm": 1.0},
         "sampler": {"scheme": "poisson", "batch_size": 64},
-    }
+    }  # fmt: skip
     run = training.train(config, folder=tmp_path / "run")
     assert [guarantee.status for guarantee in run.guarantees].count("proven")
 

@@ -1,7 +1,5 @@
 """Masked, sparse and nested arrays are refused wherever records or vectors come in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records that are mapped from a file stay on disk, and give what the same records in memory give."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile
@@ -45,19 +43,15 @@ def parts(dataset: Dataset) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<f2", "u1"])
 @pytest.mark.parametrize("split", ["index", "content"])
-def test_they_give_the_data_set_of_the_same_records_in_memory(
+def test_they_give_the_data_set_of_records_in_memory(
     tmp_path: Path, kind: str, split: Any, seed: int
 ) -> None:
     x, y = records(seed)
     x = np.abs(x).astype(kind)
     constants = Standardisation(mean=tuple(np.linspace(0, 1, 12).tolist()), std=2.0, source="the test")
     settings: dict[str, Any] = {
-        "n_classes": 3,
-        "validation_fraction": 0.2,
-        "split_seed": 1,
-        "split": split,
-        "standardise": constants,
-    }
+        "n_classes": 3, "validation_fraction": 0.2, "split_seed": 1, "split": split, "standardise": constants,
+    }  # fmt: skip
     memory = from_arrays(x, y, test=(x[:50], y[:50]), **settings)
     for form in (lambda values: values, lambda values: np.asarray(values), lambda values: values[:]):
         found = from_arrays(
@@ -70,7 +64,7 @@ def test_they_give_the_data_set_of_the_same_records_in_memory(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_they_are_standardised_by_records_as_in_memory(
+def test_they_are_standardised_as_in_memory(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = records(seed)

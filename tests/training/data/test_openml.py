@@ -1,7 +1,5 @@
 """Download from a real local server, and from a port without one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket
@@ -35,26 +33,15 @@ def _answers(address: str, checksum: str) -> dict[str, bytes]:
     columns = [("pixel1", "numeric", "false"), ("pixel2", "numeric", "false"), ("class", "nominal", "true")]
     features = [
         {
-            "index": str(i),
-            "name": name,
-            "data_type": kind,
-            "is_target": target,
-            "is_ignore": "false",
-            "is_row_identifier": "false",
-            "number_of_missing_values": "0",
+            "index": str(i), "name": name, "data_type": kind, "is_target": target, "is_ignore": "false",
+            "is_row_identifier": "false", "number_of_missing_values": "0",
         }
         for i, (name, kind, target) in enumerate(columns)
-    ]
+    ]  # fmt: skip
     description = {
-        "id": "7",
-        "name": "tiny",
-        "version": "1",
-        "status": "active",
-        "format": "ARFF",
-        "description": "three records",
-        "url": f"{address}/tiny.arff",
-        "md5_checksum": checksum,
-    }
+        "id": "7", "name": "tiny", "version": "1", "status": "active", "format": "ARFF",
+        "description": "three records", "url": f"{address}/tiny.arff", "md5_checksum": checksum,
+    }  # fmt: skip
     qualities = [{"name": "NumberOfInstances", "value": "3"}]
     return {
         "/data/7": json.dumps({"data_set_description": description}).encode(),

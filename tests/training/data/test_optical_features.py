@@ -1,7 +1,5 @@
 """Optical features as a stage of a run."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,12 +25,9 @@ from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 from tests.support.private_loops import private_loop
 
 CONFIG: dict[str, Any] = {
-    "trainer": {"kind": "bp"},
-    "model": {"hidden": []},
-    "data": {"features": "optical:ideal", "n_features": 300},
-    "optimizer": {"name": "adam", "lr": 0.01},
-    "epochs": 6,
-}
+    "trainer": {"kind": "bp"}, "model": {"hidden": []}, "data": {"features": "optical:ideal", "n_features": 300},
+    "optimizer": {"name": "adam", "lr": 0.01}, "epochs": 6,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +72,7 @@ def raw_digits() -> tuple[np.ndarray, np.ndarray]:
     return (data.test.x * scale.std + scale.mean).numpy(), data.test.y.numpy()
 
 
-def test_the_same_records_are_mapped_once(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_records_are_mapped_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = training.train(CONFIG, folder=tmp_path / "first")
     files = sorted(cache.iterdir())
     assert len(files) == 3
@@ -146,11 +139,8 @@ def test_no_record_changes_the_features_of_its_neighbours(device: str) -> None:
 
     def features(relation: str, rows: np.ndarray) -> torch.Tensor:
         facts = {
-            "n_classes": 2,
-            "features": f"optical:{device}",
-            "n_features": 16,
-            "validation_fraction": 0.0,
-        }
+            "n_classes": 2, "features": f"optical:{device}", "n_features": 16, "validation_fraction": 0.0,
+        }  # fmt: skip
         protection = {"kind": "record", "epsilon": 3.0, "relation": relation, "divisor": 20.0}
         stated = {"data": facts, "sampler": {"sampling_probability": 0.1}, "protection": protection}
         config = load_config({"trainer": {"kind": "bp"}, **stated})

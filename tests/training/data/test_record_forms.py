@@ -1,7 +1,5 @@
 """Records of other forms than (n, d) with classes: images, tokens, real numbers, sets of labels, own test records."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -139,9 +137,7 @@ def test_what_does_not_fit_is_named(x: Any, y: Any, changes: dict[str, Any], mes
         ({"x": torch.zeros(4, 2, dtype=torch.int64)}, "vocabulary = None with x of torch.int64"),
     ],
 )
-def test_a_dataset_of_parts_that_contradict_each_other_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_a_dataset_of_contradictory_parts_is_refused(changes: dict[str, Any], message: str) -> None:
     parts = {"x": torch.zeros(4, 2), "y": torch.zeros(4, dtype=torch.int64)} | changes
     part = Split(**parts)
     identity = Standardisation.identity()

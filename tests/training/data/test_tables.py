@@ -1,7 +1,5 @@
 """Tables and named classes as data: DataFrames, CSV and Parquet files, strings, TensorDatasets, errors by column."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -37,13 +35,8 @@ pil = pytest.importorskip("PIL.Image")
 RNG = np.random.default_rng(0)
 SPECIES = np.array(["setosa", "virginica", "versicolor"])[np.arange(40) % 3]
 FRAME = pandas.DataFrame(
-    {
-        "length": RNG.normal(size=40),
-        "species": SPECIES,
-        "count": np.arange(40),
-        "wild": np.arange(40) % 2 == 0,
-    }
-)
+    {"length": RNG.normal(size=40), "species": SPECIES, "count": np.arange(40), "wild": np.arange(40) % 2 == 0}
+)  # fmt: skip
 CONFIG = {"trainer": {"kind": "bp"}, "model": {"hidden": [8]}, "epochs": 1, "sampler": {"batch_size": 5}}
 
 
@@ -139,15 +132,11 @@ class TestFrames:
             (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
             (FRAME.assign(day=pandas.Timestamp(0)), None, "species", "column 'day' of data holds datetime64"),
             (
-                FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)),
-                None,
-                "species",
+                FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)), None, "species",
                 "column 'length' of data lacks 1 of 40 values, the first in row 7 counted from 0",
             ),
             (
-                FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)),
-                None,
-                "species",
+                FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)), None, "species",
                 "column 'species' of data lacks 2 of 40 values",
             ),
             (FRAME, None, "length", "column 'species' of data holds 'setosa' in row 0"),
@@ -159,8 +148,8 @@ class TestFrames:
             (FRAME[["species"]], None, "species", "has no column besides the labels"),
             (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
         ],
-    )
-    def test_what_does_not_fit_is_named_by_column(
+    )  # fmt: skip
+    def test_what_does_not_fit_names_its_column(
         self, frame: Any, test: Any, label: Any, message: str
     ) -> None:
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
@@ -216,10 +205,8 @@ class TestOtherForms:
         pairs = [(image, int(label)) for image, label in zip(x, y, strict=True)]
         whole = fingerprint(_load((x, y), label=None).train)
         for data in (
-            _Pairs(pairs),
-            Subset(_Pairs([*pairs, pairs[0]]), range(20)),
-            ConcatDataset([_Pairs(pairs)]),
-        ):
+            _Pairs(pairs), Subset(_Pairs([*pairs, pairs[0]]), range(20)), ConcatDataset([_Pairs(pairs)]),
+        ):  # fmt: skip
             found = _load(data, _Pairs(pairs), label=None)
             assert (fingerprint(found.train), found.record_shape) == (whole, (1, 4, 4))
             assert found.test is not None
@@ -326,17 +313,8 @@ class TestRuns:
         lines = [part for line in settings for part in ("--set", line)]
         monkeypatch.chdir(tmp_path)
         _command(
-            monkeypatch,
-            "train",
-            "bp",
-            "--data",
-            f"{kind}:{train}",
-            "--label",
-            "species",
-            "--epochs",
-            1,
-            *lines,
-        )
+            monkeypatch, "train", "bp", "--data", f"{kind}:{train}", "--label", "species", "--epochs", 1, *lines,
+        )  # fmt: skip
         folder = tmp_path / "runs" / "bp-flowers-1"
         summary = json.loads((folder / "summary.json").read_text())
         capsys.readouterr()
@@ -370,19 +348,15 @@ class TestRuns:
         same = from_arrays(x[order], SPECIES[order], validation_fraction=0.1, split_seed=0)
         assert fingerprint(data.train) == fingerprint(same.train)
         assert (data.record_shape, data.classes, data.name) == ((3, 5, 4), same.classes, options.name)
-        lines = [
-            part for line in ("sampler.batch_size=5", f"data.test=test{ending}") for part in ("--set", line)
-        ]
+        lines = [p for line in ("sampler.batch_size=5", f"data.test=test{ending}") for p in ("--set", line)]
         _command(monkeypatch, "train", "bp", "--data", options.name, "--epochs", 1, "--out", "run", *lines)
         summary = json.loads(Path("run/summary.json").read_text())
         capsys.readouterr()
         _command(monkeypatch, "evaluate", "run", "--json")
         own = json.loads(capsys.readouterr().out)
         assert (own["data"], own["records"], own["accuracy"]) == (
-            f"test{ending}",
-            40,
-            summary["test_accuracy"],
-        )
+            f"test{ending}", 40, summary["test_accuracy"],
+        )  # fmt: skip
         assert evaluate_run(Path("run"), data=f"{kind}:test{ending}") == own
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
@@ -449,9 +423,7 @@ class TestStandardisation:
 
 
 class TestFiles:
-    def test_a_file_that_holds_no_table_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_without_a_table_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("pyarrow")
         path = tmp_path / "a.csv"
         FRAME.to_csv(path, index=False)
@@ -568,25 +540,19 @@ class TestFiles:
             ("\x1f\x8b broken", "{} is a damaged gzip file"),
         ],
     )
-    def test_a_wrong_cell_or_row_is_named_with_its_place(
-        self, tmp_path: Path, text: str, message: str
-    ) -> None:
+    def test_a_wrong_cell_or_row_is_named_by_place(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "a.csv"
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises((DataError, ValueError), match=re.escape(message.format(path))):
             load_data(load_config({"data": {"name": f"csv:{path}", "label": "y"}}), None)
 
-    def test_a_file_that_unpacks_to_too_much_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_unpacking_too_much_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b,y\n" + b"1,2,0\n" * 10_000))
         monkeypatch.setattr(formats_module, "_TEXT_BYTES_ALLOWED", 1000)
         with pytest.raises(DataError, match=r"a.csv.gz unpacks to more than [\d,]+ bytes; give the file"):
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv.gz", "label": "y"}}), None)
 
-    def test_a_missing_library_is_named_with_its_extra(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_missing_library_names_its_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pandas", None)
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'opusim\[data\]'"):
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv", "label": "x"}}), None)

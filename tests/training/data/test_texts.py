@@ -1,7 +1,5 @@
 """Texts as data: windows, the held-out end, bytes and tokenizers, limits."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -27,20 +25,13 @@ from opusim.training.runs.run import evaluate_run
 TEXT = "".join(f"{n} kettles, naïve ones. \n" for n in range(60))
 BYTES = len(TEXT.encode())
 TOKENIZER = {
-    "version": "1.0",
-    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
+    "version": "1.0", "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None, "decoder": None,
     "model": {
-        "type": "WordLevel",
-        "vocab": {"?": 0, "kettles": 1, ",": 2, "naïve": 3, "ones": 4, ".": 9},
-        "unk_token": "?",
+        "type": "WordLevel", "vocab": {"?": 0, "kettles": 1, ",": 2, "naïve": 3, "ones": 4, ".": 9}, "unk_token": "?",
     },
-}
+}  # fmt: skip
 """Six words, one with a number that leaves a gap, and a truncation to four tokens, which has to be ignored."""
 
 
@@ -74,11 +65,8 @@ class TestBytes:
         assert torch.equal(data.train.x[:, 1:], data.train.y[:, :-1])
         assert abs(data.origin["bytes"]["validation"] - 0.25 * len(content)) < 4
         assert (data.n_classes, data.vocabulary, data.record_shape, data.target) == (
-            256,
-            256,
-            (15,),
-            "tokens",
-        )
+            256, 256, (15,), "tokens",
+        )  # fmt: skip
         assert (data.split, data.test, data.name) == ("tail", None, f"text:{text}")
 
     def test_a_leak_of_neighbouring_windows_would_be_seen(self, text: Path) -> None:
@@ -113,9 +101,7 @@ class TestTokenizer:
         assert (data.n_classes, data.origin["tokens"]) == (10, {"train": 360})
         assert data.origin["bytes_per_token"]["train"] == BYTES / 360
 
-    def test_pieces_are_cut_at_line_ends(
-        self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pieces_end_at_lines(self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("tokenizers")
         whole = load_text(text, context=5, tokenizer=tokenizer)
         monkeypatch.setattr(catalogue, "_PIECE", 40)
@@ -127,7 +113,7 @@ class TestTokenizer:
         tokenizer.write_text(tokenizer.read_text() + "\n")
         assert load_text(text, context=5, tokenizer=tokenizer).origin["tokenizer"] != before
 
-    def test_a_missing_library_is_named_with_its_extra(
+    def test_a_missing_library_names_its_extra(
         self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
@@ -146,12 +132,9 @@ class TestEvaluation:
         """A run on the text, whose model guesses all bytes with the same probability."""
         config = load_config({"data": {"name": f"text:{text}", "context": 5, "test": str(text)}})
         run = SimpleNamespace(
-            config=config,
-            folder=SimpleNamespace(path="run"),
-            facts={"data": {"origin": {"tokenizer": None}}},
-            n_features=5,
-            evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape},
-        )
+            config=config, folder=SimpleNamespace(path="run"), facts={"data": {"origin": {"tokenizer": None}}},
+            n_features=5, evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape},
+        )  # fmt: skip
         monkeypatch.setattr(opusim.training.runs.run, "load_run", lambda path, **options: run)
         self.run = run
         return text
@@ -182,13 +165,8 @@ def test_a_guarantee_covers_a_text_whose_windows_do_not_move(text: Path, relatio
     private = {"kind": "record", "noise_multiplier": 1.0, "relation": relation, "divisor": 8.0}
     sampler = {"scheme": "poisson", "sampling_probability": 0.1}
     config = load_config(
-        {
-            "trainer": {"kind": "bp"},
-            "data": {"name": f"text:{text}"},
-            "protection": private,
-            "sampler": sampler,
-        }
-    )
+        {"trainer": {"kind": "bp"}, "data": {"name": f"text:{text}"}, "protection": private, "sampler": sampler}
+    )  # fmt: skip
     data = load_text(text, context=5)
     if relation == "add_or_remove_one":
         with pytest.raises(NoGuarantee, match="'tail' does not fit .*would move the cut between the"):

@@ -56,7 +56,7 @@ def realised_delta(
     return max(found)
 
 
-def test_the_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
+def test_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
     counts: LabelCounts, seed: int
 ) -> None:
     delta, error = realised_delta(counts, HOT, counts.epsilon(HOT), seed)
@@ -94,11 +94,9 @@ def test_each_way_back_gives_the_target(counts: LabelCounts) -> None:
     exposure, bias = counts.share_for(target, "exposure"), counts.bias_for(target)
     assert None not in (temperature, light, exposure, bias)
     for point in (
-        OperatingPoint(temperature_c=temperature, light=0.01),
-        OperatingPoint(light=light),
-        OperatingPoint(exposure=exposure),
-        OperatingPoint(bias_e=bias),
-    ):
+        OperatingPoint(temperature_c=temperature, light=0.01), OperatingPoint(light=light),
+        OperatingPoint(exposure=exposure), OperatingPoint(bias_e=bias),
+    ):  # fmt: skip
         assert target * (1 - 1e-2) <= counts.epsilon(point) <= target
     assert counts.temperature_for(target, 1.0) is None
     assert counts.temperature_for(1e6, 1.0) == -30.0
@@ -306,9 +304,7 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
         ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
     ],
 )
-def test_what_training_refuses_to_keep_is_not_accounted(
-    kept: str, camera: dict[str, Any], message: str
-) -> None:
+def test_what_training_does_not_keep_is_unaccounted(kept: str, camera: dict[str, Any], message: str) -> None:
     description = load_description("camera_low_light", {"camera": camera})
     with pytest.raises(ConfigError, match=message):
         label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]
@@ -324,11 +320,9 @@ def test_an_answer_is_stated_at_the_credited_dark_charge_where_that_tells_more()
     whole = shared_range(frames, groups.shape[1], 0.05)
     assert whole == Cell(least=0.05, most=0.05, dark_low=-excess)
     at = [
-        argmax_epsilon(
-            *confusion(frames, groups, replace(whole, dark_low=dark, dark_high=dark)), symmetrised=True
-        )
+        argmax_epsilon(*confusion(frames, groups, replace(whole, dark_low=dark, dark_high=dark)), symmetrised=True)
         for dark in np.linspace(-excess, 0.0, 5)
-    ]
+    ]  # fmt: skip
     assert found.epsilon(point) == pytest.approx(max(at), rel=1e-9)
     assert at == sorted(at, reverse=True)
     assert at[-1] < 0.95 * at[0]  # planted: the described charge taken for the credited one

@@ -1,7 +1,5 @@
 """From an epsilon to the noise that it takes, and by how much a device of fixed noise misses it."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -32,13 +30,9 @@ def test_the_certified_noise_and_its_beta_take_the_described_ones_place() -> Non
     with open_described(description, n_inputs=10, n_outputs=OUTPUTS) as device:
         distance = label_distance(device.require("matrix").matrix().double().numpy())
     own, target = device_levels(
-        description,
-        n_classes=10,
-        n_outputs=OUTPUTS,
-        targets=[3.0],
-        delta=DELTA,
+        description, n_classes=10, n_outputs=OUTPUTS, targets=[3.0], delta=DELTA,
         certificate=certificate("gaussian", 4.0, noise={"sigma": 5.0}),
-    )
+    )  # fmt: skip
     (expected,) = guarantees([LabelReadout(mu=distance / 4.0)], delta=DELTA - BETA)
     assert own.epsilon == expected.epsilon
     (reached,) = guarantees([LabelReadout(mu=distance / target.sigma)], delta=DELTA - BETA)
@@ -58,12 +52,9 @@ def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name
     path = tmp_path / "certificate.toml"
     certificate(name, 0.09).write(path)
     base = {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": "pdfa"},
-        "model": {"hidden": [OUTPUTS]},
+        "epochs": 1, "threads": 1, "trainer": {"kind": "pdfa"}, "model": {"hidden": [OUTPUTS]},
         "protection": {"kind": "label-readout", "epsilon": 3.0, "noise": "device", "top_up": False},
-    }
+    }  # fmt: skip
     chosen = {"name": name, "certificate": str(path)}
     with pytest.raises(ConfigError, match=rf"has 0\.09, [\d.]+ times too .*{way}") as error:
         train({**base, "device": chosen}, folder=tmp_path / "run")

@@ -1,7 +1,5 @@
 """Callbacks get what metrics.jsonl gets, and a release run sends no figure of its data."""
 
-from __future__ import annotations
-
 import io
 import runpy
 import sys
@@ -19,13 +17,9 @@ from opusim.training.engine.callbacks import Callback
 
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
-    "threads": 1,
-    "epochs": 2,
-    "trainer": {"kind": "bp"},
-    "sampler": {"batch_size": 12},
-    "data": {"n_classes": 3},
+    "threads": 1, "epochs": 2, "trainer": {"kind": "bp"}, "sampler": {"batch_size": 12}, "data": {"n_classes": 3},
     "model": {"hidden": [4]},
-}
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -94,11 +88,8 @@ def test_a_release_run_sends_no_figure_of_its_data(tmp_path: Path) -> None:
     heard = Heard()
     protection = {"kind": "record", "noise_multiplier": 1.0}
     training.train(
-        {**CONFIG, "mode": "release", "protection": protection},
-        data=data(),
-        folder=tmp_path,
-        callbacks=[heard],
-    )
+        {**CONFIG, "mode": "release", "protection": protection}, data=data(), folder=tmp_path, callbacks=[heard],
+    )  # fmt: skip
     assert all(record.keys() == {"epoch", "step"} for record in heard.epochs)
     assert heard.ends[0].keys() == {"steps", "schema_version"} or heard.ends[0].keys() == {"steps"}
 

@@ -1,7 +1,5 @@
 """What an alarm leaves in doubt: single outputs, killed and resumed runs, ends other than the last step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Runs whose guarantee rests on a certificate: third-party devices, resumption, refusals, alarms of the monitor."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 from dataclasses import replace
@@ -118,12 +116,8 @@ def certify(folder: Path, name: Path | str, **changes: Any) -> Path:
     description = load_description(name)
     law, remarks = GaussianLaw(std=0.99 * SIGMA), ["outputs are independent"]
     facts = {
-        "n_inputs": 10,
-        "n_outputs": OUTPUTS,
-        "date": TODAY.isoformat(),
-        "beta": BETA,
-        "remarks": remarks,
-    }
+        "n_inputs": 10, "n_outputs": OUTPUTS, "date": TODAY.isoformat(), "beta": BETA, "remarks": remarks,
+    }  # fmt: skip
     made = certificate_of(description, law, **facts)
     path = folder / "certificate.toml"
     made.model_copy(update=changes).write(path)
@@ -132,15 +126,10 @@ def certify(folder: Path, name: Path | str, **changes: Any) -> Path:
 
 def config(name: Path | str, certificate: Path | None, **changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
-        "epochs": 2,
-        "threads": 1,
-        "trainer": {"kind": "pdfa"},
-        "model": {"hidden": [OUTPUTS]},
-        "data": {"n_classes": 3},
-        "sampler": {"batch_size": 6},
-        "protection": {"kind": "record", "noise_multiplier": 2.0, "noise": "device"},
-        "device": {"name": str(name)},
-    }
+        "epochs": 2, "threads": 1, "trainer": {"kind": "pdfa"}, "model": {"hidden": [OUTPUTS]},
+        "data": {"n_classes": 3}, "sampler": {"batch_size": 6},
+        "protection": {"kind": "record", "noise_multiplier": 2.0, "noise": "device"}, "device": {"name": str(name)},
+    }  # fmt: skip
     if certificate is not None:
         base["device"]["certificate"] = str(certificate)
     for name, values in changes.items():
@@ -244,16 +233,12 @@ def stale(days: int) -> str:
         ({"n_outputs": OUTPUTS - 1}, "covers 63 outputs, the window has 64; calibrate with --outputs 64"),
         ({"noise": None}, "certifies no law, the device has 'gaussian'"),
         (
-            {
-                "noise": PhotonCountLaw(
-                    dark_e_low=1.0, dark_e_high=2.0, light_ratio_low=0.9, light_ratio_high=1.1
-                )
-            },
+            {"noise": PhotonCountLaw(dark_e_low=1.0, dark_e_high=2.0, light_ratio_low=0.9, light_ratio_high=1.1)},
             "certifies the law 'photon_count', the device has 'gaussian'",
         ),
         ({"beta": 1e-5}, "leaves nothing of protection.delta = 1e-05; calibrate with --beta 1e-06"),
     ],
-)
+)  # fmt: skip
 def test_a_certificate_that_does_not_fit_is_refused_in_one_line(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:

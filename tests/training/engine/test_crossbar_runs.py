@@ -1,7 +1,5 @@
 """Runs that use a crossbar: as the projector of photonic DFA, and under a trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A device that breaks during training: the run stops with the reason, keeps what it did, and goes on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,17 +31,11 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_every_fault_is_found_named_and_survived(
-    fault: Fault, tmp_path: Path, wanted: dict[str, Any]
-) -> None:
+def test_every_fault_is_named_and_survived(fault: Fault, tmp_path: Path, wanted: dict[str, Any]) -> None:
     row = inject(fault, tmp_path, wanted)
     assert row["error"] in (
-        "DeviceUnavailable",
-        "DeviceTimeout",
-        "DeviceBusy",
-        "DeviceFault",
-        "NoiseBelowCertificate",
-    )
+        "DeviceUnavailable", "DeviceTimeout", "DeviceBusy", "DeviceFault", "NoiseBelowCertificate",
+    )  # fmt: skip
     checks = 0 if fault in NOTICED_AT_ONCE else 4 if fault in SMALL else 1
     assert 0 <= row["steps_until_stop"] <= checks * EVERY_STEPS
     assert row["steps_done"] == 63

@@ -1,7 +1,5 @@
 """What a run is told before its first step, against what its device counts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -81,20 +79,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "from feedback": configuration("pdfa", model={"hidden": [5], "initial_output": "feedback"}),
     "shuffled": configuration("pdfa", sampler={"scheme": "shuffled-epochs", "batch_size": 16}),
     "ulr": configuration("ulr", trainer={"noise": "device", "copies": 3}),
-    "ulr orthogonal": configuration(
-        "ulr", trainer={"noise": "device", "copies": 11, "directions": "orthogonal"}
-    ),
+    "ulr orthogonal": configuration("ulr", trainer={"noise": "device", "copies": 11, "directions": "orthogonal"}),
     "ulr published": configuration("ulr", trainer={"noise": "device", "form": "published"}),
     "ulr parameters": configuration(
         "ulr", trainer={"noise": "device", "form": "published", "remedy": "parameters", "copies": 2}
     ),
-    "convex gates": configuration(
-        "convex", trainer={"gates": "device", "hyperplanes": 7, "gate_readings": 3}
-    ),
+    "convex gates": configuration("convex", trainer={"gates": "device", "hyperplanes": 7, "gate_readings": 3}),
     "convex noise": configuration(
-        "convex",
-        trainer={"hyperplanes": 7},
-        protection=protected("last-iterate", noise_multiplier=1.0),
+        "convex", trainer={"hyperplanes": 7}, protection=protected("last-iterate", noise_multiplier=1.0)
     ),
     "ridge": configuration("ridge", protection=protected("label-release", epsilon=3.0)),
     "labels once": configuration(
@@ -118,14 +110,9 @@ FIXED: dict[str, dict[str, Any]] = {
     ),
     "camera": configuration("pdfa", device={"name": "camera", "monitor": {"every_steps": 3}}),
     "monitored": configuration(
-        "pdfa",
-        device={
-            "name": "gaussian",
-            "noise": {"sigma": 1.0},
-            "monitor": {"every_steps": 3},
-        },
+        "pdfa", device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 3}}
     ),
-}
+}  # fmt: skip
 
 
 def play(config: dict[str, Any], folder: Path, model: nn.Module | None = None) -> tuple[Told, training.Run]:
@@ -178,12 +165,8 @@ def test_random_batches_are_told_as_a_mean(tmp_path: Path, kind: str, follows: b
     trainer = {"noise": "device"} if kind == "ulr" else {}
     protection = {"kind": "none"} if kind in ("pdfa", "ulr") else protected(**DP)
     config = configuration(
-        kind,
-        trainer=trainer,
-        protection=protection,
-        sampler={"scheme": "poisson", "batch_size": 12},
-        epochs=20,
-    )
+        kind, trainer=trainer, protection=protection, sampler={"scheme": "poisson", "batch_size": 12}, epochs=20,
+    )  # fmt: skip
     told, run = play(config, tmp_path)
     ((expected, steps, is_mean),) = told.expected
     assert is_mean is follows

@@ -1,7 +1,5 @@
 """A process that is forked from a run, such as by a callback, does not train on with what the run has paid."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -15,20 +13,13 @@ from opusim.accounting.ledger import read_ledger
 from opusim.training.engine.callbacks import Callback
 
 BASE: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 24},
-    "trainer": {"kind": "bp"},
-}
+    "epochs": 1, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 24}, "trainer": {"kind": "bp"},
+}  # fmt: skip
 RUNS = {
     "steps paid in blocks": {**BASE, "protection": {"kind": "record", "noise_multiplier": 1.3}},
-    "everything paid at the start": {
-        **BASE,
-        "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
-    },
-}
+    "everything paid at the start": {**BASE, "protection": {"kind": "label-randomized-response", "epsilon": 2.0}},
+}  # fmt: skip
 DATA = np.random.default_rng(5).normal(size=(96, 6)).astype(np.float32), np.arange(96) % 3
 
 

@@ -7,8 +7,6 @@ vector, and the digest of its ledger's mechanisms. Sums in another order, or ano
     PYTHONPATH=. python tests/training/engine/test_golden_runs.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile
@@ -26,34 +24,27 @@ TOLERANCE = 1e-3
 """Of the norm of the tensors; chaotic growth of a rounding over six steps stays far below it."""
 RECORD = {"kind": "record", "noise_multiplier": 1.0, "delta": 1e-5}
 SHORT: dict[str, Any] = {
-    "epochs": 1,
-    "seed": 3,
-    "sampler": {"batch_size": 256},
-    "optimizer": {"name": "sgd", "lr": 0.5},
-}
+    "epochs": 1, "seed": 3, "sampler": {"batch_size": 256}, "optimizer": {"name": "sgd", "lr": 0.5},
+}  # fmt: skip
 MLP: dict[str, Any] = {"model": {"hidden": [24, 24]}}
 RUNS: dict[str, dict[str, Any]] = {
     "bp": {"trainer": {"kind": "bp"}},
     "bp-record": {"trainer": {"kind": "bp"}, "protection": RECORD},
     "bp-module-record": {
-        "trainer": {"kind": "bp"},
-        "model": {"name": "conv-small", "options": {"width": 4, "norm": "group"}},
+        "trainer": {"kind": "bp"}, "model": {"name": "conv-small", "options": {"width": 4, "norm": "group"}},
         "protection": RECORD,
     },
     "bp-transformer-record": {
-        "trainer": {"kind": "bp"},
-        "model": {"name": "vit-small", "options": {"width": 16, "depth": 2, "heads": 2}},
+        "trainer": {"kind": "bp"}, "model": {"name": "vit-small", "options": {"width": 16, "depth": 2, "heads": 2}},
         "protection": RECORD,
     },
     "bp-bands": {"trainer": {"kind": "bp"}, "protection": RECORD | {"bands": 2}},
     "dfa": {"trainer": {"kind": "dfa"}},
     "dfa-module": {
-        "trainer": {"kind": "dfa"},
-        "model": {"name": "conv-small", "options": {"width": 4, "norm": "group"}},
+        "trainer": {"kind": "dfa"}, "model": {"name": "conv-small", "options": {"width": 4, "norm": "group"}},
     },
     "dfa-module-record": {
-        "trainer": {"kind": "dfa"},
-        "model": {"name": "conv-small", "options": {"width": 4, "norm": "group"}},
+        "trainer": {"kind": "dfa"}, "model": {"name": "conv-small", "options": {"width": 4, "norm": "group"}},
         "protection": RECORD,
     },
     "tdfa-record": {"trainer": {"kind": "tdfa"}, "protection": RECORD},
@@ -64,10 +55,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "zo-record": {"trainer": {"kind": "zo"}, "protection": RECORD},
     "convex-record": {"trainer": {"kind": "convex"}, "model": {}, "protection": RECORD},
     "labels-randomized": {
-        "trainer": {"kind": "pdfa"},
-        "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
+        "trainer": {"kind": "pdfa"}, "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
     },
-}
+}  # fmt: skip
 
 
 def summary(name: str, folder: Path) -> dict[str, Any]:

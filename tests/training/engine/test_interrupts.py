@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of the start: one line, exit code 130, no traceback."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -37,13 +35,9 @@ COMMAND = ["train", "bp", "--data", "digits", "--epochs", "100000", "--quiet", "
 def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
     settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CODE, *COMMAND],
-        cwd=tmp_path,
-        env=settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+        [sys.executable, "-W", "error", "-c", CODE, *COMMAND], cwd=tmp_path, env=settings, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     assert process.stdout.readline() == "taken over\n"
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
@@ -54,9 +48,7 @@ def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
     assert "interrupted" in printed or "stopped after step" in printed
 
 
-def test_the_signal_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_signal_comes_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "argv", ["opusim", "--version"])
     with pytest.raises(SystemExit):

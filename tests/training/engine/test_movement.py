@@ -1,7 +1,5 @@
 """A private trainer says which trained tensors it has not moved, and looks only at parameters that are released."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,9 @@ from tests.support.private_loops import network, parts, private_loop, run_epoch
 
 DATA = np.random.default_rng(0).normal(size=(40, 4)), np.arange(40) % 2
 CONFIG: dict[str, Any] = {
-    "epochs": 4,
-    "threads": 1,
-    "data": {"n_classes": 2, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 8},
-    "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
+    "epochs": 4, "threads": 1, "data": {"n_classes": 2, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 8}, "protection": {"kind": "record", "noise_multiplier": 1.0},
+}  # fmt: skip
 
 
 class PutBack(opusim.Callback):
@@ -38,11 +33,8 @@ class PutBack(opusim.Callback):
 def test_a_run_names_what_rests(tmp_path: Path, kind: str) -> None:
     config = {**CONFIG, "trainer": {"kind": kind}}
     opusim.train(
-        config,
-        data=DATA,
-        model=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
-        folder=tmp_path / "1",
-    )
+        config, data=DATA, model=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), folder=tmp_path / "1",
+    )  # fmt: skip
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     planted = PutBack(model[2].bias.detach())
     with pytest.warns(UserWarning, match=r"^after 16 steps, 1 of 4 trained tensors have not moved: 2\.bias"):

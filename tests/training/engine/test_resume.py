@@ -1,7 +1,5 @@
 """A killed run is resumed and equals the unbroken one bit for bit (experiment mode)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -23,12 +21,8 @@ from tests.support.run_folders import equal, newest, require_resumed_alike
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "sampler": {"batch_size": 16},
-    "device": {"name": "gaussian"},
-}
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}, "device": {"name": "gaussian"},
+}  # fmt: skip
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -52,9 +46,7 @@ def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> Non
     ("kind", "optimizer"),
     [*itertools.product(["pdfa", "bp", "ulr"], ["sgd", "adam", "nadam"]), ("zo", "sgd")],
 )
-def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(
-    tmp_path: Path, kind: str, optimizer: str, ctrl_c_at: type
-) -> None:
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path, kind: str, optimizer: str, ctrl_c_at: type) -> None:
     config = {**CONFIG, "optimizer": {"name": optimizer}, "trainer": {"kind": kind}}
     if kind != "pdfa":
         del config["device"]
@@ -64,7 +56,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(
     ).read_bytes()
 
 
-def test_planted_fault_unkeyed_noise_is_caught(
+def test_planted_unkeyed_noise_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
 ) -> None:
     """If noise did not follow the step, a resumed run would differ."""
@@ -155,9 +147,7 @@ def test_a_run_begun_before_a_key_was_there_names_key_and_version(
     training.train(data=data(), folder=tmp_path, resume=True)
 
 
-def test_other_versions_are_warned_about(
-    tmp_path: Path, ctrl_c_at: type, reseal: Callable[[Path], None]
-) -> None:
+def test_other_versions_give_warning(tmp_path: Path, ctrl_c_at: type, reseal: Callable[[Path], None]) -> None:
     with pytest.raises(RunInterrupted):
         training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"

@@ -1,7 +1,5 @@
 """Every trainer and protection on an NVIDIA GPU: it learns, stops, goes on, and is read back on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,9 @@ from tests.support.private_loops import parts, private_loop
 from tests.support.run_folders import equal, newest
 
 BASE: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "data": {"n_classes": 3},
-    "model": {"hidden": [16, 8]},
-    "sampler": {"batch_size": 32},
+    "epochs": 2, "threads": 1, "data": {"n_classes": 3}, "model": {"hidden": [16, 8]}, "sampler": {"batch_size": 32},
     "checkpoint": {"every_steps": 4},
-}
+}  # fmt: skip
 RECORD: dict[str, Any] = {
     "sampler": {"scheme": "poisson", "batch_size": 64},
     "protection": {"kind": "record", "noise_multiplier": 0.7},
@@ -40,54 +34,39 @@ CASES: dict[str, dict[str, Any]] = {
     "pdfa": {"trainer": {"kind": "pdfa"}},
     "pdfa, camera": {"trainer": {"kind": "pdfa"}, "device": {"name": "camera"}},
     "pdfa, bit planes": {"trainer": {"kind": "pdfa", "encoding": "planes"}},
-    "pdfa, published order": {
-        "trainer": {"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0}
-    },
+    "pdfa, published order": {"trainer": {"kind": "pdfa", "order": "published", "tau_b": 1.0, "tau_h_max": 1.0}},
     "ulr": {"trainer": {"kind": "ulr", "copies": 4}},
-    "ulr, orthogonal": {
-        "trainer": {"kind": "ulr", "copies": 4, "shape": "matched", "directions": "orthogonal"}
-    },
+    "ulr, orthogonal": {"trainer": {"kind": "ulr", "copies": 4, "shape": "matched", "directions": "orthogonal"}},
     "ulr, published": {"trainer": {"kind": "ulr", "form": "published", "copies": 4, "target_std": 0.5}},
     "zo": {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}},
     "bp, record": {"trainer": {"kind": "bp"}, **RECORD},
     "bp, record, correlated": {
-        "trainer": {"kind": "bp"},
-        "sampler": {"scheme": "poisson", "batch_size": 32},
+        "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson", "batch_size": 32},
         "protection": {"kind": "record", "noise_multiplier": 0.7, "bands": 3},
     },
     "pdfa, record": {"trainer": {"kind": "pdfa"}, **RECORD},
     "ulr, record": {"trainer": {"kind": "ulr", "copies": 4}, **RECORD},
     "zo, record": {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}, **RECORD},
     "convex, record": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "model": None,
-        "optimizer": {"momentum": 0.0},
-        **RECORD,
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "model": None, "optimizer": {"momentum": 0.0}, **RECORD,
     },
     "convex, last iterate": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "model": None,
-        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 32},
-        "optimizer": {"momentum": 0.0},
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "model": None,
+        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 32}, "optimizer": {"momentum": 0.0},
         "protection": {"kind": "last-iterate", "epsilon": 8.0},
     },
     "ridge": {
-        "trainer": {"kind": "ridge"},
-        "epochs": None,
-        "model": None,
-        "sampler": None,
+        "trainer": {"kind": "ridge"}, "epochs": None, "model": None, "sampler": None,
         "protection": {"kind": "label-release", "epsilon": 4.0},
     },
     "tdfa, amplified labels": {
-        "trainer": {"kind": "tdfa"},
-        "sampler": {"scheme": "poisson", "batch_size": 64},
+        "trainer": {"kind": "tdfa"}, "sampler": {"scheme": "poisson", "batch_size": 64},
         "protection": {"kind": "label-amplified", "epsilon": 4.0},
     },
     "bp, randomized response": {
-        "trainer": {"kind": "bp"},
-        "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
+        "trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
     },
-}
+}  # fmt: skip
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -120,9 +99,7 @@ def test_a_run_learns_stops_goes_on_and_is_read_back_on_the_cpu(
 
 
 @pytest.mark.parametrize("name", ["bp", "dfa", "tdfa"])
-def test_without_noise_the_parameters_are_those_of_the_cpu(
-    tmp_path: Path, name: str, gpu: torch.device
-) -> None:
+def test_without_noise_parameters_are_those_of_the_cpu(tmp_path: Path, name: str, gpu: torch.device) -> None:
     for folder, place in (("here", "cpu"), ("there", str(gpu))):
         training.train(config_of(name, torch_device=place), data=data(), folder=tmp_path / folder)
     expected, found = newest(tmp_path / "here"), newest(tmp_path / "there")
@@ -167,9 +144,7 @@ def test_a_batch_beyond_the_memory_of_the_card_is_one_line(tmp_path: Path, gpu: 
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_the_sum_that_leaves_a_step_has_the_noise_that_is_accounted(
-    gpu: torch.device, mode: str, seed: int
-) -> None:
+def test_the_sum_that_leaves_a_step_has_the_accounted_noise(gpu: torch.device, mode: str, seed: int) -> None:
     """Records of gradient 0: what is left is N(0, (sigma C / divisor)^2), mean and variance at five standard errors."""
     clip, multiplier, divisor, steps = 0.5, 1.3, 16.0, 20
     network = FullyConnected(nn.Sequential(nn.Linear(99, 180), nn.Tanh(), nn.Linear(180, 4)).to(gpu))

@@ -1,7 +1,5 @@
 """The learning rate over a run, the mean of its end, and both in a run that was taken up again."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -49,12 +47,8 @@ def test_steps_of_the_rate_are_those_of_torch() -> None:
 
 
 CONFIG = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "sampler": {"batch_size": 16},
-    "trainer": {"kind": "dfa"},
-}
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}, "trainer": {"kind": "dfa"},
+}  # fmt: skip
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -63,9 +57,7 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
-    tmp_path: Path, schedule: str, name: str, stop_at: type
-) -> None:
+def test_a_resumed_run_takes_up_its_schedule(tmp_path: Path, schedule: str, name: str, stop_at: type) -> None:
     config = {**CONFIG, "optimizer": {"name": name, "schedule": schedule, "averaged_tail": 0.5}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
     for stop in (3, 9):  # before and within the mean's steps
@@ -80,9 +72,7 @@ def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
     assert not torch.equal(*ends)
 
 
-def test_every_step_of_a_run_has_its_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type
-) -> None:
+def test_steps_of_a_run_have_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type) -> None:
     rates: list[float] = []
 
     def recorded(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:

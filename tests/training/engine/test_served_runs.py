@@ -1,7 +1,5 @@
 """Runs that share one served device with others, and with everything that can go wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,13 +13,8 @@ from tests.support.shared_checks import do
 pytestmark = pytest.mark.slow
 
 FAULTS = (
-    "killed server",
-    "stopped server",
-    "frozen server",
-    "killed client",
-    "killed run",
-    "broken connection",
-)
+    "killed server", "stopped server", "frozen server", "killed client", "killed run", "broken connection",
+)  # fmt: skip
 ATTACKS = ("wrong key", "expired key", "garbage", "replayed", "oversized", "flood")
 
 

@@ -1,7 +1,5 @@
 """A person's own arrays and module, runs read back, errors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -130,25 +128,18 @@ def test_threads_are_put_back(tmp_path: Path) -> None:
         ({"device": {"name": "gaussian", "noise": {"sgma": 1.0}}}, ConfigError, "sgma"),
         ({"model": {"hidden": []}}, ValueError, "no hidden layer"),
         ({"device": {"name": "gaussian", "seed": 5}}, ConfigError, "seed"),
-        (
-            {"trainer": {"kind": "bp"}, "device": {"name": "gaussian", "nosie": 5}},
-            ConfigError,
-            "device.*does nothing",
-        ),
+        ({"trainer": {"kind": "bp"}, "device": {"name": "gaussian", "nosie": 5}}, ConfigError, "device.*does nothing"),
         ({"sampler": {"batch_size": 256}}, ConfigError, "sampler.batch_size.*exceeds the 54 training"),
         ({"torch_device": "cuda:99" if torch.cuda.is_available() else "cuda"}, ConfigError, "torch_device"),
         ({"torch_device": "abacus"}, ConfigError, "no torch device"),
         ({"device": {"name": "gaussian", "noise": {"sigma": 1e30}}}, ConfigError, "exceeds 1e.12"),
         (
-            {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}},
-            TrainingDiverged,
+            {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}}, TrainingDiverged,
             "start a new run with a lower optimizer.lr",
         ),
     ],
-)
-def test_bad_input_is_one_clear_line(
-    tmp_path: Path, change: dict, error: type[Exception], message: str
-) -> None:
+)  # fmt: skip
+def test_bad_input_is_one_line(tmp_path: Path, change: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         training.train({**CONFIG, **change}, data=data(), folder=tmp_path / "run")
     assert "\n" not in str(caught.value)
@@ -201,12 +192,8 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, reseal: Call
 def test_records_are_not_priced_under_another_name() -> None:
     """Records named digits would pass for data whose number of classes is public."""
     config = load_config(
-        {
-            "trainer": {"kind": "bp"},
-            "protection": {"kind": "record", "epsilon": 3.0},
-            "sampler": {"batch_size": 8},
-        }
-    )
+        {"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 3.0}, "sampler": {"batch_size": 8}}
+    )  # fmt: skip
     x, y = np.zeros((40, 4)), np.arange(40) % 2
     records = from_arrays(x, y, validation_fraction=0.1, split_seed=0)
     with pytest.raises(ConfigError, match="data.name: 'digits' is not the name of the given data set"):

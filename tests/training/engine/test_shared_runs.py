@@ -1,7 +1,5 @@
 """Runs that several processes share, with real gloo processes: figures, noise, batches, ledger, refusals, kills."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -245,25 +243,16 @@ def test_torchrun_starts_the_commands_of_the_documentation(tmp_path: Path) -> No
     """Also that the processes end without an abort, which gloo's threads would cause now and then."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     call = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--no-python",
-        "--nproc-per-node=2",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node=2",
+    ]  # fmt: skip
     opusim = [sys.executable, "-c", "from opusim.training.cli import main; main()"]
     shared = ["train", "pdfa", "--data", "digits", "--set", "epochs=1", "--quiet"]
     private = ["--protect", "record", "--epsilon", "3", "--release"]
     for number, arguments in enumerate([shared, shared, shared, [*shared, *private]]):
         done = subprocess.run(
-            [*call, *opusim, *arguments, "--out", str(tmp_path / f"{number}")],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=settings,
-            timeout=300,
-        )
+            [*call, *opusim, *arguments, "--out", str(tmp_path / f"{number}")], capture_output=True, text=True,
+            cwd=tmp_path, env=settings, timeout=300,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.split() == [str(tmp_path / f"{number}")]  # the first process's only
         assert (tmp_path / f"{number}" / "report.html").exists()

@@ -1,7 +1,5 @@
 """Sizes that need more memory than is free end in one line, before they are allocated."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -43,7 +41,7 @@ def plan(n_features: int = 16, n_classes: int = 2, **config: Any) -> RunPlan:
         ({"trainer": {"kind": "ulr", "module_copies": [1, 1, 10**12]}}, "a number above 1,000,000"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(
+def test_too_large_sizes_refused(
     config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "available_memory", lambda: float(GIB))
@@ -136,19 +134,12 @@ def test_a_limit_of_the_address_space_counts() -> None:
         (6 * GIB, "[1e9,1e9]", "opusim: model.hidden = [1000000000, 1000000000], inputs = 64"),
     ],
 )
-def test_a_command_without_memory_ends_in_one_line(
+def test_a_command_without_memory_is_one_line(
     n_bytes: int, hidden: str, message: str, tmp_path: Path
 ) -> None:
     arguments = (
-        "train",
-        "bp",
-        "--data",
-        "digits",
-        "--set",
-        f"model.hidden={hidden}",
-        "--out",
-        str(tmp_path / "run"),
-    )
+        "train", "bp", "--data", "digits", "--set", f"model.hidden={hidden}", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
     done = limited("from opusim.training.cli import main; main()", n_bytes, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(message)

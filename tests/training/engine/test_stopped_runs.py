@@ -1,7 +1,5 @@
 """Release runs under a budget as real processes, stopped by Ctrl-C or killed: they paid for what they did."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -59,9 +57,7 @@ def test_ctrl_c_costs_nothing(stories: dict[str, Story]) -> None:
     assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
 
 
-def test_a_kill_costs_what_was_reserved_and_never_less_than_what_was_computed(
-    stories: dict[str, Story],
-) -> None:
+def test_a_kill_costs_what_was_reserved_and_never_less_than_was_computed(stories: dict[str, Story]) -> None:
     story = stories["record-kill"]
     assert story.codes == [130, -signal.SIGKILL, 130, 4]  # the budget ends before the last epoch
     assert not story.computed - story.paid

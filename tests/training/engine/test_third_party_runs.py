@@ -1,7 +1,5 @@
 """A trainer and a protection of other packages train, are priced, resume and are audited."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,8 @@ from tests.support.run_folders import require_resumed_alike
 SUPPORT = Path(__file__).parents[2] / "support"
 PACKAGES = {"trainer": SUPPORT / "third_party_trainer", "protection": SUPPORT / "third_party_protection"}
 BASE: dict[str, Any] = {
-    "epochs": 3,
-    "threads": 1,
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 12},
-    "optimizer": {"lr": 0.1},
-}
+    "epochs": 3, "threads": 1, "data": {"n_classes": 3}, "sampler": {"batch_size": 12}, "optimizer": {"lr": 0.1},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +91,7 @@ def test_a_trainer_takes_no_protection_unless_it_lists_it(monkeypatch: pytest.Mo
         load_config(config("softmax", **RECORD))
 
 
-def test_a_trainer_that_declares_nothing_is_not_called_private(
+def test_a_trainer_without_declarations_is_not_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lab_softmax.trainer import SoftmaxTrainer
@@ -112,11 +106,8 @@ def test_a_trainer_that_declares_nothing_is_not_called_private(
 
 @pytest.mark.parametrize(
     ("asks", "message"),
-    [
-        (False, "never asked for their writer"),
-        (True, "step 0: trainer.kind = 'softmax' moved its parameters without"),
-    ],
-)
+    [(False, "never asked for their writer"), (True, "step 0: trainer.kind = 'softmax' moved its parameters without")],
+)  # fmt: skip
 def test_a_trainer_that_leaves_its_writer_out_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool, message: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Runs that protect users: a column of IDs, one clip for a user's mean gradient, and users held out as a whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,12 @@ def records() -> tuple[np.ndarray, np.ndarray, list[Any]]:
 
 def config(**changes: Any) -> dict[str, Any]:
     protection: dict[str, Any] = {
-        "kind": "record",
-        "unit": "user",
-        "records_per_user": EACH,
-        "clip_norm": CLIP,
-    }
+        "kind": "record", "unit": "user", "records_per_user": EACH, "clip_norm": CLIP,
+    }  # fmt: skip
     protection |= {"noise_multiplier": 1e-6, **changes.pop("protection", {})}
     found: dict[str, Any] = {
-        "trainer": {"kind": "bp"},
-        "epochs": 2,
-        "seed": 4,
-        "threads": 1,
-        "protection": protection,
-    }
+        "trainer": {"kind": "bp"}, "epochs": 2, "seed": 4, "threads": 1, "protection": protection,
+    }  # fmt: skip
     found |= {"optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "schedule": "constant"}}
     return found | {"sampler": {"batch_size": 6}, "data": {"n_classes": 3}, **changes}
 
@@ -116,7 +107,7 @@ def test_a_column_names_the_users_who_are_held_out_as_a_whole(tmp_path: Path) ->
     assert not opusim.audit_run(tmp_path / "run", out=tmp_path / "audit", trials=40).refuted
 
 
-def test_a_resumed_run_repeats_an_uninterrupted_one_and_takes_no_other_users(
+def test_a_resumed_run_repeats_an_uninterrupted_one_of_the_same_users(
     tmp_path: Path, ctrl_c_at: type
 ) -> None:
     whole, _ = require_resumed_alike(tmp_path, config(), records(), ctrl_c_at(3), model)

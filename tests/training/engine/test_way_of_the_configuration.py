@@ -1,7 +1,5 @@
 """How far a run's configuration goes from `train` to the ledger: calls that take it, their files, and validations."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType
@@ -39,14 +37,9 @@ def test_a_configuration_goes_a_short_way(tmp_path: Path, kind: str) -> None:
     way: list[str] = []
     validations = 0
     config: dict[str, Any] = {
-        "trainer": {"kind": kind},
-        "epochs": 1,
-        "threads": 1,
-        "data": {"n_classes": 3},
-        "sampler": {"batch_size": 12},
-        "model": {"hidden": [4]},
-        "protection": {"kind": "record", "epsilon": 3.0},
-    }
+        "trainer": {"kind": kind}, "epochs": 1, "threads": 1, "data": {"n_classes": 3}, "sampler": {"batch_size": 12},
+        "model": {"hidden": [4]}, "protection": {"kind": "record", "epsilon": 3.0},
+    }  # fmt: skip
 
     def follow(frame: FrameType, event: str, argument: object) -> None:
         nonlocal validations

@@ -6,8 +6,6 @@ are written anew, only if a format gets a new version, by
     PYTHONPATH=. python tests/training/engine/test_written_folders.py
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -32,16 +30,10 @@ from tests.support.private_loops import parts, private_loop, run_epoch
 WRITTEN = Path(__file__).with_name("written")
 LEFT_OUT = shutil.ignore_patterns("lock", "timing.jsonl")
 CONFIG: dict[str, Any] = {
-    "seed": 3,
-    "epochs": 4,
-    "threads": 1,
-    "model": {"hidden": [4]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 8},
-    "checkpoint": {"keep": 1},
-    "trainer": {"kind": "dfa"},
-    "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
+    "seed": 3, "epochs": 4, "threads": 1, "model": {"hidden": [4]},
+    "data": {"n_classes": 3, "validation_fraction": 0.0}, "sampler": {"scheme": "poisson", "batch_size": 8},
+    "checkpoint": {"keep": 1}, "trainer": {"kind": "dfa"}, "protection": {"kind": "record", "noise_multiplier": 1.0},
+}  # fmt: skip
 
 
 class Interrupting(opusim.Callback):

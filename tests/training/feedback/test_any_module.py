@@ -1,7 +1,5 @@
 """Runs of any module: the same updates as the closed form, resumed bit for bit, every target, keys refused by name."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,9 @@ from opusim.training.runs.folder import RunFolder, read_run
 from tests.support.run_folders import equal, require_resumed_alike
 
 CONFIG: dict[str, Any] = {
-    "threads": 1,
-    "epochs": 2,
-    "sampler": {"batch_size": 12},
-    "optimizer": {"name": "adam", "lr": 0.01},
+    "threads": 1, "epochs": 2, "sampler": {"batch_size": 12}, "optimizer": {"name": "adam", "lr": 0.01},
     "data": {"n_classes": 3},
-}
+}  # fmt: skip
 
 
 def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -51,26 +46,16 @@ def module() -> nn.Module:
     """Dropout and batch statistics: what a step draws and what a checkpoint must hold."""
     torch.manual_seed(5)
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.LeakyReLU(),
-        nn.Flatten(),
-        nn.Linear(96, 16),
-        nn.SiLU(),
-        nn.Dropout(0.2),
-        nn.Linear(16, 3),
-    )
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.LeakyReLU(), nn.Flatten(), nn.Linear(96, 16), nn.SiLU(),
+        nn.Dropout(0.2), nn.Linear(16, 3),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        BpConfig(),
-        DfaConfig(gain=0.7, slices="own"),
-        PdfaConfig(gain=0.7, slices="own", encoding="planes", planes=6),
-    ],
+    [BpConfig(), DfaConfig(gain=0.7, slices="own"), PdfaConfig(gain=0.7, slices="own", encoding="planes", planes=6)],
     ids=lambda options: options.kind,
-)
+)  # fmt: skip
 def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> None:
     def mlp() -> nn.Sequential:
         torch.manual_seed(11)
@@ -105,12 +90,8 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
 
 @pytest.mark.parametrize(
     "trainer",
-    [
-        pytest.param({"kind": "bp"}, marks=pytest.mark.slow),
-        {"kind": "pdfa"},
-        {"kind": "pdfa", "readout_every": 4},
-    ],
-)
+    [pytest.param({"kind": "bp"}, marks=pytest.mark.slow), {"kind": "pdfa"}, {"kind": "pdfa", "readout_every": 4}],
+)  # fmt: skip
 def test_a_resumed_run_repeats_an_uninterrupted_one(
     tmp_path: Path, stop_at: Any, trainer: dict[str, Any]
 ) -> None:
@@ -151,30 +132,20 @@ def sequences(n: int = 48) -> tuple[np.ndarray, np.ndarray]:
 TARGETS: dict[str, tuple[dict[str, Any], Any, nn.Module | None, str]] = {
     "tokens": (
         {
-            "model": {
-                "name": "transformer-lm",
-                "options": {"width": 16, "depth": 2},
-                "initial_output": "feedback",
-            },
+            "model": {"name": "transformer-lm", "options": {"width": 16, "depth": 2}, "initial_output": "feedback"},
             "data": {"n_classes": 5},
         },
-        sequences(),
-        None,
-        "bits_per_token",
+        sequences(), None, "bits_per_token",
     ),
     "real": (
         {"loss": "squared-error", "data": {"target": "real", "n_classes": None}, "model": {"hidden": [16]}},
-        (images()[0].reshape(60, -1), images()[0][:, 0, :2, 0]),
-        None,
-        "rmse",
+        (images()[0].reshape(60, -1), images()[0][:, 0, :2, 0]), None, "rmse",
     ),
     "labels": (
         {"loss": "binary-cross-entropy", "data": {"target": "labels", "n_classes": 3}},
-        (images()[0], np.eye(3)[images()[1]]),
-        module(),
-        "accuracy",
+        (images()[0], np.eye(3)[images()[1]]), module(), "accuracy",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -197,12 +168,8 @@ def test_figures_follow_their_formulas() -> None:
     output, y = torch.randn(7, 5, 4, generator=generator), torch.randint(0, 4, (7, 5), generator=generator)
     y[0, 2:], y[3, 4] = -100, -100
     found = measure(
-        Objective.named("cross-entropy", "tokens"),
-        lambda x: output[x[:, 0]],
-        torch.arange(7)[:, None],
-        y,
-        at_once=3,
-    )
+        Objective.named("cross-entropy", "tokens"), lambda x: output[x[:, 0]], torch.arange(7)[:, None], y, at_once=3,
+    )  # fmt: skip
     rows, nats, hits = [], [], []
     for i in range(7):
         own = [-math.log(float(output[i, t].softmax(0)[y[i, t]])) for t in range(5) if y[i, t] >= 0]
@@ -214,12 +181,8 @@ def test_figures_follow_their_formulas() -> None:
     assert found["accuracy"] == pytest.approx(np.mean(hits))
     z, real = output[:, 0], torch.randn(7, 4, generator=generator)
     numbers = measure(
-        Objective.named("squared-error", "real"),
-        lambda x: z[x[:, 0]],
-        torch.arange(7)[:, None],
-        real,
-        at_once=4,
-    )
+        Objective.named("squared-error", "real"), lambda x: z[x[:, 0]], torch.arange(7)[:, None], real, at_once=4,
+    )  # fmt: skip
     residual = (z - real).double()
     assert numbers["rmse"] == pytest.approx(float(residual.square().mean().sqrt()))
     total = (real.double() - real.double().mean(0)).square().sum()
@@ -227,12 +190,9 @@ def test_figures_follow_their_formulas() -> None:
     assert numbers["loss"] == pytest.approx(float(0.5 * residual.square().sum(1).mean()), rel=1e-6)
     labels = (real > 0).float()
     sets = measure(
-        Objective.named("binary-cross-entropy", "labels"),
-        lambda x: z[x[:, 0]],
-        torch.arange(7)[:, None],
-        labels,
+        Objective.named("binary-cross-entropy", "labels"), lambda x: z[x[:, 0]], torch.arange(7)[:, None], labels,
         at_once=4,
-    )
+    )  # fmt: skip
     likelihood = torch.where(labels > 0, z.sigmoid(), 1 - z.sigmoid())
     assert sets["loss"] == pytest.approx(float(-likelihood.log().sum(1).mean()), rel=1e-5)
     assert sets["accuracy"] == pytest.approx(float((likelihood > 0.5).double().mean()))
@@ -359,7 +319,7 @@ def test_a_module_of_opacus_is_refused(tmp_path: Path) -> None:
     assert FeedbackAlignment(wrapped.to_standard_module())
 
 
-def test_a_device_that_fails_leaves_parameters_and_buffers(
+def test_a_failed_device_leaves_parameters_and_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
@@ -408,7 +368,7 @@ def focal(output, target):
 """
 
 
-def test_code_of_the_user_executes_when_trusted_only(
+def test_code_of_users_runs_when_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Any
 ) -> None:
     name = "code_of_a_user"
@@ -481,9 +441,7 @@ def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
-def test_a_module_without_a_name_in_it_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_without_a_name_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_path.py").write_text("raise SystemExit")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="'no_path' is no import path; write package.module:name"):

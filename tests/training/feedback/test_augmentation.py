@@ -1,7 +1,5 @@
 """Random copies of images: what they are, that a record's gradient is their mean before the clip, and refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -60,15 +58,11 @@ def update(augmentation: Augmentation | None, *, clip: float = CLIP, noise: floa
     network = AnyModule(net, n_inputs=64, record_shape=(1, 8, 8), recipe={})
     trainer = feedback_trainer(
         ModuleGradients(
-            network,
-            Objective.named("cross-entropy", "class"),
-            seed=3,
-            augmentation=augmentation,
+            network, Objective.named("cross-entropy", "class"), seed=3, augmentation=augmentation,
             tape=RecordTape(net, x[:2]),
         ),
-        torch.optim.SGD(net.parameters(), lr=0.0),
-        protection=writer,
-    )
+        torch.optim.SGD(net.parameters(), lr=0.0), protection=writer,
+    )  # fmt: skip
     trainer.step(x.flatten(1), y, step=0, observe=False)
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
@@ -129,14 +123,10 @@ def test_copies_are_uniform_shifts_and_mirror_images() -> None:
 
 
 CONFIG: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "data": {"n_classes": 3, "mean": 0.5, "std": 0.3},
-    "trainer": {"kind": "bp", "augmented_copies": 2, "augment_shift": 1},
-    "sampler": {"batch_size": 16},
-    "protection": {"kind": "record", "epsilon": 8.0},
-    "model": {"name": "own"},
-}
+    "epochs": 2, "threads": 1, "data": {"n_classes": 3, "mean": 0.5, "std": 0.3},
+    "trainer": {"kind": "bp", "augmented_copies": 2, "augment_shift": 1}, "sampler": {"batch_size": 16},
+    "protection": {"kind": "record", "epsilon": 8.0}, "model": {"name": "own"},
+}  # fmt: skip
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,5 @@
 """Defaults of FeedbackAlignment suit the model, are told, recorded in runs, and give way to what is given."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -150,20 +148,12 @@ BLOCKS = ("h.0", "h.1")
 DECLARED = ("blocks.0", "blocks.1")
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     "pre-norm": (Gpt, words, {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True}),
-    "tied": (
-        lambda: Gpt(tied=True),
-        words,
-        {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True},
-    ),
+    "tied": (lambda: Gpt(tied=True), words, {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True}),
     "post-norm": (
-        lambda: Gpt(norm_first=False),
-        words,
-        {"points": BLOCKS, "error_at": "lm_head.input", "normalised": False},
+        lambda: Gpt(norm_first=False), words, {"points": BLOCKS, "error_at": "lm_head.input", "normalised": False},
     ),
     "own loss": (
-        lambda: Gpt(own_loss=True),
-        words,
-        {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True},
+        lambda: Gpt(own_loss=True), words, {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True},
     ),
     "no language model": (Tagger, words, {"points": ("gru", "second")}),
     "residual convolutions": (ResNet, pixels, {"points": ("layer2.1",)}),
@@ -176,12 +166,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     "layers": (mlp, numbers, {"points": ("1", "3")}),
     "declared": (built_in(TransformerLM), words, {"points": DECLARED, "error_at": "transform"}),
     "declared pre-norm": (
-        built_in(TransformerLM, norm="pre"),
-        words,
-        {"points": DECLARED, "error_at": "transform", "normalised": True},
+        built_in(TransformerLM, norm="pre"), words, {"points": DECLARED, "error_at": "transform", "normalised": True},
     ),
     "declared output": (built_in(TransformerEncoder, vocabulary=TOKENS), words, {"points": DECLARED}),
-}
+}  # fmt: skip
 PLAIN = {"error_at": "", "normalised": False, "spread": "broadcast", "gain": 1.0}
 
 
@@ -273,13 +261,8 @@ def test_a_run_records_what_was_chosen(tmp_path: Path) -> None:
     assert {name: stored[name] for name in wanted} == wanted
     assert run.config.trainer_as(DfaConfig).points == BLOCKS
     given = {
-        "kind": "dfa",
-        "points": ["h.1"],
-        "error_at": "",
-        "normalised": False,
-        "spread": "full",
-        "gain": 1.0,
-    }
+        "kind": "dfa", "points": ["h.1"], "error_at": "", "normalised": False, "spread": "full", "gain": 1.0,
+    }  # fmt: skip
     with pytest.warns(UserWarning, match="no norm follows"):
         run = training.train(
             {**config, "trainer": given}, data=sequences(), model=Gpt(), folder=tmp_path / "given"

@@ -1,7 +1,5 @@
 """A copy without feedback follows the first batches; one line says when feedback is worse than none."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -112,7 +110,7 @@ def curve(end: float, *, noise: float, seed: int, n: int = 64) -> list[float]:
     [(1.0, 0.0, False), (0.9, 0.0, False), (1.02, 0.001, False), (1.3, 0.05, True), (1.3, 1.0, False)],
     ids=["equal", "better", "a fiftieth of what was learnt", "worse", "worse within the noise"],
 )
-def test_worse_means_by_the_noise_and_by_a_share_of_what_was_learnt(
+def test_worse_means_by_the_noise_and_a_share_of_what_was_learnt(
     end: float, noise: float, worse: bool
 ) -> None:
     assert is_worse(curve(end, noise=noise, seed=1), curve(1.0, noise=0.0, seed=2)) == worse
@@ -153,7 +151,7 @@ BATCHES = 20
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS]
 )
-def test_only_runs_that_protect_nothing_have_a_control(
+def test_only_unprotected_runs_have_controls(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first steps of at least 512."""

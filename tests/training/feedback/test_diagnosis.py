@@ -1,7 +1,5 @@
 """Diagnose feedback on one batch: alignment, share shown, signal to noise, frames; nothing else changes."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 
@@ -23,13 +21,9 @@ def network() -> nn.Sequential:
     """The points are 1 and 4; dropout and batch norm draw and count."""
     torch.manual_seed(2)
     return nn.Sequential(
-        nn.Linear(6, WIDTH),
-        nn.Tanh(),
-        nn.BatchNorm1d(WIDTH),
-        nn.Linear(WIDTH, WIDTH),
-        nn.Tanh(),
+        nn.Linear(6, WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
         nn.Linear(WIDTH, CLASSES),
-    )
+    )  # fmt: skip
 
 
 def gaussian(sigma: float = 0.3) -> NoisyDevice:

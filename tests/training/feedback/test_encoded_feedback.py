@@ -1,7 +1,5 @@
 """Send the error in bit planes through a device, and start the output layer from the feedback."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scipy.stats import norm
@@ -187,7 +185,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("widths", [(12,), (12, 15)])
 @pytest.mark.parametrize("gain", [1.0, 2.7])
-def test_from_the_feedback_the_last_hidden_layers_signal_is_backpropagations(
+def test_from_feedback_the_last_hidden_signal_is_backpropagations(
     widths: tuple[int, ...], gain: float
 ) -> None:
     """With one hidden layer the whole first update is; with two, that of the last hidden layer."""
@@ -225,8 +223,6 @@ def test_a_noisy_devices_columns_are_means_of_readings(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "widths"), [("bp", (12,)), ("dfa", ())])
-def test_without_a_feedback_matrix_or_a_hidden_layer_it_is_refused(
-    kind: str, widths: tuple[int, ...]
-) -> None:
+def test_without_feedback_matrix_or_hidden_layer_it_is_refused(kind: str, widths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="model.initial_output = 'feedback' needs.*has none; use 'random'"):
         trainer_of(network_of(*widths), kind).source.start_from_feedback(torch.empty(0))

@@ -1,7 +1,5 @@
 """Compare the signals of the hidden layers with the formulas of the PDFA paper."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest
@@ -29,13 +27,10 @@ def new_network(bias: bool = True) -> FullyConnected:
     torch.manual_seed(11)
     return FullyConnected(
         nn.Sequential(
-            nn.Linear(9, 12, bias=bias),
-            nn.Tanh(),
-            nn.Linear(12, 15, bias=bias),
-            nn.Tanh(),
+            nn.Linear(9, 12, bias=bias), nn.Tanh(), nn.Linear(12, 15, bias=bias), nn.Tanh(),
             nn.Linear(15, 4, bias=bias),
-        )
-    )
+        ),
+    )  # fmt: skip
 
 
 def batch(size: int = 20) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,5 @@
 """Fixed physical batches in `opusim train`: the same rows in every step, weight zero for those that only fill."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,12 +18,9 @@ from opusim.training.networks.contributions.sums import Contributions
 
 N, BATCH = 270, 30
 CONFIG: dict[str, Any] = {
-    "epochs": 1,
-    "data": {"n_classes": 3, "standardise": False},
-    "sampler": {"batch_size": BATCH},
-    "optimizer": {"lr": 0.5},
-    "protection": {"kind": "record", "noise_multiplier": 1e-6, "delta": 1e-5},
-}
+    "epochs": 1, "data": {"n_classes": 3, "standardise": False}, "sampler": {"batch_size": BATCH},
+    "optimizer": {"lr": 0.5}, "protection": {"kind": "record", "noise_multiplier": 1e-6, "delta": 1e-5},
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {"bp": {}, "dfa": {}, "tdfa": {}, "pdfa": {"device": {"name": "gaussian"}}}
 
 

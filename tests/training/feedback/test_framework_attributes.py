@@ -1,7 +1,5 @@
 """Frameworks keep attributes of their own on modules, and overwrite none of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Feedback points under torch.compile, DDP, mixed precision and Opacus: gradients of a plain loop, or a refusal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Train a model of each kind through a noisy device, against the control in which only its top learns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -64,14 +62,9 @@ class Recurrent(nn.Module):
 
 def convolutional() -> nn.Sequential:
     return nn.Sequential(
-        nn.Unflatten(1, (1, SIDE, SIDE)),
-        nn.Conv2d(1, 4, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(4, 8, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(32, CLASSES),
-    )
+        nn.Unflatten(1, (1, SIDE, SIDE)), nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Tanh(),
+        nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, CLASSES),
+    )  # fmt: skip
 
 
 # The table

@@ -1,7 +1,5 @@
 """Find the blocks of ordinary models, and warn about residual streams that nothing normalises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,15 +27,8 @@ def encoder(n_layers: int = 3) -> nn.TransformerEncoder:
 
 
 MLP = (
-    nn.Flatten(),
-    nn.Linear(4, 4),
-    nn.ReLU(),
-    nn.Dropout(),
-    nn.Linear(4, 4),
-    nn.Tanh(),
-    nn.Linear(4, 2),
-    nn.Sigmoid(),
-)
+    nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), nn.Sigmoid(),
+)  # fmt: skip
 MODELS = {
     "mlp in parts": (nn.Sequential(nn.Sequential(*MLP[:3]), nn.Sequential(*MLP[3:])), ["0.2", "1.2"]),
     "encoder": (encoder(), ["layers.0", "layers.1"]),

@@ -1,7 +1,5 @@
 """Records of any module under protection: the private step, what a release run keeps, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -36,12 +34,9 @@ from tests.support.run_folders import require_resumed_alike
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG: dict[str, Any] = {
-    "threads": 1,
-    "epochs": 2,
-    "sampler": {"batch_size": 12},
-    "data": {"n_classes": 3},
+    "threads": 1, "epochs": 2, "sampler": {"batch_size": 12}, "data": {"n_classes": 3},
     "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
+}  # fmt: skip
 
 
 def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -58,15 +53,9 @@ def sequences(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
 def module(*, dropout: float = 0.2) -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1),
-        nn.GroupNorm(2, 6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(384, 16),
-        nn.SiLU(),
-        nn.Dropout(dropout),
-        nn.Linear(16, 3),
-    )
+        nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Flatten(), nn.Linear(384, 16), nn.SiLU(),
+        nn.Dropout(dropout), nn.Linear(16, 3),
+    )  # fmt: skip
 
 
 TOKENS = {"vocabulary": 5, "inputs": "tokens"}
@@ -116,12 +105,9 @@ def private_trainer(
     )
     tape = RecordTape(model.train(), x[:3])
     trainer = feedback_trainer(
-        ModuleGradients(
-            view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape
-        ),
-        make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)),
-        protection=writer,
-    )
+        ModuleGradients(view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape),
+        make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)), protection=writer,
+    )  # fmt: skip
     return trainer, writer
 
 
@@ -129,7 +115,7 @@ def gradients(trainer: Trainer) -> list[Tensor]:
     return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
 
 
-def test_a_private_photonic_step_is_that_of_each_record_with_the_same_device_noise(
+def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y = (torch.as_tensor(part[:9]) for part in images())
@@ -160,11 +146,9 @@ def test_a_private_photonic_step_is_that_of_each_record_with_the_same_device_noi
 @pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
     config = {
-        **CONFIG,
-        "trainer": {"kind": kind},
-        "checkpoint": {"every_steps": 2},
+        **CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2},
         "optimizer": {"name": "adam", "lr": 0.01, "averaged_tail": 0.5},
-    }
+    }  # fmt: skip
     if kind == "pdfa":
         config["protection"] = {**CONFIG["protection"], "noise": "device"}
     require_resumed_alike(tmp_path, config, images(), stop_at(7), module)
@@ -197,12 +181,9 @@ def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path)
     extreme = np.full_like(x, 3e38)
     for number, values in enumerate((np.zeros_like(x), extreme)):
         config = {
-            **CONFIG,
-            "mode": "release",
-            "epochs": 1,
-            "trainer": {"kind": "pdfa"},
+            **CONFIG, "mode": "release", "epochs": 1, "trainer": {"kind": "pdfa"},
             "checkpoint": {"every_steps": 1, "keep": 20},
-        }
+        }  # fmt: skip
         folder = tmp_path / str(number)
         run = training.train(config, data=(values, y), model=module(), folder=folder)
         assert run.guarantees[0].status == "proven"
@@ -211,16 +192,14 @@ def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path)
     assert found[0]["summary.json"].keys() == {"schema_version", "seal", "steps"}
 
 
-def test_the_feedback_is_calibrated_before_the_first_record_is_seen(
+def test_the_feedback_is_calibrated_before_any_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint after empty batches would otherwise tell that they were empty."""
     monkeypatch.setattr(PoissonSampler, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64))
     config = {
-        **CONFIG,
-        "trainer": {"kind": "pdfa", "encoding": "ternary"},
-        "checkpoint": {"every_steps": 1, "keep": 3},
-    }
+        **CONFIG, "trainer": {"kind": "pdfa", "encoding": "ternary"}, "checkpoint": {"every_steps": 1, "keep": 3},
+    }  # fmt: skip
     run = training.train(config, data=images(), model=module(), folder=tmp_path / "run")
     last = read_checkpoint(list_checkpoints(run.folder.checkpoints)[-1])
     (column_sum,) = (tensor for name, tensor in last.tensors.items() if name.endswith("column_sum"))
@@ -324,9 +303,7 @@ def test_points_whose_positions_are_records_are_refused() -> None:
     require_separate_steps(model, loss, x, y, seek=lambda: each.seek(0))
 
 
-def test_a_model_with_batch_norm_takes_group_norm_by_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_batch_norm_takes_group_norm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = CONFIG | {"model": {"name": "conv-small"}, "trainer": {"kind": "bp"}, "epochs": 1}
     run = training.train(given, data=images(), folder=tmp_path / "a")
     assert any(isinstance(part, nn.GroupNorm) for part in run.model.modules())
@@ -338,9 +315,7 @@ def test_a_model_with_batch_norm_takes_group_norm_by_itself(
 def test_batch_norm_by_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.options.norm: 'batch' is BatchNorm2d .* take 'group'"):
         training.train(
-            CONFIG
-            | {"model": {"name": "resnet-small", "options": {"norm": "batch"}}, "trainer": {"kind": "bp"}},
-            data=images(),
-            folder=tmp_path / "a",
-        )
+            CONFIG | {"model": {"name": "resnet-small", "options": {"norm": "batch"}}, "trainer": {"kind": "bp"}},
+            data=images(), folder=tmp_path / "a",
+        )  # fmt: skip
     assert not (tmp_path / "a" / "config.json").exists()

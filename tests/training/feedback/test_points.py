@@ -1,7 +1,5 @@
 """Compare the gradients at feedback points with autograd, with loops and with the closed form of MLPs."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import product
 
@@ -13,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.medium import Medium
+from tests.support.record_models import Custom
 
 SEED = 20210603
 N, P, C, CLASSES = 3, 5, 8, 4
@@ -347,17 +346,10 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
 
 def test_a_point_that_runs_twice_receives_feedback_for_each_call() -> None:
     """Weight sharing over depth: the sum of both calls' gradients, each from its slice."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head = nn.Linear(C, C), nn.Linear(C, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.cell(self.cell(x).tanh()).tanh())
-
     torch.manual_seed(3)
-    net, x, y = Twice(), normal(N, C), torch.arange(N)
+    parts = {"cell": nn.Linear(C, C), "head": nn.Linear(C, CLASSES)}
+    net = Custom(lambda m, x: m.head(m.cell(m.cell(x).tanh()).tanh()), **parts)
+    x, y = normal(N, C), torch.arange(N)
     model = FeedbackAlignment(net, ["cell"], slices="own")
     cross_entropy(model(x), y).backward()
     z = model(x).detach().requires_grad_()

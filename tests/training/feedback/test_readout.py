@@ -1,7 +1,5 @@
 """A learnt read-out starts as plain feedback, predicts true gradients, and touches nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -197,11 +195,8 @@ def test_a_run_refuses_a_module_that_carries_points(trainer: str, tmp_path: Path
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 6))
     points = opusim.FeedbackAlignment(model, ["1"])
     config = {
-        "trainer": {"kind": trainer},
-        "data": {"n_classes": 6},
-        "epochs": 1,
-        "sampler": {"batch_size": 20},
-    }
+        "trainer": {"kind": trainer}, "data": {"n_classes": 6}, "epochs": 1, "sampler": {"batch_size": 20},
+    }  # fmt: skip
     with pytest.raises(ValueError, match="model has feedback points already; call remove"):
         opusim.train(config, data=(x, y), model=model, folder=tmp_path / "run")
     opusim.train(config, data=(x, y), model=points.remove(), folder=tmp_path / "plain")

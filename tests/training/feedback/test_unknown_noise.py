@@ -1,7 +1,5 @@
 """Unprotected training needs no law of the device's noise: its own readings tell the variance, and what changed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -89,20 +87,14 @@ def test_noise_that_changes_is_found_without_a_law(factor: float, words: str) ->
 def train(folder: Path, device: dict[str, Any], **sections: Any) -> Any:
     return opusim.train(
         {
-            "epochs": 3,
-            "data": {"name": "digits"},
-            "trainer": {"kind": "pdfa"},
-            "model": {"hidden": [128]},
-            "device": {"name": "lighton_appliance", **device},
-            **sections,
+            "epochs": 3, "data": {"name": "digits"}, "trainer": {"kind": "pdfa"}, "model": {"hidden": [128]},
+            "device": {"name": "lighton_appliance", **device}, **sections,
         },
         folder=folder,
-    )
+    )  # fmt: skip
 
 
-def test_an_appliance_trains_unprotected_out_of_the_box(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_appliance_trains_unprotected_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = connect(monkeypatch, tmp_path)
     run = train(tmp_path / "run", {"lighton": section})
     assert run.facts["noise"] is None

@@ -1,7 +1,5 @@
 """Wrap a module with feedback points: state dicts, copies, checkpointing, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -12,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from opusim import FeedbackAlignment, open_device
+from tests.support.record_models import Custom
 
 WIDTH, CLASSES = 6, 3
 x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -97,9 +96,7 @@ def test_state_dicts_load_into_the_plain_model_and_back(nest: Callable[[nn.Modul
 
 
 @pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
-def test_parameters_and_buffers_have_the_names_of_the_state_dict(
-    nest: Callable[[nn.Module], nn.Module],
-) -> None:
+def test_parameters_and_buffers_have_names_of_the_state_dict(nest: Callable[[nn.Module], nn.Module]) -> None:
     """Those of the plain model, in its order, each once; every module keeps a name of its own."""
     wrapped, plain = nest(FeedbackAlignment(Scaled())), nest(Scaled())
     for kind in ("named_parameters", "named_buffers"):
@@ -475,15 +472,9 @@ def test_a_model_without_storage_has_a_shape_and_does_not_learn() -> None:
 
 def test_an_error_in_one_of_several_tensors_is_refused() -> None:
     """What the loss takes of the other tensors would send nothing to the blocks before."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.top = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.LSTM(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.top(self.block(x))[1][0]
-
-    model = FeedbackAlignment(Two(), ["block"], error_at="top")
+    parts = {"block": nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "top": nn.LSTM(6, 6)}
+    model = FeedbackAlignment(
+        Custom(lambda m, x: m.top(m.block(x))[1][0], **parts), ["block"], error_at="top"
+    )
     with pytest.raises(ValueError, match="returns several tensors"):
         model(torch.randn(3, 6))

@@ -5,8 +5,6 @@ records in float64, and no record may move the clipped sum by more than twice th
 neither must be named in docs/privacy-records.md, and the module really mixes, so that the page is not out of date.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Iterator
@@ -99,49 +97,32 @@ RIGHT: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], Callable[[], Part
     "ones for rows in any order": (in_outer_order(lambda x: torch.ones(3 * len(x), 1)), (X,), dict),
     "shape changed in place": (lambda m, x: m.f(x.clone().t_().t_().unsqueeze_(1).squeeze_(1)), (X,), dict),
     "vector for a weight": (
-        lambda m, x: functional.linear(x, m.w)[:, None],
-        (X,),
-        lambda: {"w": nn.Parameter(draw(4))},
+        lambda m, x: functional.linear(x, m.w)[:, None], (X,), lambda: {"w": nn.Parameter(draw(4))},
     ),
     "padding from the end": (
-        lambda m, i: functional.embedding(i, m.w, padding_idx=-1),
-        (ids(RECORDS, 3),),
+        lambda m, i: functional.embedding(i, m.w, padding_idx=-1), (ids(RECORDS, 3),),
         lambda: {"w": nn.Parameter(draw(5, 3))},
     ),
     "tied and transposed": (
-        lambda m, i: m.e(i).mean(dim=1).tanh() @ m.e.weight.t(),
-        (ids(RECORDS, 3),),
-        lambda: {"e": nn.Embedding(5, 3)},
+        lambda m, i: m.e(i).mean(dim=1).tanh() @ m.e.weight.t(), (ids(RECORDS, 3),), lambda: {"e": nn.Embedding(5, 3)},
     ),
     "weights of each record": (
-        lambda m, x: torch.bmm(m.f(x).view(-1, 3, 4), x[:, :, None]).flatten(1),
-        (X,),
-        lambda: {"f": nn.Linear(4, 12)},
+        lambda m, x: torch.bmm(m.f(x).view(-1, 3, 4), x[:, :, None]).flatten(1), (X,), lambda: {"f": nn.Linear(4, 12)},
     ),
     "repeated letter of the batch": (
-        lambda m, x: torch.einsum("nk,nk,km->nm", x, x, m.w),
-        (0.5 * X,),
-        lambda: {"w": nn.Parameter(draw(4, 3))},
+        lambda m, x: torch.einsum("nk,nk,km->nm", x, x, m.w), (0.5 * X,), lambda: {"w": nn.Parameter(draw(4, 3))},
     ),
     "normalised weight": (
-        lambda m, x: m.f(x),
-        (X,),
-        lambda: {"f": nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))},
+        lambda m, x: m.f(x), (X,), lambda: {"f": nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))},
     ),
     "output used twice": (used_twice, (X,), dict),
     "inverse of each record": (
-        lambda m, x: m.f(torch.linalg.inv_ex(x.view(-1, 2, 2) + 9 * torch.eye(2))[0].flatten(1)),
-        (X,),
-        dict,
+        lambda m, x: m.f(torch.linalg.inv_ex(x.view(-1, 2, 2) + 9 * torch.eye(2))[0].flatten(1)), (X,), dict,
     ),
     "windows of single records": (lambda m, x: m.f(x.flatten().unfold(0, 4, 4)), (X,), dict),
     "one mask for the batch": (lambda m, x: m.f(x * functional.dropout(torch.ones(4), 0.5)), (X,), dict),
-    "branch within a record": (
-        lambda m, x: m.f(torch.where((x > 1).any(dim=1, keepdim=True), 2 * x, x)),
-        (X,),
-        dict,
-    ),
-}
+    "branch within a record": (lambda m, x: m.f(torch.where((x > 1).any(dim=1, keepdim=True), 2 * x, x)), (X,), dict),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -407,58 +388,32 @@ def case(
 REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     # rows that go by their place
     "rolled by a multiple of both batches": (lambda m, x: m.f(x.roll(222, 0)), "roll"),
-    "own entry by place": (
-        lambda m, x: m.f(x.diagonal()[:, None].expand(-1, 4)),
-        "diagonal in Runs",
-        (WIDE,),
-    ),
-    "diagonal behind small batches": (
-        lambda m, x: m.f(x[:, :4] + x.diagonal(-40).sum()),
-        "diagonal in Runs",
-        (WIDE,),
-    ),
+    "own entry by place": (lambda m, x: m.f(x.diagonal()[:, None].expand(-1, 4)), "diagonal in Runs", (WIDE,)),
+    "diagonal behind small batches": (lambda m, x: m.f(x[:, :4] + x.diagonal(-40).sum()), "diagonal in Runs", (WIDE,)),
     "triangle behind small batches": (lambda m, x: m.f(x.t().tril(40).t()), "tril in Runs"),
     "strides along the diagonal": (
-        lambda m, x: m.f(x.as_strided((len(x), 4), (100, 1))),
-        "as_strided in Runs",
-        (WIDE,),
+        lambda m, x: m.f(x.as_strided((len(x), 4), (100, 1))), "as_strided in Runs", (WIDE,),
     ),
     "steps along the diagonal": (
-        lambda m, x: m.f(x.flatten()[::100].unsqueeze(1).expand(-1, 4)),
-        "slice in Runs moves the rows",
-        (WIDE,),
+        lambda m, x: m.f(x.flatten()[::100].unsqueeze(1).expand(-1, 4)), "slice in Runs moves the rows", (WIDE,),
     ),
-    "windows along the diagonal": (
-        lambda m, x: m.f(x.flatten().unfold(0, 4, 100)),
-        "unfold in Runs",
-        (WIDE,),
-    ),
+    "windows along the diagonal": (lambda m, x: m.f(x.flatten().unfold(0, 4, 100)), "unfold in Runs", (WIDE,)),
     "places that turn back": (lambda m, x: m.f(x[torch.arange(len(x)) % 40]), "index in Runs"),
-    "places that overflow": (
-        lambda m, x: m.f(x[torch.arange(len(x)).to(torch.int8).long()]),
-        "index in Runs",
-    ),
+    "places that overflow": (lambda m, x: m.f(x[torch.arange(len(x)).to(torch.int8).long()]), "index in Runs"),
     # numbers that depend on the batch's size in large batches only
     "largest place, bounded below": (
-        lambda m, x: m.f(x * torch.arange(len(x)).max().clamp(min=40)),
-        "clamp in Runs makes numbers",
+        lambda m, x: m.f(x * torch.arange(len(x)).max().clamp(min=40)), "clamp in Runs makes numbers",
     ),
     "table at the batch's size": (lambda m, x: m.f(x * m.c[len(x) - 1]), "select in Runs", (X,), steps_table),
     "table in strides": (
-        lambda m, x: m.f(x * m.c.as_strided((len(x), 1), (1, 1))),
-        "as_strided in Runs makes numbers",
-        (X,),
+        lambda m, x: m.f(x * m.c.as_strided((len(x), 1), (1, 1))), "as_strided in Runs makes numbers", (X,),
         steps_table,
     ),
     "table in parts": (
-        lambda m, x: m.f(x * m.c.split([len(x), 100 - len(x)])[0][:, None]),
-        "makes numbers",
-        (X,),
-        steps_table,
+        lambda m, x: m.f(x * m.c.split([len(x), 100 - len(x)])[0][:, None]), "makes numbers", (X,), steps_table,
     ),
     "size as a tensor to fill with": (
-        lambda m, x: m.f(x.index_fill(1, torch.tensor([0]), torch.tensor(float(len(x))))),
-        "lift_fresh in Runs",
+        lambda m, x: m.f(x.index_fill(1, torch.tensor([0]), torch.tensor(float(len(x))))), "lift_fresh in Runs",
     ),
     "shape as a tensor": (lambda m, x: m.f(x / torch._shape_as_tensor(x)[0]), "makes numbers"),
     # zeros and ones that do not stand for rows in any order
@@ -466,13 +421,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "zeros with steps": (in_outer_order(by_threes), JOINS),
     "ones that are summed up": (in_outer_order(lambda x: torch.ones(len(x), 3).cumsum(1).view(-1, 1)), JOINS),
     "ones that are padded": (
-        in_outer_order(lambda x: functional.pad(torch.ones(len(x), 1), (0, 2)).view(-1, 1)),
-        JOINS,
+        in_outer_order(lambda x: functional.pad(torch.ones(len(x), 1), (0, 2)).view(-1, 1)), JOINS,
     ),
-    "ones times a matrix": (
-        in_outer_order(lambda x: (torch.ones(len(x), 2) @ draw(2, 3)).view(-1, 1)),
-        JOINS,
-    ),
+    "ones times a matrix": (in_outer_order(lambda x: (torch.ones(len(x), 2) @ draw(2, 3)).view(-1, 1)), JOINS),
     # ways out of what is followed
     "split at a tensor": (splits, "tensor_split in Runs hands numbers"),
     "Python for each number": (applies, "apply_ in Runs hands numbers"),
@@ -498,35 +449,24 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     # weights and products
     "every record times every other": (lambda m, x: m.f((x @ x.t()) @ x), "mm in Runs"),
     "records as channels": (
-        lambda m, x: m.f(functional.conv1d(x[None], torch.ones(len(x), 1, 1), groups=len(x))[0]),
-        "convolution",
+        lambda m, x: m.f(functional.conv1d(x[None], torch.ones(len(x), 1, 1), groups=len(x))[0]), "convolution",
     ),
     "weight of the batch": (shared_weight, "mean in Runs reduces over the records"),
     "parametrised by the batch": (shows_the_weight, "mean in Scaled .* reduces over", (X,), parametrised),
     "complex weights": (
-        spectral,
-        "returns complex numbers",
-        (X,),
-        lambda: {"f": nn.Linear(4, 3), "w": nn.Parameter(draw(3, 2))},
+        spectral, "returns complex numbers", (X,), lambda: {"f": nn.Linear(4, 3), "w": nn.Parameter(draw(3, 2))},
     ),
     "columns by torch.vmap": (
-        lambda m, x: m.f(torch.vmap(lambda c: c.sort().values, in_dims=1, out_dims=1)(x)),
-        "sort in Runs",
+        lambda m, x: m.f(torch.vmap(lambda c: c.sort().values, in_dims=1, out_dims=1)(x)), "sort in Runs",
     ),
     "Fourier transform over the batch": (lambda m, x: m.f(torch.fft.fft(x, dim=0).real), "_fft_r2c in Runs"),
     "sparse product": (
         lambda m, x: m.f(torch.sparse.mm(torch.ones(len(x), len(x)).to_sparse(), x)),
         "makes a sparse or nested tensor",
     ),
-    "batch norm over columns": (
-        lambda m, x: m.f(functional.instance_norm(x.t()[None])[0].t()),
-        "native_batch_norm",
-    ),
-    "pooled over the batch": (
-        lambda m, x: m.f(functional.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()),
-        "avg_pool2d",
-    ),
-}
+    "batch norm over columns": (lambda m, x: m.f(functional.instance_norm(x.t()[None])[0].t()), "native_batch_norm"),
+    "pooled over the batch": (lambda m, x: m.f(functional.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()), "avg_pool2d"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -548,21 +488,17 @@ def test_checks_of_linear_algebra_name_the_form_without_them() -> None:
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rolled by a multiple of both batches": lambda patch: patch.setattr(rules, "_moves_along", lambda op: []),
     "diagonal behind small batches": lambda patch: patch.setattr(rules, "_moves_along", lambda op: []),
-    "steps along the diagonal": lambda patch: patch.setattr(
-        rules, "_moves_by_place", lambda op, tensors: False
-    ),
+    "steps along the diagonal": lambda patch: patch.setattr(rules, "_moves_by_place", lambda op, tensors: False),
     "places that turn back": lambda patch: patch.setattr(tracking, "counts_on", lambda op, output: True),
     "ones that are padded": lambda patch: patch.setattr(tracking, "keeps_alike", lambda op: True),
     "split at a tensor": lambda patch: patch.setattr(RowTracker, "require_inside", lambda *args: None),
     "refusal caught": lambda patch: patch.setattr(RowTracker, "require_unrefused", lambda tracker: None),
     "own tensor class": lambda patch: patch.setattr(RowTracker, "_refuse_tensors", lambda *args: None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_fault_without_its_rule_a_module_joins_records(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_fault_modules_without_rules_join_records(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused does what it is refused for."""
     function, _, args, parts = case(*REFUSED[name])
     PLANTED[name](monkeypatch)
@@ -633,25 +569,17 @@ TRUSTED: dict[str, tuple[Callable[..., Any], str]] = {
     "size of the batch": (by_size, "the batch's size"),
     "caught error": (by_a_caught_error, "an error that an operator raised and it"),
     "count": (by_count(), "a count of its calls"),
-    "state of a generator": (
-        by_state_of_a_generator,
-        "a generator whose state is set to numbers of the batch",
-    ),
-    "native memory": (
-        by_native_memory,
-        "native code that reads or changes the memory of tensors behind torch",
-    ),
+    "state of a generator": (by_state_of_a_generator, "a generator whose state is set to numbers of the batch"),
+    "native memory": (by_native_memory, "native code that reads or changes the memory of tensors behind torch"),
     "question": (by_asking, "because it asks whether it is followed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRUSTED)
 def test_what_is_neither_refused_nor_right_is_named_on_trust(name: str) -> None:
     function, sentence = TRUSTED[name]
     page = Path(__file__).parents[3] / "docs" / "privacy-records.md"
-    (trusted,) = (
-        part for part in page.read_text().split("\n\n") if part.startswith("Taken on trust: Python code")
-    )
+    (trusted,) = (p for p in page.read_text().split("\n\n") if p.startswith("Taken on trust: Python code"))
     assert sentence in trusted
     tape = RecordTape(Runs(function), X[:3])
     assert max(moved_by_others(tape, X) for _ in range(3)) > 1e-2
@@ -683,11 +611,9 @@ def test_a_batch_as_large_as_one_of_the_probe_may_have_a_new_shape(records: int,
     module = Runs(lambda m, x: m.f(x).mean(dim=1))
     x, y = draw(records, 5, 4), torch.zeros(records, dtype=torch.int64)
     given = (
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(),
+        module, torch.optim.SGD(module.parameters(), lr=0.1), nn.CrossEntropyLoss(),
         DataLoader(TensorDataset(x, y), batch_size=records),
-    )
+    )  # fmt: skip
     with private_loop(tmp_path / "run", given, noise_multiplier=1e-6, max_grad_norm=CLIP) as loop:
         inputs, labels = next(iter(loop.data_loader))
         assert len(inputs) == records

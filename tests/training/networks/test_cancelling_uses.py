@@ -4,8 +4,6 @@ With W (x + d) - W x a record's gradient is delta d^T, and the sums of the uses 
 In float32 their rounding alone moved the clipped sum by up to 124 C.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,50 +15,34 @@ from opusim.training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_f
 from opusim.training.networks.contributions import sums, uses
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients, require_counted_sums
+from tests.support.record_models import Custom
 
 INPUTS, OUTPUTS, CLIP = 64, 16, 1.0
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """W (x + d) - W x by two uses of W."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Linear(INPUTS, OUTPUTS, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w(x[:, 0]) - self.w(x[:, 1])
+    return Custom(lambda m, x: m.w(x[:, 0]) - m.w(x[:, 1]), w=nn.Linear(INPUTS, OUTPUTS, bias=False))
 
 
-class Stacked(Twice):
+def stacked() -> nn.Module:
     """The same by one use at two positions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.w(x)
-        return both[:, 0] - both[:, 1]
+    return Custom(lambda m, x: (both := m.w(x))[:, 0] - both[:, 1], w=nn.Linear(INPUTS, OUTPUTS, bias=False))
 
 
-class Convolved(nn.Module):
+def convolved() -> nn.Module:
     """The same by a convolution over two positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Conv1d(INPUTS, OUTPUTS, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.w(x.mT)
-        return both[..., 0] - both[..., 1]
+    return Custom(
+        lambda m, x: (both := m.w(x.mT))[..., 0] - both[..., 1], w=nn.Conv1d(INPUTS, OUTPUTS, 1, bias=False)
+    )
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """The same by sixty-four uses of W."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Linear(INPUTS, OUTPUTS, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(self.w(x[:, 0]) - self.w(x[:, 1]) for _ in range(32)) / 32
+    return Custom(
+        lambda m, x: sum(m.w(x[:, 0]) - m.w(x[:, 1]) for _ in range(32)) / 32,
+        w=nn.Linear(INPUTS, OUTPUTS, bias=False),
+    )
 
 
 def pairs(records: int, ratio: float, kind: torch.dtype = torch.float32) -> Tensor:
@@ -96,21 +78,21 @@ def error_of(build: Any, x: Tensor, *, autocast: bool = False) -> float:
 
 @pytest.mark.parametrize(
     ("build", "ratio", "records"),
-    [(Twice, 1e2, 4096), (Twice, 1e4, 4096), (Twice, 1e6, 4096), (Twice, 1e5, 256), (Recurrent, 1e4, 256)],
+    [(twice, 1e2, 4096), (twice, 1e4, 4096), (twice, 1e6, 4096), (twice, 1e5, 256), (recurrent, 1e4, 256)],
 )
 def test_several_uses_round_by_what_the_noise_counts(build: Any, ratio: float, records: int) -> None:
     """Half of `SUM_ERROR` for each of two neighbouring batches."""
     assert error_of(build, pairs(records, ratio)) <= SUM_ERROR / 2
 
 
-@pytest.mark.parametrize("build", [Twice, Stacked, Convolved])
+@pytest.mark.parametrize("build", [twice, stacked, convolved])
 def test_mixed_precision_counts_as_much(build: Any) -> None:
     """Inputs that bfloat16 holds; signals are then recorded in bfloat16, and their products in float64."""
     x = pairs(1024, 1e3, torch.bfloat16)
     assert error_of(build, x, autocast=True) <= SUM_ERROR / 2
 
 
-@pytest.mark.parametrize("build", [Stacked, Convolved])
+@pytest.mark.parametrize("build", [stacked, convolved])
 @pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
 def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio: float) -> None:
     """The page states n^2 2^-24 C for records whose products do not cancel."""
@@ -118,7 +100,7 @@ def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio:
     assert error_of(build, pairs(records, ratio)) <= records**2 * 2.0**-24
 
 
-@pytest.mark.parametrize("build", [Twice, Stacked, Convolved])
+@pytest.mark.parametrize("build", [twice, stacked, convolved])
 def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault is what was done before."""
 
@@ -137,7 +119,7 @@ def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert error_of(build, pairs(1024, 1e5)) > 0.1
 
 
-@pytest.mark.parametrize(("build", "several"), [(Twice, True), (Stacked, False), (Recurrent, True)])
+@pytest.mark.parametrize(("build", "several"), [(twice, True), (stacked, False), (recurrent, True)])
 def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """For batches without records, too, and for batches in parts."""
     drawn: list[float] = []
@@ -162,7 +144,7 @@ def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch:
 
 
 def test_more_records_than_the_sums_error_is_proven_for_are_refused() -> None:
-    model = Twice()
+    model = twice()
     tape = RecordTape(model, torch.randn(7, 2, INPUTS))
     most = MOST_RECORDS // 4
     require_counted_sums(tape, most, processes=2, name="batch_size")

@@ -29,9 +29,7 @@ def test_offset_adds_a_constant() -> None:
 
 @pytest.mark.parametrize("factors", [ball_factors, sphere_factors])
 @pytest.mark.parametrize("radius", [0.3, 1.0, 27.0])
-def test_scale_leaves_a_zero_row_zero(
-    factors: Callable[[torch.Tensor, float], torch.Tensor], radius: float
-) -> None:
+def test_scale_keeps_zero_rows(factors: Callable[[torch.Tensor, float], torch.Tensor], radius: float) -> None:
     v = torch.zeros(2, 3)
     assert torch.equal(v * factors(v, radius), v)
 

@@ -1,7 +1,5 @@
 """No record contributes more than the clip, whatever finite numbers it holds; measured on the sums that are formed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -176,9 +174,7 @@ def test_one_record_does_not_decide_how_others_are_summed(name: str) -> None:
 
 
 @pytest.mark.parametrize("operator", [ball_factors, sphere_factors])
-def test_one_record_does_not_change_how_others_are_scaled(
-    operator: Callable[[Tensor, float], Tensor],
-) -> None:
+def test_one_record_changes_no_scale_of_others(operator: Callable[[Tensor, float], Tensor]) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(500, 10, generator=generator)
     noise = torch.randn(501, 10, generator=generator)
@@ -258,15 +254,9 @@ def moved(model: GatedRelu, objective: Objective, x: Tensor, label: int) -> floa
     """How far one record moves the weights in a step of rate 1 and divisor 1: the norm of its gradient."""
     before = model.weight.detach().double().clone()
     trainer = bare(
-        ConvexTrainer,
-        GatedNetwork(model),
-        load_config({"trainer": {"kind": "convex"}}),
-        optimizer=torch.optim.SGD([model.weight], lr=1.0),
-        objective=objective,
-        divisor=1.0,
-        noise=None,
-        noise_std=0.0,
-    )
+        ConvexTrainer, GatedNetwork(model), load_config({"trainer": {"kind": "convex"}}),
+        optimizer=torch.optim.SGD([model.weight], lr=1.0), objective=objective, divisor=1.0, noise=None, noise_std=0.0,
+    )  # fmt: skip
     trainer.step(x, torch.tensor([label]), step=0)
     change = float((model.weight.detach().double() - before).norm())
     with torch.no_grad():
@@ -376,9 +366,7 @@ def test_no_record_adds_more_than_the_clip_in_the_geometry_of_public_features() 
         (1.0, 1e300, 1.0, r"clip_norm \* noise_multiplier = 1e\+300"),
     ],
 )
-def test_noise_that_float32_cannot_hold_is_refused(
-    clip: float, multiplier: float, divisor: float, name: str
-) -> None:
+def test_noise_beyond_float32_is_refused(clip: float, multiplier: float, divisor: float, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         RecordGradients(clip_norm=clip, noise_multiplier=multiplier, divisor=divisor, noise=SystemStream())
 

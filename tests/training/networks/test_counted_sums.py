@@ -4,8 +4,6 @@
 Numbers are chosen so that it rounds to the same side again and again.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -61,7 +59,7 @@ def error_of(values: Tensor, block: int | None) -> Fraction:
 
 @pytest.mark.parametrize("records", [1, 256, 409, 410, MANY, 5000])
 @pytest.mark.parametrize("binade", [6, 8, 9, 10, 11])
-def test_the_worst_order_stays_within_what_is_counted(
+def test_the_worst_order_stays_within_counts(
     records: int, binade: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LinearUse, "products", one_after_another)
@@ -204,9 +202,7 @@ def test_the_noise_of_a_release_counts_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("records", [11, 1000, 4472])
-def test_more_records_than_are_counted_on_stay_within_it(
-    records: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_records_than_are_counted_stay_within_it(records: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sum is not rounded before it has its noise; in float32 one record more would move it by too much."""
     counted, clip = CountedSums.of(records, processes=1), along(2.0**11, 0)
     noise = noise_stream("release", None, "central-noise")

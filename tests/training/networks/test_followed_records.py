@@ -1,7 +1,5 @@
 """Records are followed operator by operator: what is refused, and that what is accepted has right gradients."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
@@ -92,27 +90,19 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "masked mean": (lambda: Runs(masked_mean), (draw(4, 5, 4), ids(4))),
     "last token": (lambda: Runs(lambda m, x, i: m.f(x)[torch.arange(len(x)), i]), (draw(4, 5, 4), ids(4))),
     "own rows by index": (
-        lambda: Runs(lambda m, x, i: m.f(x).gather(1, i[..., None].expand(-1, -1, 3))),
-        (draw(4, 5, 4), ids(4, 2)),
+        lambda: Runs(lambda m, x, i: m.f(x).gather(1, i[..., None].expand(-1, -1, 3))), (draw(4, 5, 4), ids(4, 2)),
     ),
     "rows twice": (lambda: Runs(lambda m, x: m.f(torch.cat([x, 2 * x])).chunk(2)), (draw(4, 4),)),
-    "rows repeated": (
-        lambda: Runs(lambda m, x: m.f(x.repeat_interleave(3, dim=0)).view(len(x), -1)),
-        (draw(4, 4),),
-    ),
+    "rows repeated": (lambda: Runs(lambda m, x: m.f(x.repeat_interleave(3, dim=0)).view(len(x), -1)), (draw(4, 4),)),
     "positions first, merged": (
         lambda: Runs(lambda m, x: m.f(x.transpose(0, 1).reshape(-1, 4)).view(5, len(x), 3).transpose(0, 1)),
         (draw(4, 5, 4),),
     ),
     "windows": (lambda: Runs(windows, f=nn.Linear(3, 2)), (draw(4, 4, 4, 3),)),
     "quantiles within a record": (
-        lambda: Runs(lambda m, x: m.f(x) - x.quantile(0.4, dim=1, keepdim=True)),
-        (draw(4, 4),),
+        lambda: Runs(lambda m, x: m.f(x) - x.quantile(0.4, dim=1, keepdim=True)), (draw(4, 4),),
     ),
-    "distances within a record": (
-        lambda: Runs(lambda m, x: torch.cdist(m.f(x), m.f(x[:, :2]))),
-        (draw(4, 5, 4),),
-    ),
+    "distances within a record": (lambda: Runs(lambda m, x: torch.cdist(m.f(x), m.f(x[:, :2]))), (draw(4, 5, 4),)),
     "an image sampled where it says": (
         lambda: Runs(
             lambda m, x: functional.grid_sample(
@@ -125,19 +115,16 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         (draw(4, 1, 4, 4),),
     ),
     "one hot": (
-        lambda: Runs(lambda m, i: m.f(functional.one_hot(i, 5).to(m.f.weight.dtype)), f=nn.Linear(5, 2)),
-        (ids(4, 3),),
+        lambda: Runs(lambda m, i: m.f(functional.one_hot(i, 5).to(m.f.weight.dtype)), f=nn.Linear(5, 2)), (ids(4, 3),),
     ),
     "bags of one size": (lambda: nn.EmbeddingBag(5, 3), (ids(4, 6),)),
     "sorted and scanned within a record": (
-        lambda: Runs(lambda m, x: m.f(x).sort(dim=1).values.cumsum(dim=1)),
-        (draw(4, 4),),
+        lambda: Runs(lambda m, x: m.f(x).sort(dim=1).values.cumsum(dim=1)), (draw(4, 4),),
     ),
     "frozen batch norm": (
-        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()),
-        (draw(4, 4),),
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()), (draw(4, 4),),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -266,8 +253,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "unpadded": (unpadded, LENGTHS, "nonzero in Runs has no known rule.*mask them with torch.where"),
     "rows by a mask": (lambda m, x: m.f(x)[x[:, 0] > -99], "index in Runs chooses rows by a mask"),
     "repeated by content": (
-        lambda m, x: m.f(x.repeat_interleave((x[:, 0] > 0).long() + 1, dim=0)),
-        "repeat_interleave in Runs",
+        lambda m, x: m.f(x.repeat_interleave((x[:, 0] > 0).long() + 1, dim=0)), "repeat_interleave in Runs",
     ),
     "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), "roll in Runs works along the records"),
     "written one row down": (shifted, "slice in Runs moves the rows"),
@@ -275,8 +261,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "another order of merged rows": (lambda m, x: m.f(x.reshape(4, len(x)).t()), "view in Runs moves"),
     "largest of the batch": (lambda m, x: m.f(torch.where(x == x.max(dim=0).values, x, 0.0)), "max in Runs"),
     "statistics of the batch": (
-        lambda m, x: functional.batch_norm(m.f(x), None, None, training=True),
-        "native_batch_norm in Runs",
+        lambda m, x: functional.batch_norm(m.f(x), None, None, training=True), "native_batch_norm in Runs",
     ),
     "sorted behind autograd": (lambda m, x: m.f(x.data.sort(dim=0).values), "sort in Runs works along"),
     "numpy": (lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))), "numpy in Runs"),
@@ -291,17 +276,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "text of the numbers": (lambda m, x: m.f(x if "inf" in str(x) else 2 * x), "__repr__ in Runs"),
     "turned at a fixed record": (lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])), "slice in Runs"),
     "draws of its own": (
-        lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))),
-        "rand in Runs",
+        lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))), "rand in Runs",
     ),
     "draws of its own for records": (
-        lambda m, x: m.f(x.clone().normal_(generator=torch.Generator().manual_seed(3))),
-        "normal in Runs",
+        lambda m, x: m.f(x.clone().normal_(generator=torch.Generator().manual_seed(3))), "normal in Runs",
     ),
-    "seeded draws": (
-        Runs(lambda m, x: m.g(seeded(m, x)), f=nn.Linear(4, 3), g=nn.Linear(3, 2)),
-        "randn in Runs",
-    ),
+    "seeded draws": (Runs(lambda m, x: m.g(seeded(m, x)), f=nn.Linear(4, 3), g=nn.Linear(3, 2)), "randn in Runs"),
     "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), "batch of one.*x.squeeze"),
     "backward pass": (lambda m, x: Sorted.apply(m.f(x)), "the gradient at linear.*sort"),
     "backward pass through a constant convolution": (
@@ -315,15 +295,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), "changes buffer 'mean'"),
     "frozen parameter exchanged in the backward pass": (
-        Runs(exchanged, f=nn.Linear(4, 3), p=nn.Parameter(draw(3), requires_grad=False)),
-        "changes parameter 'p'",
+        Runs(exchanged, f=nn.Linear(4, 3), p=nn.Parameter(draw(3), requires_grad=False)), "changes parameter 'p'",
     ),
     "gradient inside": (
         lambda m, x: m.f(torch.autograd.grad(m.f(z := x.clone().requires_grad_()).sum(), z)[0]),
         "Runs computes gradients in its forward pass",
     ),
     "torch.func inside": (lambda m, x: torch.vmap(m.f)(x), "within torch.vmap or torch.func"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -352,9 +331,7 @@ def test_the_submodule_is_named() -> None:
         (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
     ],
 )
-def test_embeddings_without_rows_are_refused(
-    model: nn.Module, args: tuple[Tensor, ...], message: str
-) -> None:
+def test_embeddings_without_rows_refused(model: nn.Module, args: tuple[Tensor, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RecordTape(model, *args)
 
@@ -394,9 +371,7 @@ def private(model: nn.Module, data: TensorDataset, folder: Path, **options: Any)
     return private_loop(folder, given, noise_multiplier=1e-6, **options)
 
 
-def test_a_private_loop_is_prepared_with_invented_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_loop_begins_with_invented_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it finds out of the module, or refuses, depends on no record of the loader."""
     shown: list[Tensor] = []
     before = RecordTape.__init__

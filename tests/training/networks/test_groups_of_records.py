@@ -1,7 +1,5 @@
 """Groups of neighbouring records that count as one, such as those of a user: one norm and one clip for each group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,13 +13,8 @@ pytestmark = [
 
 GROUPS, EACH = 4, 3
 FAST = (
-    "linear",
-    "convolution in 2d",
-    "bare parameters",
-    "tied decoder",
-    "residual network",
-    "lstm, time first",
-)
+    "linear", "convolution in 2d", "bare parameters", "tied decoder", "residual network", "lstm, time first",
+)  # fmt: skip
 """Cases with the records in other dimensions, with copies of a parameter for each record, and with kept statistics."""
 
 

@@ -1,7 +1,5 @@
 """Compare J_i^T delta_i of every kind of module with per-record gradients by autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,12 +8,7 @@ from opusim.training.networks.clipping import measured, resolved
 from opusim.training.networks.contributions import uses
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
-from opusim.training.networks.network import (
-    ConvolutionJacobian,
-    Jacobian,
-    LinearJacobian,
-    jacobian_of,
-)
+from opusim.training.networks.network import ConvolutionJacobian, Jacobian, LinearJacobian, jacobian_of
 from opusim.training.ulr.estimator import ModuleSequence
 from tests.support.ulr_models import MODELS, new_network, records
 

@@ -1,7 +1,5 @@
 """The built-in models: what they take, what they cost, where feedback enters, and what their seed decides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

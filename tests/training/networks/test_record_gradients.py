@@ -1,7 +1,5 @@
 """Gradients of single records against loops over records, and clips that hold whatever a record holds."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -45,9 +43,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained(model).items()
-    }
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained(model).items()}
 
 
 def looped(model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
@@ -264,9 +260,7 @@ def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest
     assert largest_share(model, features(4), scale=1e-3) > 10
 
 
-def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planted_fault_uses_of_a_weight_added_as_squares_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the same use adds twice the gradient; the root of two squares is only 1.41 times the gradient."""
     with torch.random.fork_rng():
         torch.manual_seed(2)

@@ -1,7 +1,5 @@
 """The probe for modules that mix records: what it finds, what it accepts, and what it leaves unchanged."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections import deque
@@ -181,14 +179,9 @@ def test_the_probe_leaves_no_trace() -> None:
 
 def config(kind: str, protection: dict[str, object]) -> dict[str, object]:
     return {
-        "epochs": 1,
-        "threads": 1,
-        "trainer": {"kind": kind},
-        "data": {"n_classes": 3},
-        "sampler": {"scheme": "poisson", "batch_size": 16},
-        "optimizer": {"momentum": 0.0},
-        "protection": protection,
-    }
+        "epochs": 1, "threads": 1, "trainer": {"kind": kind}, "data": {"n_classes": 3},
+        "sampler": {"scheme": "poisson", "batch_size": 16}, "optimizer": {"momentum": 0.0}, "protection": protection,
+    }  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -240,9 +233,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("training_only", [True, False])
 @pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
-def test_no_private_record_sets_what_a_module_keeps(
-    tmp_path: Path, kind: str, training_only: bool, trained: bool
-) -> None:
+def test_no_private_record_sets_state(tmp_path: Path, kind: str, training_only: bool, trained: bool) -> None:
     layer = Shifted(training_only=training_only, trained=trained)
     x = rows(60) + 100.0
     run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
@@ -434,9 +425,7 @@ def test_a_hook_on_all_modules_is_code_of_others() -> None:
 
 
 @pytest.mark.parametrize("replaced", [lambda self, x: x, partial(max, 0)], ids=["function", "object"])
-def test_a_replaced_method_of_torch_is_code_of_others(
-    monkeypatch: pytest.MonkeyPatch, replaced: object
-) -> None:
+def test_a_replaced_method_of_torch_is_foreign(monkeypatch: pytest.MonkeyPatch, replaced: object) -> None:
     monkeypatch.setattr(nn.ReLU, "forward", replaced)
     assert not runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 

@@ -1,10 +1,7 @@
 """Gradients of single records that are formed: their numbers, their norms, and the clip of their sum."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from opusim.training.networks.record_gradients.calls import Call
 from opusim.training.networks.record_gradients.layers import GroupNormUse
 from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.extreme_records import KINDS, SIZES, extreme
+from tests.support.record_models import Custom
 
 ROUNDING = 1e-5
 
@@ -224,7 +222,7 @@ def test_other_group_norms_run_as_torch_runs_them(kind: str) -> None:
     if kind == "strided":
         x = x.transpose(2, 3)
     wanted = run(x)
-    tape = RecordTape(Runs(model, run), x[:3])
+    tape = RecordTape(Custom(lambda m, x: run(x), inner=model), x[:3])
     with tape.recording(len(x)):
         output = tape.model(x)
         output.float().square().sum().backward()
@@ -232,14 +230,3 @@ def test_other_group_norms_run_as_torch_runs_them(kind: str) -> None:
     found = tape.record_gradients()
     for name, rows in found.items():
         assert rows.isfinite().all(), name
-
-
-class Runs(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, inner: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.run = inner, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x)

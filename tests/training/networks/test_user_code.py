@@ -1,7 +1,5 @@
 """Import paths that stored folders name, before and after modules moved."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

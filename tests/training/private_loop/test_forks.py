@@ -1,7 +1,5 @@
 """A process forked from a private loop neither trains, pays nor saves; the loop goes on as if it were not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A batch that is skipped because of what it holds would tell of its records without noise.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a loop may do wrong is refused, or releases nothing that was not noised."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
@@ -24,6 +22,7 @@ from torch.utils.data import (
 
 import opusim
 from tests.support.private_loops import network, parts, private_loop, records, run_epoch
+from tests.support.record_models import Custom
 
 cross_entropy = nn.functional.cross_entropy
 Loop = opusim.PrivateTraining
@@ -136,32 +135,22 @@ HOOKS = "register hooks before make_private"
 OF_BATCH: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str]] = {
     "another criterion": (lambda loop, x, y: cross_entropy(loop.module(x), y).backward(), ONLY),
     "outputs mixed before the criterion": (
-        lambda loop, x, y: loop.criterion(mean_subtracted(loop.module, (loop.module(x),))[0], y).backward(),
-        ONLY,
+        lambda loop, x, y: loop.criterion(mean_subtracted(loop.module, (loop.module(x),))[0], y).backward(), ONLY,
     ),
     "a term next to the criterion": (
-        lambda loop, x, y: (loop.criterion(h := loop.module(x), y) + h.square().mean()).backward(),
-        ONLY,
+        lambda loop, x, y: (loop.criterion(h := loop.module(x), y) + h.square().mean()).backward(), ONLY,
     ),
     "a second loss of the batch": (
         lambda loop, x, y: (learn(loop, x, y), learn(loop, x, y)),
         "the module ran again on a batch whose gradients were written",
     ),
-    "evaluation mode": (
-        lambda loop, x, y: cross_entropy(loop.module.eval()(x), y).backward(),
-        "evaluation mode",
-    ),
+    "evaluation mode": (lambda loop, x, y: cross_entropy(loop.module.eval()(x), y).backward(), "evaluation mode"),
     "other rows": (
-        lambda loop, x, y: learn(loop, x[1:], y[1:]),
-        r"the module ran on \d+ rows, but the loader's batch has",
+        lambda loop, x, y: learn(loop, x[1:], y[1:]), r"the module ran on \d+ rows, but the loader's batch has",
     ),
-    "compiled later": (
-        lambda loop, x, y: torch.compile(loop.module, backend="eager")(x).sum().backward(),
-        "compiled",
-    ),
+    "compiled later": (lambda loop, x, y: torch.compile(loop.module, backend="eager")(x).sum().backward(), "compiled"),
     "a submodule by itself": (
-        lambda loop, x, y: loop.module[0](x).square().mean().backward(),
-        "a part of it ran outside",
+        lambda loop, x, y: loop.module[0](x).square().mean().backward(), "a part of it ran outside",
     ),
     "a penalty on the parameters": (
         lambda loop, x, y: (
@@ -174,32 +163,21 @@ OF_BATCH: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str]] = {
         "as a GradScaler does, .* take torch.bfloat16",
     ),
     "targets of other records": (
-        lambda loop, x, y: loop.criterion(loop.module(x), y[1:]),
-        r"argument of shape \(\d+,\) has no row for each",
+        lambda loop, x, y: loop.criterion(loop.module(x), y[1:]), r"argument of shape \(\d+,\) has no row for each",
     ),
     "a step without backward": (lambda loop, x, y: loop.optimizer.step(), SECOND),
-    "a second step": (
-        lambda loop, x, y: (learn(loop, x, y), loop.optimizer.step(), loop.optimizer.step()),
-        SECOND,
-    ),
+    "a second step": (lambda loop, x, y: (learn(loop, x, y), loop.optimizer.step(), loop.optimizer.step()), SECOND),
     "a parameter frozen later": (
-        lambda loop, x, y: (loop.module[0].bias.requires_grad_(False), learn(loop, x, y)),
-        PARAMETERS,
+        lambda loop, x, y: (loop.module[0].bias.requires_grad_(False), learn(loop, x, y)), PARAMETERS,
     ),
     "a forward pre-hook added later": (
-        lambda loop, x, y: (
-            loop.module[1].register_forward_pre_hook(mean_subtracted),
-            learn(loop, x, y),
-        ),
-        HOOKS,
+        lambda loop, x, y: (loop.module[1].register_forward_pre_hook(mean_subtracted), learn(loop, x, y)), HOOKS,
     ),
     "the size of the batch as an argument": (
-        lambda loop, x, y: learn(loop, x, y, len(x)),
-        r"criterion: an argument is the number \d+, which may come",
+        lambda loop, x, y: learn(loop, x, y, len(x)), r"criterion: an argument is the number \d+, which may come",
     ),
     "a statistic of the batch as an argument": (
-        lambda loop, x, y: learn(loop, x, y, y.float().mean()),
-        r"argument of shape \(\) has no row for each",
+        lambda loop, x, y: learn(loop, x, y, y.float().mean()), r"argument of shape \(\) has no row for each",
     ),
     "another parameter in the optimizer": (
         lambda loop, x, y: (
@@ -210,26 +188,21 @@ OF_BATCH: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str]] = {
         "parameters that are not the module's",
     ),
     "saved within a step": (lambda loop, x, y: (learn(loop, x, y), loop.save()), "is under way"),
-}
+}  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[Loop], object], str]] = {
     **{name: (with_batch(use), message) for name, (use, message) in OF_BATCH.items()},
     "outputs changed in place": (outputs_changed_in_place, ONLY),
     "backward twice": (
-        backward_twice,
-        "whose gradients were released once; .* for a GAN, give the real and the generated",
+        backward_twice, "whose gradients were released once; .* for a GAN, give the real and the generated",
     ),
     "a loss of an earlier batch": (a_loss_of_an_earlier_batch, "belongs to a batch that is over"),
     "records of another loader": (lambda loop: learn(loop, *records(40).tensors), NO_BATCH),
     "before any batch": (lambda loop: learn(loop, *records(12).tensors), NO_BATCH),
-    "a factor that depends on the batch": (
-        a_factor_that_depends_on_the_batch,
-        "multiply it by the same constant",
-    ),
+    "a factor that depends on the batch": (a_factor_that_depends_on_the_batch, "multiply it by the same constant"),
     "a batch left out": (a_batch_left_out, "left without a backward pass"),
     "parameters exchanged later": (changed(lambda m: m.__setitem__(2, nn.Linear(6, 3))), PARAMETERS),
     "a backward hook added later": (
-        changed(lambda m: m[1].register_full_backward_hook(lambda m, into, out: (into[0] * 0.5,))),
-        HOOKS,
+        changed(lambda m: m[1].register_full_backward_hook(lambda m, into, out: (into[0] * 0.5,))), HOOKS,
     ),
     "a forward hook added before backward": (a_forward_hook_added_before_backward, HOOKS),
     "a hook on all modules": (a_hook_on_all_modules, HOOKS),
@@ -237,14 +210,11 @@ REFUSED: dict[str, tuple[Callable[[Loop], object], str]] = {
         changed(lambda m: m[0].weight.register_hook(lambda gradient: 2 * gradient)),
         "parameter '0.weight' has a gradient hook",
     ),
-    "a part exchanged later": (
-        changed(lambda m: m.__setitem__(1, nn.Softmax(dim=0))),
-        r"part '1' \(Softmax\) is new",
-    ),
+    "a part exchanged later": (changed(lambda m: m.__setitem__(1, nn.Softmax(dim=0))), r"part '1' \(Softmax\) is new"),
     "a forward function given later": (a_forward_function_given_later, "another class or forward"),
     "a class given later": (a_class_given_later, "another class or forward"),
     "used after close": (lambda loop: (loop.close(), batch_of(loop)), "the private loop is closed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -464,21 +434,10 @@ def test_packed_sequences_name_what_takes_their_place(tmp_path: Path) -> None:
         assert not no_gradient(loop.module)
 
 
-class Critic(nn.Module):
-    """A discriminator that sees a real and a generated record in one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(8, 1)
-
-    def forward(self, real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
-        return self.net(real), self.net(generated)
-
-
 def test_a_gan_gives_real_and_generated_records_to_one_call(tmp_path: Path) -> None:
     """The release is the clipped sum of d/dw of both terms, and the generator learns through a frozen critic."""
-    softplus = nn.functional.softplus
-    module, generator = Critic(), nn.Linear(2, 8)
+    module = Custom(lambda m, real, generated: (m.net(real), m.net(generated)), net=nn.Linear(8, 1))
+    softplus, generator = nn.functional.softplus, nn.Linear(2, 8)
 
     def loss(real: Tensor, generated: Tensor) -> Tensor:
         return softplus(-real).mean() + softplus(generated).mean()
@@ -587,10 +546,7 @@ class Stream(IterableDataset[Any]):
     [
         (lambda: DataLoader(Stream(), batch_size=4), "reads a stream"),
         (lambda: DataLoader(records(), batch_size=None), "batches in a way of its own"),
-        (
-            lambda: DataLoader(records(), batch_sampler=BatchSampler(SequentialSampler(range(60)), 5, False)),
-            "",
-        ),
+        (lambda: DataLoader(records(), batch_sampler=BatchSampler(SequentialSampler(range(60)), 5, False)), ""),
         (
             lambda: DataLoader(records(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 60, 60)),
             "WeightedRandomSampler of its own",
@@ -599,10 +555,8 @@ class Stream(IterableDataset[Any]):
         (lambda: records(), "must be a torch.utils.data.DataLoader"),
     ],
     ids=["stream", "no batches", "plain batch sampler", "weights", "too few", "no loader"],
-)
-def test_loaders_that_poisson_sampling_cannot_replace(
-    tmp_path: Path, loader: Callable[[], Any], message: str
-) -> None:
+)  # fmt: skip
+def test_loaders_that_poisson_cannot_replace(tmp_path: Path, loader: Callable[[], Any], message: str) -> None:
     given = (*parts()[:3], loader())
     if not message:
         private_loop(tmp_path, given).close()

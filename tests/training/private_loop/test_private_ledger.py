@@ -1,6 +1,7 @@
-"""The ledger of a private loop: paid before it is handed out, stopped by the budget, resumed, and killed anywhere."""
+"""The ledger of a private loop: paid before it is handed out, stopped by the budget, resumed, and killed anywhere.
 
-from __future__ import annotations
+Other accountants stand next to ours as a claim, and a large delta is told at the start.
+"""
 
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,17 +19,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import opusim
-from opusim.accounting.explanation import Statement
-from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.explanation import LARGE_DELTA, Statement
+from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee, Status
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.training.cli.app import app
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
 from opusim.training.private_loop.folder import enforcement, read_save, stated_loop
 from opusim.training.private_loop.loader import PrivateLoader
 from tests.support.killing import skip_syncs, start_child
+from tests.support.packages import install
 from tests.support.private_loops import Parts, parts, private_loop, rewritten, run_epoch, unrecorded
 
 
@@ -317,9 +321,7 @@ def test_an_older_folder_and_one_whose_record_comes_late_have_no_checks(tmp_path
     assert not checked(stated_loop(tmp_path))
 
 
-def test_the_path_of_a_script_that_is_not_utf8_reads_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_of_a_script_without_utf8_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.py")
     Path(script).touch()
     monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
@@ -374,3 +376,178 @@ def test_noise_and_batches_of_a_release_come_from_the_system(tmp_path: Path) -> 
             run_epoch(private)
             found.append(final(private))
     assert not torch.equal(*found)
+
+
+# Accountants
+
+
+PACKAGE = Path(__file__).parents[2] / "support" / "third_party_accountant"
+GROUP = "opusim.accountants"
+
+
+@pytest.mark.parametrize("relation", [pytest.param("zero_out", marks=pytest.mark.slow), "add_or_remove_one"])
+def test_the_documented_accountant_agrees(
+    relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("dp_accounting")
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    options = {"relation": relation, "sample_rate": 0.2, "noise_multiplier": 1.3}
+    with private_loop(tmp_path, accountant="lab_pld", **options) as loop:
+        run_epoch(loop)
+        ours, theirs = loop.statement().guarantees
+        assert (ours.status, theirs.status) == (Status.PROVEN, Status.CLAIMED)
+        assert theirs.epsilon == pytest.approx(ours.epsilon, rel=1e-3)
+        assert theirs.source == "accountant lab_pld of package lab-pld"
+        assert (theirs.delta, theirs.adjacency, theirs.unit) == (ours.delta, ours.adjacency, ours.unit)
+        assert theirs.assumptions[0].holds is True
+        assert loop.epsilon == ours.epsilon
+        document = loop.statement().to_json()
+        assert Statement.from_json(document) == loop.statement()
+        assert document["guarantees"][1]["theorem"] is None
+
+
+SOURCE = """
+import math
+
+class Halved:
+    def epsilon(self, mechanisms, *, delta):
+        (one,) = mechanisms
+        assert one["kind"] == "record_central" and one["steps"] == 5 and delta == 1e-5
+        return 1e-3
+
+class Endless(Halved):
+    def epsilon(self, mechanisms, *, delta):
+        return math.inf
+
+class Negative(Halved):
+    def epsilon(self, mechanisms, *, delta):
+        return -1.0
+
+class Broken(Halved):
+    def epsilon(self, mechanisms, *, delta):
+        raise KeyError("no such kind")
+
+class Unbuilt(Halved):
+    def __init__(self):
+        raise OSError("no licence")
+
+class Empty:
+    pass
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name.lower(): f"other_lab:{name}" for name in ("Halved", "Endless", "Negative", "Broken")}
+    names |= {"unbuilt": "other_lab:Unbuilt", "empty": "other_lab:Empty"}
+    install(monkeypatch, tmp_path / "packages", "other_lab", GROUP, names, SOURCE)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "epsilon", "holds"), [("halved", 1e-3, False), ("endless", float("inf"), True)]
+)
+def test_a_wrong_claim_stays_a_claim(tmp_path: Path, name: str, epsilon: float, holds: bool) -> None:
+    """One that is below our lower bound says so; a budget counts neither."""
+    with private_loop(tmp_path, accountant=name, target_epsilon=8.0) as loop:
+        run_epoch(loop)
+        ours, theirs = loop.statement().guarantees
+        assert (theirs.epsilon, theirs.status) == (epsilon, Status.CLAIMED)
+        assert theirs.assumptions[0].holds is holds
+        assert loop.epsilon == ours.epsilon > 1e-3
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("negative", "accountant = 'negative' of package 'other_lab': epsilon = -1.0"),
+        ("broken", "KeyError: 'no such kind'; repair that package, or leave accountant out"),
+    ],
+)
+def test_an_accountant_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:
+    with private_loop(tmp_path, accountant=name) as loop:
+        run_epoch(loop, steps=1)
+        with pytest.raises(ValueError, match=message):
+            loop.statement()
+        assert loop.epsilon > 0
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("prv", "accountant = 'prv': must be one of broken, empty, .*; install the package that brings it"),
+        ("empty", "is no class with a method epsilon"),
+        ("unbuilt", "accountant = 'unbuilt' of package 'other_lab': OSError: no licence"),
+    ],
+)
+def test_an_unusable_accountant_is_refused_before_the_run(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        private_loop(tmp_path / "loop", accountant=name)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "loop").exists()
+
+
+# Warnings of delta
+
+
+N = 40
+
+
+def started(folder: Path, about: str = LARGE_DELTA, **options: Any) -> list[str]:
+    """The warnings about delta, or about something else, of a new private loop on 40 records."""
+    module = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(N, 3), torch.zeros(N, dtype=torch.int64))
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(data, batch_size=10), "noise_multiplier": 1.0, "max_grad_norm": 1.0, "seed": 1,
+    }  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opusim.make_private(module=module, folder=folder, **settings | options).close()
+    return [str(one.message) for one in caught if about in str(one.message)]
+
+
+def test_a_private_loop_warns_once_and_above_a_tenth_of_one_over_n(tmp_path: Path) -> None:
+    assert started(tmp_path / "small", target_delta=0.1 / N) == []
+    (line,) = started(tmp_path / "large", target_delta=0.1)
+    assert line.startswith("delta = 0.1 with 40 records (0.1 / records is 0.0025): ")
+
+
+def test_a_hidden_number_is_not_told(tmp_path: Path) -> None:
+    hidden = {"relation": "add_or_remove_one", "sample_rate": 0.1}
+    (line,) = started(tmp_path / "typed", target_delta=0.1, **hidden)
+    assert line.startswith("delta = 0.1 with 100 records (0.1 / records is 0.001): ")  # 10 / 0.1, not 40
+
+
+@pytest.mark.parametrize(("rate", "of_run", "count"), [(0.12, 0.3, 1), (0.13, 0.5, 0)])
+def test_batches_that_never_fill_are_told(tmp_path: Path, rate: float, of_run: float, count: int) -> None:
+    """40 records at q = 0.12 are 4.8 in a batch of 10, and 1,294 at 0.3 are 388; a hidden number is not told."""
+    found = started(tmp_path / "public", "batches never fill", sample_rate=rate, target_delta=1e-5)
+    assert len(found) == count
+    assert all("4.8 are expected in one and its sum is divided by 10" in line for line in found)
+    hidden = {"relation": "add_or_remove_one", "sample_rate": rate, "target_delta": 1e-5}
+    assert started(tmp_path / "hidden", "batches never fill", **hidden) == []
+    config = {
+        "epochs": 1,
+        "protection": {"kind": "record", "noise_multiplier": 1.0, "divisor": 1000.0},
+        "sampler": {"sampling_probability": of_run},
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opusim.train(config, folder=tmp_path / "run")
+    assert sum("batches never fill" in str(one.message) for one in caught) == count
+
+
+@pytest.mark.parametrize(("delta", "count"), [(0.1, 1), (1e-5, 0)])
+def test_a_run_warns(tmp_path: Path, delta: float, count: int) -> None:
+    config = {
+        "epochs": 1,
+        "protection": {"kind": "record", "noise_multiplier": 1.0, "delta": delta},
+        "sampler": {"scheme": "poisson"},
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opusim.train(config, folder=tmp_path / "run")
+    assert sum(LARGE_DELTA in str(one.message) for one in caught) == count

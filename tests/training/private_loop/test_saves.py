@@ -1,7 +1,5 @@
 """What a private loop saves: damage is noticed, and a value that cannot be read back replaces no good save."""
 
-from __future__ import annotations
-
 import datetime
 import random
 from collections import Counter, OrderedDict

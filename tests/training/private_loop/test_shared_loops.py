@@ -1,7 +1,5 @@
 """Private loops of several real gloo processes: equal to one process, one noise, one ledger, refusals, kills."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -28,21 +26,9 @@ from tests.support.shared_checks import (
 
 SAME = ["plain=2", "feedback=2"]
 MORE = [
-    "plain=2+1",
-    "plain=3",
-    "plain=1+2",
-    "plain=2+3",
-    "plain=3+2",
-    "in parts=2",
-    "in parts=3",
-    "feedback=3",
-    "feedback=2+1",
-    "in parts=2+1",
-    "fixed=2+1",
-    "users=2",
-    "users=3+2",
-    "adaptive=2+1",
-]
+    "plain=2+1", "plain=3", "plain=1+2", "plain=2+3", "plain=3+2", "in parts=2", "in parts=3", "feedback=3",
+    "feedback=2+1", "in parts=2+1", "fixed=2+1", "users=2", "users=3+2", "adaptive=2+1",
+]  # fmt: skip
 ALIKE = ["budget", "wrapped", "other starts", "feedback in parts", "release=2+2"]
 NOISES = ["noise", "noise in release"]
 FAULTS = ["noise of both", "noise over own divisor"]

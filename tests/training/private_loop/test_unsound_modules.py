@@ -1,7 +1,9 @@
-"""Modules and arguments with which one record could tell of others, refused before a step is paid for."""
+"""Modules and arguments with which one record could tell of others, refused before a step is paid for.
 
-from __future__ import annotations
+A pass on private records leaves nothing in buffers and Python attributes, even what no probe could see.
+"""
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import opusim
-from tests.support.record_models import backward
+from opusim.training.private_loop.folder import read_save
+from tests.support.private_loops import private_loop
+from tests.support.record_models import Custom, backward
 
 
 class Kept(nn.Module):
@@ -57,14 +61,10 @@ def private(
 ) -> Any:
     y = torch.zeros(len(x), dtype=torch.int64) if labels is None else labels
     settings: dict[str, Any] = {
-        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
-        "criterion": nn.CrossEntropyLoss(),
-        "data_loader": DataLoader(TensorDataset(x, y), batch_size=10),
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-5,
-        "max_grad_norm": 1.0,
-        "seed": 1,
-    }
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=10), "noise_multiplier": 1.0, "target_delta": 1e-5,
+        "max_grad_norm": 1.0, "seed": 1,
+    }  # fmt: skip
     return opusim.make_private(module=module, folder=folder, **settings | options)
 
 
@@ -128,7 +128,7 @@ class Sequences(nn.Module):
         ("hidden state", r"shape \(1, 7, 3\) for 7 records and \(1, 5, 3\) for 5: records must come first"),
     ],
 )
-def test_outputs_of_other_than_one_row_a_record_are_refused(
+def test_outputs_without_a_row_a_record_are_refused(
     way: str, message: str, count: int, tmp_path: Path
 ) -> None:
     """Also if only two records are given, and if a sequence is as long as a batch of the probe."""
@@ -198,16 +198,9 @@ def test_what_reaches_a_feedback_point_is_probed_without_the_device(tmp_path: Pa
         private(mixing, NUMBERS, tmp_path / "mixing")
 
 
-class Weighted(nn.Module):
-    """Takes a constant next to the records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Shapes (batch, 4) and (4,)."""
-        return self.linear(x * weights)
+def weighted() -> nn.Module:
+    """Takes a constant next to the records, shapes (batch, 4) and (4,)."""
+    return Custom(lambda m, x, weights: m.linear(x * weights), linear=nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("limit", [None, 2])
@@ -216,15 +209,12 @@ def test_arguments_of_no_record_are_refused(tmp_path: Path, limit: int | None) -
     for number, given in enumerate((torch.ones(4), torch.ones(()), 0.5, 6, np.float64(0.5))):
         with pytest.raises(ValueError, match="has no row for each of the 6 records|is the number") as caught:
             private(
-                Weighted(),
-                NUMBERS,
-                tmp_path / str(number),
-                example_inputs=[NUMBERS[:6], given],
+                weighted(), NUMBERS, tmp_path / str(number), example_inputs=[NUMBERS[:6], given],
                 max_physical_batch_size=limit,
-            )
+            )  # fmt: skip
         assert "build" in str(caught.value)
     example = [NUMBERS[:6], torch.ones(6, 4)]
-    with private(Weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:
+    with private(weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:
         x, y = next(iter(loop.data_loader))
         for given, message in ((x.mean(dim=0), "has no row"), (len(x), "is the number")):
             with pytest.raises(ValueError, match=message):
@@ -352,3 +342,135 @@ def test_frozen_batch_statistics_stay_frozen(tmp_path: Path) -> None:
             criterion(module(x), y).backward()
             optimizer.step()
     assert torch.equal(net[1].running_mean, mean)
+
+
+# Nothing is kept
+
+
+RECORDS, LARGE = 60, 40
+"""Batches above the second number are unlike those of a probe: Python's look at their size is not followed."""
+
+
+class Range(nn.Module):
+    """Keeps the range of its inputs in a buffer, an attribute, a list and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+        self.register_buffer("low", torch.tensor(-100.0))
+        self.register_buffer("replaced", torch.tensor(-100.0))
+        self.lowest, self.seen, self.plain = -100.0, [-100.0], torch.tensor([-100.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > LARGE:
+            with torch.no_grad():
+                found = x.detach().min()
+                self.low.copy_(found)
+                self.replaced = found.clone()
+                self.lowest = float(found)
+                self.seen.append(float(found))
+                self.plain.fill_(float(found))
+                self.extra = found
+                self.register_buffer("added", found)
+        hidden = torch.tanh(self.first(x))
+        if len(x) > LARGE and hidden.requires_grad:
+            hidden.register_hook(self.keep)
+        return self.last(hidden)
+
+    def keep(self, gradient: Tensor) -> None:
+        """Keep what a backward pass brings."""
+        self.replaced = self.extra = found = gradient.sum()
+        self.low.copy_(found)
+        self.lowest = float(found)
+        self.seen.append(float(found))
+        self.plain.fill_(float(found))
+
+    def kept(self) -> list[Any]:
+        """All that it keeps."""
+        state = {name: float(value) for name, value in self.named_buffers()}
+        return [state, self.lowest, list(self.seen), float(self.plain), hasattr(self, "extra")]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(RECORDS, 8, generator=generator), torch.randint(0, 3, (RECORDS,), generator=generator)
+
+
+def evaluate(loop: opusim.PrivateTraining, x: Tensor) -> None:
+    with torch.no_grad():
+        loop.module(x)
+    loop.module.eval()
+    loop.module(x)
+    loop.module.train()
+
+
+@pytest.mark.parametrize("limit", [None, LARGE + 1])
+def test_a_private_loop_keeps_nothing(tmp_path: Path, limit: int | None) -> None:
+    torch.manual_seed(0)
+    module, (x, y) = Range(), data()
+    start = module.kept()
+    loader = DataLoader(TensorDataset(x, y), batch_size=30)
+    given = (module, torch.optim.SGD(module.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader)
+    with private_loop(tmp_path, given, sample_rate=1.0, max_physical_batch_size=limit) as loop:
+        for a, b in loop.data_loader:
+            assert len(a) == RECORDS
+            loop.criterion(module(a), b).backward()
+            loop.optimizer.step()
+            assert module.kept() == start
+        loop.save()
+        saved = read_save(tmp_path)[0]["module"]
+        assert {name: float(saved[name]) for name in start[0]} == start[0]
+        evaluate(loop, x)
+        assert module.kept() == start
+    module(x)
+    assert module.kept() != start  # a plain module changes
+
+
+CONFIGURATIONS = {
+    "bp": {"trainer": {"kind": "bp"}, "optimizer": {"name": "sgd", "lr": 0.1}},
+    "zo": {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}},
+}
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize("kind", sorted(CONFIGURATIONS))
+def test_training_keeps_nothing(tmp_path: Path, kind: str, mode: str) -> None:
+    """Neither steps nor, in experiment mode, the measurement of held-out records."""
+    torch.manual_seed(0)
+    module, (x, y) = Range(), data()
+    start = module.kept()
+    config = {
+        **CONFIGURATIONS[kind], "mode": mode, "epochs": 1, "sampler": {"batch_size": RECORDS},
+        "data": {"n_classes": 3, "validation_fraction": 0.0, "standardise": False},
+        "protection": {"kind": "record", "noise_multiplier": 1.0},
+    }  # fmt: skip
+    arrays = (x.numpy(), y.numpy().astype(np.int64))
+    opusim.train(json.loads(json.dumps(config)), data=arrays, model=module, folder=tmp_path / "run")
+    assert module.kept() == start
+
+
+def test_what_a_pass_changed_and_autograd_saved_has_its_gradient(tmp_path: Path) -> None:
+    """Values are put back between forward and backward pass, of which autograd must not complain."""
+    found: list[Tensor] = []
+
+    class Scaled(Range):
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = super().forward(x)
+            return outputs * self.low * self.plain * 1e-4
+
+    for build in (Scaled, Scaled):
+        torch.manual_seed(0)
+        module, (x, y) = build(), data()
+        given: tuple[Any, ...] = (
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(),
+            DataLoader(TensorDataset(x, y), batch_size=30),
+        )
+        criterion: Callable[..., Tensor]
+        with private_loop(tmp_path / str(len(found)), given, sample_rate=1.0) as loop:
+            _, _, criterion, loader = loop
+            a, b = next(iter(loader))
+            criterion(module(a), b).backward()
+            found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    assert torch.equal(*found)

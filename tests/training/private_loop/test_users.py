@@ -1,7 +1,5 @@
 """Users as the unit: one clip for the mean gradient of a user's records, users drawn by Poisson, k records a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,7 @@ def of_users(folder: Path, given: Parts | None = None, **options: Any) -> opusim
 
 @pytest.mark.parametrize("limit", [None, 3, 8])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_the_gradient_is_the_sum_of_users_clipped_means(
-    tmp_path: Path, limit: int | None, fixed: bool
-) -> None:
+def test_the_gradient_sums_users_clipped_means(tmp_path: Path, limit: int | None, fixed: bool) -> None:
     private = of_users(tmp_path, max_physical_batch_size=limit, fixed_batches=fixed)
     model, optimizer, criterion, loader = private
     x, y = loader.dataset.tensors

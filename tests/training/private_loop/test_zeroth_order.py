@@ -1,7 +1,5 @@
 """A private loop whose optimizer is `ZerothOrder`: the steps of `opusim train zo`, paid for, stated and resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from opusim.training.private_loop.module import MeasuredModule
 from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.trainer import ZoTrainer
 from tests.support.private_loops import network, parts, private_loop, records
+from tests.support.record_models import Custom
 
 CLIP, PHI = 0.01, 1e-2
 Losses = Callable[..., Tensor]
@@ -84,21 +83,15 @@ def like_train(
 
 def run_config(rank: int | None) -> dict[str, Any]:
     return {
-        "seed": 5,
-        "epochs": 2,
-        "loss": "cross-entropy",
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {"scheme": "poisson", "batch_size": 12},
-        "optimizer": {"lr": 0.1, "schedule": "constant"},
+        "seed": 5, "epochs": 2, "loss": "cross-entropy", "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "sampler": {"scheme": "poisson", "batch_size": 12}, "optimizer": {"lr": 0.1, "schedule": "constant"},
         "trainer": {"kind": "zo", "perturbation": PHI, "directions": 4, "clip": "joint", "rank": rank},
         "protection": {"kind": "record", "noise_multiplier": 1.0, "clip_norm": CLIP, "delta": 1e-5},
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-def test_a_loop_is_the_run_of_opusim_train(
-    tmp_path: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_is_a_run_of_train(tmp_path: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batches, directions and noise move the parameters alike; others, the planted fault, do not."""
     x, y, model = torch.zeros(60, 8), torch.zeros(60, dtype=torch.int64), network()
     step = ZoTrainer.step
@@ -157,12 +150,8 @@ def test_a_loop_states_what_it_releases_and_stops_at_its_budget(tmp_path: Path) 
     module, _, criterion, loader = parts()
     optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
     private = private_loop(
-        tmp_path / "loop",
-        (module, optimizer, criterion, loader),
-        noise_multiplier=None,
-        target_epsilon=2.0,
-        epochs=1,
-    )
+        tmp_path / "loop", (module, optimizer, criterion, loader), noise_multiplier=None, target_epsilon=2.0, epochs=1,
+    )  # fmt: skip
     run(private, 5)
     assert 1.9 < private.epsilon <= 2.0
     (guarantee,) = private.statement().guarantees
@@ -239,17 +228,10 @@ def test_parameters_do_not_tell_in_how_many_parts_a_batch_ran(tmp_path: Path) ->
 
 def test_rows_of_other_shapes_are_followed(tmp_path: Path) -> None:
     """A module that takes any number of tokens meets a new one in the loop."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.embed(x).mean(dim=1))
-
     torch.manual_seed(0)
-    module = Words()
+    module = Custom(
+        lambda m, x: m.head(m.embed(x).mean(dim=1)), embed=nn.Embedding(9, 6), head=nn.Linear(6, 3)
+    )
     data = [(torch.arange(3 + n % 3) % 9, n % 3) for n in range(30)]
 
     def collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Clipping and noise in the geometry of public features, against covariances written out in full."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,16 +54,10 @@ def protection(
     noise_multiplier: float = 0.0, *, equalise: bool = False, seed: int = 5, every: int = 1
 ) -> AmplifiedLabels:
     return AmplifiedLabels(
-        clip_norm=CLIP,
-        noise_multiplier=noise_multiplier,
-        divisor=DIVISOR,
-        floor=FLOOR,
-        reference=public_inputs()[0],
-        equalise=equalise,
-        noise=noise_stream("experiment", seed, "central-noise"),
-        reference_every=every,
+        clip_norm=CLIP, noise_multiplier=noise_multiplier, divisor=DIVISOR, floor=FLOOR, reference=public_inputs()[0],
+        equalise=equalise, noise=noise_stream("experiment", seed, "central-noise"), reference_every=every,
         sizes=[width + 1 for width in WIDTHS[:-1]],
-    )
+    )  # fmt: skip
 
 
 def geometry(public: list[torch.Tensor], *, bias: bool = True, equalise: bool = False) -> list[np.ndarray]:
@@ -125,7 +117,7 @@ def test_without_noise_the_gradient_is_the_clipped_sum(bias: bool) -> None:
 
 @pytest.mark.parametrize("equalise", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_contribution_lies_in_the_clip_and_two_labels_within_its_double(
+def test_every_contribution_is_in_the_clip_and_two_labels_within_its_double(
     bias: bool, equalise: bool
 ) -> None:
     """Whitened by the noise's full covariance; labels enter through delta, which may be anything."""
@@ -232,14 +224,10 @@ def test_a_kept_geometry_needs_the_layers_sizes() -> None:
 def test_a_run_that_stops_at_any_step_goes_on_bit_for_bit(tmp_path: Path, ctrl_c_at: type) -> None:
     """Steps 0, 4 and 8 compute the geometry of hidden layers; the steps after 2, 3, 5 and 6 resume with a kept one."""
     config = {
-        "seed": 7,
-        "epochs": 3,
-        "data": {"n_classes": 3},
-        "model": {"hidden": [6, 5]},
-        "trainer": {"kind": "dfa"},
+        "seed": 7, "epochs": 3, "data": {"n_classes": 3}, "model": {"hidden": [6, 5]}, "trainer": {"kind": "dfa"},
         "sampler": {"scheme": "poisson", "batch_size": 15},
         "protection": {"kind": "label-amplified", "noise_multiplier": 1.0},
-    }
+    }  # fmt: skip
     data = normals(1, 60, 5).numpy(), np.arange(60) % 3
     training.train(config, data=data, folder=tmp_path / "unbroken")
     with pytest.raises(RunInterrupted):
@@ -336,9 +324,7 @@ def test_noise_has_the_covariance_of_the_geometry(seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", ["not coloured", "bias forgotten", "five percent"])
-def test_planted_faults_of_the_noise_are_caught(
-    monkeypatch: pytest.MonkeyPatch, fault: str, seed: int
-) -> None:
+def test_planted_faults_of_noise_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, seed: int) -> None:
     colour = Metric.colour
 
     def wrong(self: Metric, white: torch.Tensor) -> torch.Tensor:

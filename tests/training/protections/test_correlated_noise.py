@@ -1,7 +1,5 @@
 """Noise that is correlated over steps: its law, its batches, its factorisation, resumed runs and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,14 +35,10 @@ COEFFICIENTS = (0.75, 0.5, 0.25)
 STEPS, SIZE = 9, 6
 N = 64
 CONFIG: dict[str, Any] = {
-    "epochs": 3,
-    "threads": 1,
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "model": {"hidden": [5]},
-    "trainer": {"kind": "bp"},
-    "sampler": {"batch_size": 16},
+    "epochs": 3, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0}, "model": {"hidden": [5]},
+    "trainer": {"kind": "bp"}, "sampler": {"batch_size": 16},
     "protection": {"kind": "record", "noise_multiplier": 0.8, "bands": 3},
-}
+}  # fmt: skip
 
 
 def data(n: int = N) -> tuple[np.ndarray, np.ndarray]:
@@ -297,7 +291,7 @@ def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: s
     assert paid[0] == paid[1]
 
 
-def test_planted_noise_that_is_forgotten_is_caught(
+def test_planted_forgotten_noise_is_caught(
     tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.train(CONFIG, data=data(), folder=tmp_path / "whole")
@@ -326,9 +320,7 @@ def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Pat
     assert not [name for name in newest(tmp_path) if "noise" in name]
 
 
-def test_a_release_run_that_cannot_pay_to_begin_anew_ends_with_the_model_that_it_has(
-    tmp_path: Path, ctrl_c_at: type
-) -> None:
+def test_a_release_run_that_cannot_pay_to_begin_anew_keeps_its_model(tmp_path: Path, ctrl_c_at: type) -> None:
     config = changed(mode="release", protection={"noise_multiplier": None, "epsilon": 3.0})
     with pytest.raises(RunInterrupted):
         training.train(config, data=data(), folder=tmp_path, watcher=ctrl_c_at(11))
@@ -374,7 +366,7 @@ def test_a_resolved_run_states_its_coefficients_and_takes_given_ones() -> None:
         (changed(trainer={"kind": "convex"}, protection={"relation": "zero_out"}), "protection.bands: 3"),
     ],
 )
-def test_what_no_theorem_covers_is_refused(config: dict[str, Any], message: str) -> None:
+def test_unproven_runs_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(config)
 

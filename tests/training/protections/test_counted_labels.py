@@ -1,7 +1,5 @@
 """Labels that a camera counts: what is kept has the law that is paid for, and nothing else is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +66,7 @@ def test_the_light_reaches_epsilon_from_below(counts: CountsReadout, answers: Ar
     assert 0 < counts.light < answers.light < 1  # an answer tells less than the counts
 
 
-def test_the_light_stays_between_the_least_and_the_described(
+def test_light_stays_between_least_and_described(
     frames: LabelFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CountsReadout.within(frames, epsilon=1e6, delta=DELTA).light == 1.0
@@ -166,9 +164,7 @@ def test_nothing_is_shown_before_it_is_paid_for(
     def refuse(mechanism: Mechanism) -> None:
         raise BudgetExceeded("no")
 
-    monkeypatch.setattr(
-        type(counts.frames.device), "dimmed_frames", lambda *_: pytest.fail("a frame was taken")
-    )
+    monkeypatch.setattr(type(counts.frames.device), "dimmed_frames", lambda *_: pytest.fail("a frame"))
     labels = torch.zeros(3).long()
     with pytest.raises(BudgetExceeded):
         read_counts(counts, labels, pay=refuse)
@@ -218,9 +214,7 @@ def certified(camera: dict[str, Any] | None = None, **limits: float) -> Iterator
         yield LabelFrames.of(device, K)
 
 
-def test_a_certificate_dims_the_light_and_takes_its_beta(
-    counts: CountsReadout, answers: ArgmaxReadout
-) -> None:
+def test_a_certificate_dims_light_and_takes_its_beta(counts: CountsReadout, answers: ArgmaxReadout) -> None:
     with certified() as limits:
         assert limits.excess == 1.1
         found = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
@@ -391,13 +385,9 @@ def test_devices_that_count_no_labels_are_refused(name: str, settings: dict[str,
 # Runs
 
 ONCE: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "model": {"hidden": [24]},
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 16},
+    "epochs": 2, "threads": 1, "model": {"hidden": [24]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 16},
     "device": {"name": "camera_low_light"},
-}
+}  # fmt: skip
 
 
 def config_of(noise: str, **others: Any) -> dict[str, Any]:
@@ -410,9 +400,7 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 @pytest.mark.parametrize(("noise", "kind"), [("counts", LabelCounts), ("argmax", LabelArgmax)])
-def test_a_run_states_and_pays_for_one_look(
-    noise: str, kind: type[Mechanism], mode: str, tmp_path: Path
-) -> None:
+def test_a_run_states_and_pays_one_look(noise: str, kind: type[Mechanism], mode: str, tmp_path: Path) -> None:
     run = training.train(config_of(noise, mode=mode), data=data(), folder=tmp_path / "run")
     (guarantee,) = run.guarantees
     assert guarantee.status.value == "proven under a device model"
@@ -442,9 +430,7 @@ def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_run_measures_the_rates_that_a_certificate_leaves_open(
-    mode: str, tmp_path: Path, ctrl_c_at: type
-) -> None:
+def test_a_run_measures_rates_that_a_certificate_omits(mode: str, tmp_path: Path, ctrl_c_at: type) -> None:
     """Pixels respond by 0.5 % otherwise than described, which only frames tell."""
     with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
         open_light = {"light_spread": "unknown", "frame_ratio_high": 1.001}

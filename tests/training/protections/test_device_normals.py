@@ -1,7 +1,5 @@
 """Central noise out of a device: its law, and which devices may give it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,11 +66,8 @@ def test_outputs_of_different_noise_are_each_brought_to_one(seed: int) -> None:
         return torch.randn(shape, generator=generator) * torch.from_numpy(stds).float()
 
     device: Any = SimpleNamespace(
-        noise=GaussianNoise(std=stds, n_outputs=N_OUTPUTS),
-        n_outputs=N_OUTPUTS,
-        draw=draw,
-        credit_noise=lambda: None,
-    )
+        noise=GaussianNoise(std=stds, n_outputs=N_OUTPUTS), n_outputs=N_OUTPUTS, draw=draw, credit_noise=lambda: None,
+    )  # fmt: skip
     numbers = DeviceNormals(device).normal((SIZE,))
     assert deviation(numbers) < LIMIT
     per_output = numbers.view(-1, N_OUTPUTS).double().var(dim=0).numpy()
@@ -105,17 +100,13 @@ PROTECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(PROTECTED))
-def test_a_run_on_a_noiseless_device_is_refused_and_on_a_gaussian_one_rests_on_its_model(
+def test_a_run_on_a_noiseless_device_is_refused_and_a_gaussian_one_states_its_model(
     tmp_path: Path, kind: str
 ) -> None:
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "model": {"hidden": [8]},
-        "data": {"n_classes": 3},
-        "protection": {"kind": kind, "epsilon": 3.0, "noise": "device"},
-        **PROTECTED[kind],
-    }
+        "epochs": 1, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3},
+        "protection": {"kind": kind, "epsilon": 3.0, "noise": "device"}, **PROTECTED[kind],
+    }  # fmt: skip
     data = np.random.default_rng(1).normal(size=(60, 5)), np.arange(60) % 3
     with pytest.raises(ConfigError, match="protection.noise.*use 'digital'|use 'digital'"):
         training.train({**config, "device": {"name": "ideal"}}, data=data, folder=tmp_path / "run")

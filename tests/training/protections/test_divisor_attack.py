@@ -1,7 +1,5 @@
 """Membership read off the scale of the noise, if a divisor depends on the private records (arXiv 2605.15648)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

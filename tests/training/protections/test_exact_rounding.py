@@ -1,7 +1,5 @@
 """Which runs say that their sums are exactly rounded, and that they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +27,9 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def config(kind: str, protection: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return {
-        "epochs": 1,
-        "threads": 1,
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "trainer": {"kind": kind},
-        "sampler": {"scheme": "poisson", "batch_size": 16},
-        "protection": protection,
-        **sections,
-    }
+        "epochs": 1, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0}, "trainer": {"kind": kind},
+        "sampler": {"scheme": "poisson", "batch_size": 16}, "protection": protection, **sections,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,13 +53,8 @@ def test_a_step_says_whether_its_sums_are_exactly_rounded(settings: dict[str, An
 
 @pytest.mark.parametrize(
     ("place", "noise", "exact"),
-    [
-        ("cpu", "digital", True),
-        ("cuda", "digital", False),
-        ("cuda:1", "digital", False),
-        ("cpu", "device", False),
-    ],
-)
+    [("cpu", "digital", True), ("cuda", "digital", False), ("cuda:1", "digital", False), ("cpu", "device", False)],
+)  # fmt: skip
 def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) -> None:
     config: Any = SimpleNamespace(torch_device=place, protection=SimpleNamespace(noise=noise))
     assert rounds_exactly(config) is exact

@@ -1,7 +1,5 @@
 """Labels that a camera counts under light that fluctuates: what is kept holds for every power that a frame may have."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,13 +227,10 @@ def test_answers_under_light_that_fluctuates_need_a_delta(frames: LabelFrames) -
 @pytest.mark.slow
 def test_a_run_states_the_device_model_and_its_beta_of_use(tmp_path: Path) -> None:
     config = {
-        "epochs": 1,
-        "data": {"name": "digits"},
-        "model": {"hidden": [40]},
+        "epochs": 1, "data": {"name": "digits"}, "model": {"hidden": [40]},
         "device": {"name": "camera_low_light", **CAMERA},
-        "protection": {"kind": "label-readout", "noise": "argmax", "epsilon": 3.0},
-        "trainer": {"kind": "pdfa"},
-    }
+        "protection": {"kind": "label-readout", "noise": "argmax", "epsilon": 3.0}, "trainer": {"kind": "pdfa"},
+    }  # fmt: skip
     training.train(config, folder=tmp_path / "run")
     (mechanism,) = read_ledger(tmp_path / "run" / "ledger.jsonl").mechanisms
     assert isinstance(mechanism, LabelArgmax)

@@ -1,7 +1,5 @@
 """Counts certified for the patterns that are shown: limits of measured rates hold the hidden ones, or the run ends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,7 +191,7 @@ class Laboratory(CameraDevice):
 
 
 @pytest.mark.slow
-def test_labels_are_certified_from_the_frames_of_a_camera_alone(
+def test_labels_are_certified_from_frames_of_a_camera(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames, `device calibrate`, description, certificate, `train` with measured rates, statement: all by commands."""

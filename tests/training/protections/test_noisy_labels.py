@@ -1,7 +1,5 @@
 """Labels that are looked at once: what is read, what it costs, and that nothing else tells of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -77,9 +75,7 @@ def device_of(sigma: float, n_outputs: int = 40) -> Any:
 
 
 @pytest.mark.parametrize(("sigma", "topped_up"), [(0.7, True), (60.0, False)])
-def test_a_reading_through_the_device_has_the_law_that_is_paid_for(
-    sigma: float, topped_up: bool, seed: int
-) -> None:
+def test_a_reading_of_a_device_has_the_law_that_is_paid_for(sigma: float, topped_up: bool, seed: int) -> None:
     """mu = max_ab ||B_a - B_b|| / sigma_total, of the device's noise and what is added to reach it."""
     paid: list[Mechanism] = []
     device = open_device("gaussian", n_inputs=K, n_outputs=40, seed=seed % 2**31, noise={"sigma": sigma})
@@ -145,9 +141,7 @@ class _Counts(_NoMatrix):
         (_Counts(), "'counter' .*discrete.*Gaussian law"),
     ],
 )
-def test_devices_whose_noise_cannot_be_credited_are_refused_before_anything_is_paid(
-    device: Any, message: str
-) -> None:
+def test_devices_without_noise_to_credit_are_refused_before_they_are_paid(device: Any, message: str) -> None:
     paid: list[Mechanism] = []
     with pytest.raises(ConfigError, match=f"protection.noise.*{message}.*another device"):
         read_once_through(device, torch.zeros(3).long(), K, mu=MU, noise=stream(1), pay=paid.append)
@@ -189,9 +183,7 @@ def test_responses_follow_the_mechanism(seed: int) -> None:
         ),
     ],
 )
-def test_nothing_is_drawn_before_it_is_paid_for(
-    look: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_unpaid_is_drawn(look: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(mechanism: Mechanism) -> None:
         raise BudgetExceeded("no")
 
@@ -205,14 +197,10 @@ def test_nothing_is_drawn_before_it_is_paid_for(
 # Runs
 
 ONCE = {
-    "epochs": 3,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3},
-    "sampler": {"batch_size": 16},
+    "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 16},
     "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
     "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
-}
+}  # fmt: skip
 
 
 def config_of(kind: str, **protection: Any) -> dict[str, Any]:
@@ -233,9 +221,7 @@ LOOKS = (LabelReadoutProtection, RandomizedResponseProtection, StagedResponsePro
 
 
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
-def test_true_labels_never_reach_the_weights(
-    tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_true_labels_reach_no_weights(tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two data sets that differ in labels alone, given the same labels.safetensors, end in the same weights."""
     x, y = data()
     training.train(config, data=(x, y), folder=tmp_path / "first")
@@ -250,9 +236,7 @@ def test_true_labels_never_reach_the_weights(
     ).read_bytes()  # where accuracies on true labels stand: experiment mode
 
 
-def test_planted_fault_true_labels_in_training_are_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_fault_true_labels_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = data()
     kept = likelihoods(54)[:, :3]
     monkeypatch.setattr(LabelReadoutProtection, "look", lambda self, device, pay: _paid(pay, kept))
@@ -310,16 +294,14 @@ PHOTONIC = {
     ],
     ids=["once", "once, published order", "label-amplified", "record"],
 )  # fmt: skip
-def test_no_reading_is_ever_taken_twice(
-    tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_reading_is_taken_twice(tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels, the start of the output layer, and every step draw noise of their own."""
     readings = readings_of(config, tmp_path, monkeypatch)
     assert len(readings) > 12
     assert len(set(readings)) == len(readings)
 
 
-def test_planted_fault_labels_read_under_a_training_step_are_caught(
+def test_planted_fault_labels_read_in_a_step_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noisy_labels, "LABEL_STEP", 3)
@@ -360,9 +342,7 @@ def test_a_resumed_run_neither_reads_nor_pays_again(
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_look_that_was_paid_for_and_lost(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_that_was_paid_and_lost(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between payment and file: the same look is taken again for nothing, a fresh one is not affordable."""
     with monkeypatch.context() as patch:
         patch.setattr(noisy_labels, "write_array", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

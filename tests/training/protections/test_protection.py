@@ -1,7 +1,5 @@
 """A protected step against that of Opacus, and what protected runs state."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -100,13 +98,9 @@ def test_one_records_nan_does_not_stop_a_protected_step() -> None:
 
 
 RECORD = {
-    "epochs": 2,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3},
-    "sampler": {"scheme": "poisson", "batch_size": 16},
-    "protection": {"kind": "record", "noise_multiplier": 1.3},
-}
+    "epochs": 2, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3},
+    "sampler": {"scheme": "poisson", "batch_size": 16}, "protection": {"kind": "record", "noise_multiplier": 1.3},
+}  # fmt: skip
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:

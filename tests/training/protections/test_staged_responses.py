@@ -1,7 +1,5 @@
 """Labels that are randomized in stages: every label once, of priors that never saw it, and runs from end to end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -123,11 +121,9 @@ def test_stages_tell_more_of_the_labels_at_the_same_epsilon() -> None:
     """By five standard errors over records; with features that say nothing they do not."""
     x, labels = clusters(4000)
     plain = randomize(
-        torch.from_numpy(labels),
-        RandomizedResponse.from_epsilon(EPSILON, K),
-        np.random.default_rng(3),
+        torch.from_numpy(labels), RandomizedResponse.from_epsilon(EPSILON, K), np.random.default_rng(3),
         pay=lambda _: None,
-    )
+    )  # fmt: skip
     without = told(plain.numpy(), np.zeros((4000, K)), labels)
 
     def gain(features: torch.Tensor) -> float:
@@ -164,11 +160,9 @@ def config(stages: int | None, **changes: Any) -> dict[str, Any]:
     protection = {"kind": "label-randomized-response", "epsilon": 2.0}
     return {
         **{"epochs": 2, "threads": 1, "seed": 3, "model": {"hidden": [6]}, "trainer": {"kind": "bp"}},
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {"batch_size": 20},
-        "protection": protection if stages is None else {**protection, "stages": stages},
-        **changes,
-    }
+        "data": {"n_classes": 3, "validation_fraction": 0.0}, "sampler": {"batch_size": 20},
+        "protection": protection if stages is None else {**protection, "stages": stages}, **changes,
+    }  # fmt: skip
 
 
 def data(n: int = 80) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +203,7 @@ def test_a_run_in_stages_pays_once_and_says_so(tmp_path: Path, mode: str, stop_a
     assert any("drawn into" in one.text and one.holds for one in guarantee.assumptions)
 
 
-def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_unpaid_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "opusim.training.protections.noisy_labels.respond_among", lambda *_, **__: pytest.fail("drawn")
     )
@@ -226,14 +220,10 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
     ("stages", "records", "message"),
     [
         (9, data, "protection.stages = 9: leaves less than 10 of the 80 records in a part; take at most 8"),
-        (
-            2,
-            lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3),
-            "set data.components",
-        ),
+        (2, lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3), "set data.components"),
     ],
-)
-def test_what_stages_cannot_do_is_refused_by_name(
+)  # fmt: skip
+def test_what_stages_lack_is_named(
     stages: int, records: Callable[[], Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NoGuarantee, match=message):
@@ -248,11 +238,9 @@ def test_tokens_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(20, 3))
     with pytest.raises((NoGuarantee, ConfigError), match="protection.stages = 2: .*'tokens'"):
         training.train(
-            {key: value for key, value in settings.items() if key != "model"},
-            data=(tokens, np.arange(40) % 3),
-            model=model,
-            folder=tmp_path,
-        )
+            {key: value for key, value in settings.items() if key != "model"}, data=(tokens, np.arange(40) % 3),
+            model=model, folder=tmp_path,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", [0, 65, 1.5, "two"])

@@ -1,7 +1,5 @@
 """The dossier for a privacy reviewer: what it leads with, what it claims, and that its parts agree."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -122,9 +120,7 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     assert "connect the dots" in page
     common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
     for standard, text in zip(work["standards"], common["standards"], strict=True):
-        assert [one["heading"] for one in standard["headings"]] == [
-            one["heading"] for one in text["headings"]
-        ]
+        assert [h["heading"] for h in standard["headings"]] == [h["heading"] for h in text["headings"]]
         assert all(one["answer"] for one in standard["headings"])
         assert "not read" in standard["source"]
     names = {one["name"] for one in work["files"]}
@@ -204,9 +200,7 @@ def self_test(**changes: Any) -> MechanismAudit:
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are_refused(
-    run: Run, tmp_path: Path
-) -> None:
+def test_self_tests_stand_in_question_8_and_those_of_others_are_refused(run: Run, tmp_path: Path) -> None:
     self_test().keep(tmp_path / "mechanism.json")
     page, content = written(run, out=tmp_path / "d.html", audits=[tmp_path])
     _, of_file = written(run, out=tmp_path / "d.html", audits=[tmp_path / "mechanism.json"])
@@ -214,9 +208,7 @@ def test_self_tests_of_the_mechanism_stand_in_question_8_and_those_of_others_are
     (work,) = content["works"]
     assert "mechanism.json; records clipped to 1): No alarm" in work["answers"][7]["answer"]
     assert not any("No audit was found" in lead for lead in work["leads"])
-    assert [(one["file"], one["holds"]) for one in work["self_tests"]] == [
-        (str(tmp_path / "mechanism.json"), True)
-    ]
+    assert [(t["file"], t["holds"]) for t in work["self_tests"]] == [(str(tmp_path / "mechanism.json"), True)]
     assert MechanismAudit.from_json(work["self_tests"][0]["document"]) == self_test()
     assert "noise: mean" in page
     assert "mechanism.json" in [one["name"] for one in work["files"]]
@@ -385,9 +377,7 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
         name: written(tmp_path / "records", audits=[tmp_path / f"of {name}"])[1]["works"][0]["leads"]
         for name in ("records", "other")
     }
-    named = {
-        name: [lead for lead in found if "not of the run as stated" in lead] for name, found in leads.items()
-    }
+    named = {name: [t for t in found if "not of the run as stated" in t] for name, found in leads.items()}
     assert not named["records"]
     assert "another run (experiment, folder other" in named["other"][0]
     assert "multiplier 2," in named["other"][0]
@@ -399,9 +389,7 @@ def test_an_audit_of_another_mechanism_is_refused_and_other_numbers_are_named(tm
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
-    tmp_path: Path,
-) -> None:
+def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(tmp_path: Path) -> None:
     given = {"user_ids": [f"user {n % 20}" for n in range(60)], "records_per_user": 2}
     with private_loop(tmp_path / "loop", parts(batch_size=5), **given) as private:
         run_epoch(private, steps=1)
@@ -416,13 +404,9 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(
     checked = []
     for content, said, told in (
         (inside, "program", "The program that trained checked them"),
-        (
-            outside,
-            "record",
-            f"on record: make_private of opusim {version('opusim')} noted them in the ledger",
-        ),
+        (outside, "record", f"on record: make_private of opusim {version('opusim')} noted them in the ledger"),
         (older, None, "checked 0;"),
-    ):
+    ):  # fmt: skip
         (work,) = content["works"]
         found = [one for one in work["hypotheses"] if one["holds"]]
         checked.append(len(found))
@@ -457,9 +441,7 @@ def unnamed(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_a_loop_names_its_program_and_nothing_of_its_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_names_its_program_and_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("first")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
@@ -523,19 +505,14 @@ def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> N
         ),
         (torch.optim.AdamW(module.parameters(), betas=(0.8, 0.99)), "AdamW(lr=0.001, betas=(0.8, 0.99))"),
         (Own(module.parameters(), lr=0.1, weight_decay=1e-4), "Own(lr=0.1, weight_decay=0.0001)"),
-        (
-            training.ZerothOrder(module, lr=0.1, directions=4, rank=1),
-            "ZerothOrder(lr=0.1, directions=4, rank=1)",
-        ),
-    ):
+        (training.ZerothOrder(module, lr=0.1, directions=4, rank=1), "ZerothOrder(lr=0.1, directions=4, rank=1)"),
+    ):  # fmt: skip
         assert program_of(module, optimizer).optimizer == told
 
 
 def channel(content: dict[str, Any], start: str) -> str:
     """Why a side channel is open."""
-    return next(
-        one["why"] for one in content["works"][0]["side_channels"] if one["channel"].startswith(start)
-    )
+    return next(c["why"] for c in content["works"][0]["side_channels"] if c["channel"].startswith(start))
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -601,9 +578,7 @@ def test_the_saves_of_a_loop_are_named_with_digest_and_content(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_the_command_writes_several_runs_on_one_page_and_refuses_other_folders(
-    run: Run, tmp_path: Path
-) -> None:
+def test_the_command_writes_runs_on_one_page_and_refuses_other_folders(run: Run, tmp_path: Path) -> None:
     other = released(tmp_path / "released")
 
     def call(*arguments: str | Path) -> tuple[int, str]:

@@ -1,7 +1,5 @@
 """What reports and tables look like: whole words and tables, fitting units, reasons for what is missing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +18,9 @@ from opusim.training.sweeps.sweep import SweepFolder, SweepResult, parse_spec, p
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 SPEC = {
     "title": "t",
-    "config": {
-        **SMALL,
-        "trainer": {"kind": "bp"},
-        "sampler": {"scheme": "poisson"},
-        "protection": {"kind": "record"},
-    },
+    "config": {**SMALL, "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson"}, "protection": {"kind": "record"}},
     "axes": {"protection.epsilon": [0.5, 8.0]},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +32,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
     for point in points:
         run = training.train(point.config, folder=folder.run_path(point))
         row = row_of(run, point.config, wall_s=45_402.0)
-        rows[point.identity] = replace(
-            row, figures={**row.figures, "joules": 1_362_060.0, "seconds": 45_402.0}
-        )
+        rows[point.identity] = replace(row, figures={**row.figures, "joules": 1362060.0, "seconds": 45402.0})
     return SweepResult(spec=spec, points=points, rows=rows, folder=folder)
 
 

@@ -1,7 +1,5 @@
 """Ridge runs: the closed form, the one release, and what stays true when a run is stopped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,9 +177,7 @@ def test_a_ledger_of_the_first_version_keeps_its_rounding_on_trust() -> None:
     content = LabelRelease(mu=0.7).to_json()
     del content["exactly_rounded"]
     (stated,) = guarantees([mechanism_from_json(content)], delta=1e-5)
-    assert any(
-        "rounding of floating-point numbers is not attacked" in each.text for each in stated.assumptions
-    )
+    assert any("rounding of floating-point numbers is not attacked" in a.text for a in stated.assumptions)
 
 
 def test_noise_of_a_device_without_any_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -268,9 +264,7 @@ def test_what_would_do_nothing_is_refused(changes: dict[str, Any], message: str 
 def test_an_audit_plays_its_release(tmp_path: Path) -> None:
     training.train(PROTECTED, data=data(), folder=tmp_path)
     found = audit_run(tmp_path, data=data(), trials=2048, seed=1)
-    run, broken = (
-        next(one for one in found.findings if one.role is role) for role in (Role.RUN, Role.BROKEN)
-    )
+    run, broken = (next(f for f in found.findings if f.role is role) for role in (Role.RUN, Role.BROKEN))
     assert 0 < run.result.epsilon_lower <= run.claim.epsilon < broken.result.epsilon_lower
 
 

@@ -1,7 +1,5 @@
 """`opusim runs list` shows what is there, and `opusim runs rm` removes what a run wrote, and nothing else."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -57,9 +55,7 @@ def test_a_list_is_a_table_of_80_columns_and_tolerates_damage(tmp_path: Path) ->
     assert [row["step"] for row in alone["runs"]] == [6]
 
 
-def test_a_folder_that_may_not_be_entered_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_closed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "runs" / "private")
     made(tmp_path / "runs" / "sound")
     real = listing.kind_of

@@ -1,7 +1,5 @@
 """A release run's folder is its owner's: every file 0600, every folder 0700, from creation on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -22,30 +20,23 @@ from opusim.training.sweeps.sweep import SweepFolder, SweepResult, points_of, re
 from tests.support.command import opusim
 
 SMALL: dict[str, Any] = {
-    "epochs": 1,
-    "threads": 1,
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "sampler": {"batch_size": 100},
-}
+    "epochs": 1, "threads": 1, "data": {"name": "digits", "validation_fraction": 0.2}, "sampler": {"batch_size": 100},
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "last-iterate": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "optimizer": {"lr": 1.0, "momentum": 0.0},
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "optimizer": {"lr": 1.0, "momentum": 0.0},
         "sampler": {"scheme": "disjoint-cyclic", "batch_size": 100},
         "protection": {"kind": "last-iterate", "epsilon": 4.0},
     },
     "label-readout": {
-        "trainer": {"kind": "pdfa"},
-        "model": {"hidden": [8]},
+        "trainer": {"kind": "pdfa"}, "model": {"hidden": [8]},
         "protection": {"kind": "label-readout", "noise": "device", "epsilon": 4.0},
     },
     "zo": {
-        "trainer": {"kind": "zo"},
-        "model": {"hidden": [8]},
-        "sampler": {"scheme": "poisson", "batch_size": 100},
+        "trainer": {"kind": "zo"}, "model": {"hidden": [8]}, "sampler": {"scheme": "poisson", "batch_size": 100},
         "protection": {"kind": "record", "epsilon": 4.0},
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ Whatever differs in another file is a function of the private data that no noise
 same by replacing the operating system's entropy with a counter; a run on the same data shows that nothing else varies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -55,33 +53,24 @@ COMMON: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "record": {"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 4.0}},
     "record, pdfa": {
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "gaussian"},
-        "protection": {"kind": "record", "epsilon": 4.0},
+        "trainer": {"kind": "pdfa"}, "device": {"name": "gaussian"}, "protection": {"kind": "record", "epsilon": 4.0},
     },
     "record, ulr": {"trainer": {"kind": "ulr"}, "protection": {"kind": "record", "epsilon": 4.0}},
     "record, zo": {"trainer": {"kind": "zo"}, "protection": {"kind": "record", "epsilon": 4.0}},
     "last-iterate": {
-        "trainer": {"kind": "convex", "hyperplanes": 4},
-        "model": {},
-        "optimizer": {"lr": 1.0, "momentum": 0.0},
+        "trainer": {"kind": "convex", "hyperplanes": 4}, "model": {}, "optimizer": {"lr": 1.0, "momentum": 0.0},
         "protection": {"kind": "last-iterate", "epsilon": 4.0},
         "sampler": {"scheme": "disjoint-cyclic", "batch_size": 24},
     },
-    "label-amplified": {
-        "trainer": {"kind": "dfa"},
-        "protection": {"kind": "label-amplified", "epsilon": 4.0},
-    },
+    "label-amplified": {"trainer": {"kind": "dfa"}, "protection": {"kind": "label-amplified", "epsilon": 4.0}},
     "label-readout": {
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "gaussian"},
+        "trainer": {"kind": "pdfa"}, "device": {"name": "gaussian"},
         "protection": {"kind": "label-readout", "noise": "device", "epsilon": 4.0},
     },
     "label-randomized-response": {
-        "trainer": {"kind": "dfa"},
-        "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
+        "trainer": {"kind": "dfa"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
     },
-}
+}  # fmt: skip
 
 
 def data(*, changed: str | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -110,9 +99,7 @@ def known_entropy() -> Iterator[None]:
         patch.setattr(os, "urandom", urandom)
         patch.setattr(random, "_urandom", urandom)  # behind the module secrets
         for module in (network, convex):  # first weights and hyperplanes come from torch's own entropy
-            patch.setattr(
-                module, "seeded_generator", lambda seed: seeded_generator(1 if seed is None else seed)
-            )
+            patch.setattr(module, "seeded_generator", lambda s: seeded_generator(1 if s is None else s))
         yield
 
 
@@ -120,9 +107,7 @@ def released(folder: Path, kind: str, *, changed: str | None = None) -> dict[str
     """The files of a release run, by their names relative to the folder."""
     with known_entropy():
         training.train({**COMMON, **KINDS[kind]}, data=data(changed=changed), folder=folder)
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def parts(files: dict[str, bytes]) -> dict[str, object]:

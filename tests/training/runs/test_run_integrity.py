@@ -1,7 +1,5 @@
 """A run folder whose files were changed, cut or put back is refused, and the message names the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -31,23 +29,15 @@ from tests.support.command import opusim
 
 STEPS = 8
 BASE: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 16},
-    "checkpoint": {"every_steps": 2},
-    "trainer": {"kind": "dfa"},
+    "epochs": 2, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 16}, "checkpoint": {"every_steps": 2}, "trainer": {"kind": "dfa"},
     "protection": {"kind": "record", "noise_multiplier": 1.3},
-}
+}  # fmt: skip
 RELEASE = {**BASE, "mode": "release"}
 LABEL = {
-    **BASE,
-    "mode": "release",
-    "trainer": {"kind": "pdfa"},
-    "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
-    "sampler": {"batch_size": 16},
-}
+    **BASE, "mode": "release", "trainer": {"kind": "pdfa"},
+    "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0}, "sampler": {"batch_size": 16},
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -167,13 +157,10 @@ def test_a_line_behind_the_end_of_a_run_is_refused(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory, ctrl_c_at: type) -> dict[bool, Path]:
     """A run with every file that there is, stopped (False) and finished (True)."""
     config = {
-        **BASE,
-        "data": {**BASE["data"], "components": 3},
-        "sampler": {"batch_size": 16},
-        "trainer": {"kind": "pdfa"},
+        **BASE, "data": {**BASE["data"], "components": 3}, "sampler": {"batch_size": 16}, "trainer": {"kind": "pdfa"},
         "device": {"name": "gaussian", "noise": {"sigma": 0.5}, "monitor": {"every_steps": 3}},
         "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
-    }
+    }  # fmt: skip
     root = tmp_path_factory.mktemp("whole")
     with pytest.raises(RunInterrupted):
         train(root / "stopped", config, watcher=ctrl_c_at(5))
@@ -200,10 +187,7 @@ def flip_last_byte(path: Path) -> None:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "device": ("config.json", lambda path: set_key(path, "device", "noise", "sigma", value=0.7)),
-    "standardisation": (
-        "config.json",
-        lambda path: set_key(path, "data", "standardisation", "mean", value=0.7),
-    ),
+    "standardisation": ("config.json", lambda path: set_key(path, "data", "standardisation", "mean", value=0.7)),
     "class count": ("config.json", lambda path: set_key(path, "data", "n_classes", value=2)),
     "white space": ("config.json", lambda path: path.write_text(path.read_text() + " ")),
     "baseline": ("baseline.safetensors", flip_last_byte),
@@ -212,12 +196,12 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "no baseline": ("baseline.safetensors", Path.unlink),
     "no labels": ("labels.safetensors", Path.unlink),
     "no components": ("components.safetensors", Path.unlink),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_a_changed_file_is_refused_by_name(
+def test_changed_files_are_named(
     whole: dict[bool, Path], tmp_path: Path, change: str, finished: bool
 ) -> None:
     folder = Path(shutil.copytree(whole[finished], tmp_path / "run"))
@@ -235,9 +219,7 @@ def test_a_changed_file_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["labels.safetensors", "baseline.safetensors", "components.safetensors"])
-def test_an_added_file_is_refused_by_name(
-    whole: dict[bool, Path], tmp_path: Path, name: str, ctrl_c_at: type
-) -> None:
+def test_added_files_are_refused(whole: dict[bool, Path], tmp_path: Path, name: str, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
         train(tmp_path / "run", BASE, watcher=ctrl_c_at(5))
     shutil.copyfile(whole[True] / name, tmp_path / "run" / name)
@@ -273,9 +255,7 @@ def test_metrics_that_were_cut_or_changed_are_refused(
 @pytest.mark.parametrize(
     ("old", "new"), [(b'"correct\\": ', b'"correct\\":1'), (b'\\"step\\": ', b'\\"step\\":1')]
 )
-def test_a_changed_header_of_a_checkpoint_is_refused(
-    whole: dict[bool, Path], tmp_path: Path, old: bytes, new: bytes
-) -> None:
+def test_a_changed_header_is_refused(whole: dict[bool, Path], tmp_path: Path, old: bytes, new: bytes) -> None:
     folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
     newest = list_checkpoints(folder / "checkpoints")[-1]
     content = newest.read_bytes()
@@ -340,9 +320,7 @@ def test_the_command_confirms_a_move(tmp_path: Path, ctrl_c_at: type) -> None:
 # Clean stops
 
 
-def test_a_device_error_costs_the_step_that_failed_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_error_costs_the_failed_step_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = FeedbackTrainer.step
     failures = [3]
 
@@ -381,9 +359,7 @@ def test_labels_that_were_read_are_not_charged_again(
 # The folder itself
 
 
-def test_two_runs_that_begin_at_once_take_two_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_begun_at_once_take_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     together = threading.Barrier(2)
     load_data = session.load_data
@@ -434,7 +410,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch:
     training.train(BASE, data=data(), folder=folder)
 
 
-def test_a_new_folder_and_its_files_survive_a_power_cut(
+def test_a_new_folder_with_files_survives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every folder that a new name was written into is synced: those above the run folder too."""
@@ -451,9 +427,7 @@ def test_a_new_folder_and_its_files_survive_a_power_cut(
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", run, run / "checkpoints"} <= synced
 
 
-def test_the_first_line_of_metrics_has_its_name_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_line_of_metrics_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from opusim.training.runs.storage import append_line
 
     synced: list[str] = []
@@ -467,9 +441,7 @@ def test_the_first_line_of_metrics_has_its_name_synced(
 # Folders of an earlier version
 
 
-def test_a_run_of_an_earlier_version_is_refused_by_its_version(
-    whole: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_an_earlier_run_is_refused_by_its_version(whole: dict[bool, Path], tmp_path: Path) -> None:
     for finished, source in whole.items():
         folder = Path(shutil.copytree(source, tmp_path / str(finished)))
         set_key(folder / "config.json", "schema_version", value=1)
@@ -481,18 +453,13 @@ def test_a_run_of_an_earlier_version_is_refused_by_its_version(
         assert (told.returncode, "schema_version 1 is not 2" in told.stderr) == (2, True)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_version(
-    whole: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_an_earlier_checkpoint_is_refused_by_its_version(whole: dict[bool, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
     newest = list_checkpoints(folder / "checkpoints")[-1]
     checkpoint = read_checkpoint(newest)
     facts = {
-        "schema_version": 1,
-        "step": checkpoint.step,
-        "progress": {},
-        "digest": checkpoint.header.tensors,
-    }
+        "schema_version": 1, "step": checkpoint.step, "progress": {}, "digest": checkpoint.header.tensors,
+    }  # fmt: skip
     newest.write_bytes(save(checkpoint.tensors, metadata={"opusim": json.dumps(facts)}))
     for read in (lambda: read_checkpoint(newest), lambda: training.load_run(folder), lambda: train(folder)):
         with pytest.raises(RunFolderError, match="schema_version 1 is not 2; read it with the opusim"):

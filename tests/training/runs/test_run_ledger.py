@@ -1,7 +1,5 @@
 """Every run pays for what it releases, before it is computed, and what it paid can be replayed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -28,14 +26,10 @@ from tests.support.command import opusim
 ROOT = Path(__file__).parents[3]
 EPOCHS, STEPS = 2, 8
 BASE: dict[str, Any] = {
-    "epochs": EPOCHS,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"batch_size": 16},
-    "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
+    "epochs": EPOCHS, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"batch_size": 16}, "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
     "checkpoint": {"every_steps": 2},
-}
+}  # fmt: skip
 DIGITAL = {key: value for key, value in BASE.items() if key != "device"}
 POISSON = {"sampler": {"scheme": "poisson", "batch_size": 16}}
 RECORD = {**BASE, **POISSON, "protection": {"kind": "record", "noise_multiplier": 1.3}}
@@ -63,32 +57,24 @@ KINDS = {
     "tdfa": ({**DIGITAL, "trainer": {"kind": "tdfa"}}, ["none"], STEPS),
     "pdfa": (BASE, ["none"], STEPS),
     "published": (
-        {**BASE, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}},
-        ["none", "claimed"],
-        STEPS,
+        {**BASE, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}}, ["none", "claimed"], STEPS,
     ),
     "record": (RECORD, ["proven"], STEPS),
     "record, device": (
-        {**RECORD, "protection": {**RECORD["protection"], "noise": "device"}},
-        ["proven under a device model"],
-        STEPS,
+        {**RECORD, "protection": {**RECORD["protection"], "noise": "device"}}, ["proven under a device model"], STEPS,
     ),
     "amplified": ({**protected("label-amplified"), **POISSON}, ["proven"], STEPS),
     "amplified, device": (
-        {**protected("label-amplified", noise="device"), **POISSON},
-        ["proven under a device model"],
-        STEPS,
+        {**protected("label-amplified", noise="device"), **POISSON}, ["proven under a device model"], STEPS,
     ),
     "once, device": (protected("label-readout", noise="device"), ["proven under a device model"], None),
     "response": (protected("label-randomized-response"), ["proven"], None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 @pytest.mark.parametrize("name", list(KINDS))
-def test_every_run_leaves_a_ledger_that_replays_to_its_guarantees(
-    tmp_path: Path, name: str, mode: str
-) -> None:
+def test_every_run_has_a_ledger_that_replays_to_its_guarantees(tmp_path: Path, name: str, mode: str) -> None:
     """Without the ledger's own reader: each step, or the one look at the labels, is paid for once."""
     config, statuses, steps = KINDS[name]
     run = training.train({**config, "mode": mode}, data=data(), folder=tmp_path)
@@ -116,7 +102,7 @@ def test_every_run_leaves_a_ledger_that_replays_to_its_guarantees(
 
 @pytest.mark.parametrize("kind", ["record", "label-amplified"])
 @pytest.mark.parametrize("target", [0.7, 3.0])
-def test_a_target_is_reached_from_below_by_noise_that_the_configuration_keeps(
+def test_a_target_is_reached_from_below_by_noise_that_is_kept(
     tmp_path: Path, kind: str, target: float
 ) -> None:
     config = {**BASE, **POISSON, "protection": {"kind": kind, "epsilon": target}}

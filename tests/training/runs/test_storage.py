@@ -61,7 +61,7 @@ def test_a_long_cut_line_is_found_over_several_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_lines_after_a_failed_one_can_be_read(
+def test_lines_after_a_failed_one_are_read(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lines"

@@ -1,7 +1,5 @@
 """A sweep on a Dask cluster: a real scheduler and two workers on this machine's loopback, some of which are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket
@@ -95,9 +93,7 @@ def test_a_worker_killed_mid_sweep_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_another_folder_find_relative_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_elsewhere_find_relative_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"

@@ -1,7 +1,5 @@
 """A sweep's spec becomes points, or is refused with its series and key before anything runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -96,9 +94,7 @@ OTHERS = '[[published]]\nname = "p"\n{}\n[axes]'
         ('title = "t"', 'title = "t"\nnoise = "sigma"', "", "noise: 'sigma' is not an axis of this sweep"),
     ],
 )
-def test_a_bad_spec_is_refused_with_its_series_and_key(
-    tmp_path: Path, old: str, new: str, place: str, words: str
-) -> None:
+def test_a_bad_spec_names_series_and_key(tmp_path: Path, old: str, new: str, place: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         points(tmp_path, SPEC.replace(old, new, 1))
     assert str(caught.value).startswith(f"{tmp_path / 'spec.toml'}{place}: ")
@@ -114,9 +110,7 @@ def test_two_axes_over_one_key_clash_even_where_one_is_a_part_of_the_other(tmp_p
 
 
 @pytest.mark.parametrize(("where", "value"), [("config", "0.1"), ("axes", "[0.1, 0.2]")])
-def test_a_shared_key_that_one_series_refuses_belongs_to_the_others(
-    tmp_path: Path, where: str, value: str
-) -> None:
+def test_a_shared_key_that_a_series_refuses_belongs_to_others(tmp_path: Path, where: str, value: str) -> None:
     shared = SPEC.replace(f"[{where}]\n", f"[{where}]\ntrainer.threshold = {value}\n", 1)
     move = f"move it from the shared {where} to the {where} of the series that take it"
     with pytest.raises(ConfigError, match=rf"series 'reference': trainer.threshold: .*, or {move}$"):

@@ -1,7 +1,5 @@
 """A sweep makes each run once, keeps failures as rows, draws what is there, and resumes after any death."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -185,7 +183,7 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path)
     assert retried.status == "failed"
 
 
-def test_processes_that_die_before_they_begin_a_run_stop_the_sweep(
+def test_processes_that_die_at_the_start_stop_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says which run they died over, so no run can be given up: trying again would never end."""

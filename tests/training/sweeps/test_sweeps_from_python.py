@@ -1,7 +1,5 @@
 """A sweep from Python: a user's model and data, kept runs, a DataFrame and a figure."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -66,9 +64,7 @@ def test_each_run_is_that_of_train_on_a_copy_of_the_model(table: Sweep, net: Net
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_printed_sweep_is_the_table_that_a_notebook_shows(
-    table: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_printed_sweep_is_the_table_of_a_notebook(table: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     printed = [re.findall(r"[^│┃]+", line) for line in str(table).splitlines()]
     rows = [[cell.strip() for cell in cells] for cells in printed if len(cells) > 1]
@@ -78,21 +74,15 @@ def test_a_printed_sweep_is_the_table_that_a_notebook_shows(
     assert "\n" not in repr(table)
 
 
-def test_kept_runs_are_those_of_the_same_inputs(
-    table: Sweep, net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_runs_have_the_same_inputs(table: Sweep, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = records()
     folder = table.result.folder.path
     with monkeypatch.context() as patched:
         patched.setattr("opusim.training.sweeps.execution.train_on", None)  # nothing is trained again
         again = sweep(
-            SPEC,
-            data=(torch.tensor(x), torch.tensor(y)),
-            test=records(),
-            model=copy.deepcopy(net),
-            folder=folder,
+            SPEC, data=(torch.tensor(x), torch.tensor(y)), test=records(), model=copy.deepcopy(net), folder=folder,
             jobs=1,
-        )
+        )  # fmt: skip
     pandas.testing.assert_frame_equal(again.frame(), table.frame())
     one = {**SPEC, "axes": {"device.noise.sigma": [2.0]}}
     others = [sweep(one, data=(x + 1, y), model=net, folder=folder, jobs=1)]

@@ -1,7 +1,5 @@
 """The examples of training through black boxes, run small."""
 
-from __future__ import annotations
-
 import runpy
 import urllib.request
 from pathlib import Path

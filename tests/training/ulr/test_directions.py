@@ -1,7 +1,5 @@
 """Orthogonal directions and matched covariances: the mean of the estimate, its variance, chunks, bad records."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,10 +29,8 @@ def signals_of(
     network: ModuleSequence, x: Tensor, y: Tensor, *, seed: int, step: int = 0, **options: object
 ) -> list[Tensor]:
     outputs, losses, noise = (
-        network.forward(x),
-        losses_of(y),
-        noise_stream("experiment", seed, "output-noise"),
-    )
+        network.forward(x), losses_of(y), noise_stream("experiment", seed, "output-noise"),
+    )  # fmt: skip
     noise.seek(step)
     settings = {"copies": 3, "reduction": "antithetic", **options}
     clean = losses(outputs.output, slice(None)).flatten()  # type: ignore[operator]
@@ -219,11 +215,9 @@ def test_a_record_depends_on_itself_only(bad: float, seed: int) -> None:
 
 def test_no_records_and_records_of_zeros_have_finite_noise(seed: int) -> None:
     network = ModuleSequence(
-        nn.Sequential(
-            nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 3, 3, bias=False), nn.Flatten(), nn.Linear(18, 3)
-        ),
+        nn.Sequential(nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 3, 3, bias=False), nn.Flatten(), nn.Linear(18, 3)),
         n_inputs=40,
-    )
+    )  # fmt: skip
     for x in (torch.zeros(0, 40), torch.zeros(2, 40)):
         for law in ("independent", "orthogonal"):
             for signal in signals_of(

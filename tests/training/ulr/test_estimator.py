@@ -1,7 +1,5 @@
 """The likelihood ratio estimate: its mean against autograd, its variance reductions, its passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,13 +39,9 @@ def estimate(
     outputs = network.forward(x)
     losses = losses_of(y)
     signals = Estimator(copies=copies, reduction=reduction, rows_per_pass=rows).signals(
-        network,
-        outputs,
-        losses,
-        losses(outputs.output, slice(None))[0],
-        noise_stream("experiment", seed, "output-noise"),
-        [SIGMA] * network.depth,
-    )
+        network, outputs, losses, losses(outputs.output, slice(None))[0],
+        noise_stream("experiment", seed, "output-noise"), [SIGMA] * network.depth,
+    )  # fmt: skip
     return signals, outputs.inputs
 
 

@@ -1,7 +1,5 @@
 """Algorithm 1 as published: its controller, its remedies, and its noise against the paper's covariance."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +37,9 @@ def losses_of(y: Tensor) -> Any:
 def step(network: ModuleSequence, seed: int = 3, **changes: Any) -> list[Tensor]:
     """Gradients of one published step."""
     update = PublishedUpdate(
-        network,
-        OPTIONS.model_copy(update=changes),
-        DIVISOR,
-        noise=noise_stream("experiment", seed, "output-noise"),
+        network, OPTIONS.model_copy(update=changes), DIVISOR, noise=noise_stream("experiment", seed, "output-noise"),
         extra=noise_stream("experiment", seed, "extra-noise"),
-    )
+    )  # fmt: skip
     x, y = records(9, network.n_inputs)
     outputs, losses = network.forward(x), losses_of(y)
     used = update.set_gradients(outputs, losses, losses(outputs.output, slice(None))[0])

@@ -1,7 +1,5 @@
 """Runs of the trainer `ulr`: learning, protection, device noise, user-supplied modules, non-finite losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,10 @@ from tests.support.ulr_models import new_network, records
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {
-    "epochs": 12,
-    "threads": 1,
-    "model": {"hidden": [32], "activation": "gelu"},
-    "optimizer": {"name": "adam", "lr": 0.005},
-    "sampler": {"batch_size": 100},
+    "epochs": 12, "threads": 1, "model": {"hidden": [32], "activation": "gelu"},
+    "optimizer": {"name": "adam", "lr": 0.005}, "sampler": {"batch_size": 100},
     "trainer": {"kind": "ulr", "sigma": 0.3, "copies": 2},
-}
+}  # fmt: skip
 
 
 def blobs(n: int = 600) -> tuple[np.ndarray, np.ndarray]:
@@ -46,12 +41,9 @@ def blobs(n: int = 600) -> tuple[np.ndarray, np.ndarray]:
 
 def new_trainer(network: ModuleSequence, protection: RecordGradients | None = None) -> UlrTrainer:
     update = PlainUpdate(
-        network,
-        Estimator(copies=2, reduction="antithetic"),
-        sigma=0.2,
-        noise=noise_stream("experiment", 5, "output-noise"),
-        protection=protection,
-    )
+        network, Estimator(copies=2, reduction="antithetic"), sigma=0.2,
+        noise=noise_stream("experiment", 5, "output-noise"), protection=protection,
+    )  # fmt: skip
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
     return bare(
         UlrTrainer, network, load_config({"trainer": {"kind": "ulr"}}), optimizer=optimizer, update=update
@@ -60,23 +52,17 @@ def new_trainer(network: ModuleSequence, protection: RecordGradients | None = No
 
 def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradients:
     return RecordGradients(
-        clip_norm=CLIP,
-        noise_multiplier=0.0,
-        divisor=DIVISOR,
-        noise=noise_stream("experiment", 6, "central-noise"),
+        clip_norm=CLIP, noise_multiplier=0.0, divisor=DIVISOR, noise=noise_stream("experiment", 6, "central-noise"),
         clipping=Clipping(kind="per_layer" if by_layer else "flat"),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("clip", ["joint", "module"])
 def test_a_protected_run_learns_and_states_the_sampled_gaussian(tmp_path: Path, clip: str) -> None:
     config = {
-        **CONFIG,
-        "data": {"n_classes": 3},
-        "sampler": {"scheme": "poisson", "batch_size": 100},
-        "trainer": {**CONFIG["trainer"], "clip": clip},
-        "protection": {"kind": "record", "epsilon": 8.0},
-    }
+        **CONFIG, "data": {"n_classes": 3}, "sampler": {"scheme": "poisson", "batch_size": 100},
+        "trainer": {**CONFIG["trainer"], "clip": clip}, "protection": {"kind": "record", "epsilon": 8.0},
+    }  # fmt: skip
     run = training.train(config, data=blobs(), folder=tmp_path / "run")
     (guarantee,) = run.guarantees
     assert guarantee.status == "proven"
@@ -136,9 +122,7 @@ def test_one_record_changes_the_sum_by_at_most_the_clip(name: str, by_layer: boo
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("protected", [False, True])
-def test_a_loss_that_is_not_finite_is_reported_and_leaves_the_others_alone(
-    value: float, protected: bool
-) -> None:
+def test_a_loss_that_is_not_finite_is_reported_and_leaves_others_alone(value: float, protected: bool) -> None:
     network = new_network("linear")
     protection = clipped(network) if protected else None
     x, y = records(6, network.n_inputs)

@@ -1,8 +1,13 @@
-"""A failed step leaves the state before it, from which the run resumes as if nothing had happened."""
+"""A failed step leaves the state before it, from which the run resumes as if nothing had happened.
 
-from __future__ import annotations
+A step log takes no step after a failed one, and none of a forked process; several processes share one log and model.
+"""
 
+import errno
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +21,16 @@ from benchmarks.devices.faults import AT_STEP, description_file
 from opusim import training
 from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, DeviceFault
+from opusim.processes.ranks import Ranks
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training.engine.callbacks import Callback
 from opusim.training.errors import RunInterrupted
 from opusim.training.networks.record_gradients.probe import require_separate_outputs
-from opusim.training.runs.checkpoints import list_checkpoints
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
-from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, replay
+from opusim.training.zeroth_order.perturbation import StepEntry
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, StepLog, replay
+from tests.support.forked import in_forked_process
 from tests.support.run_folders import equal, newest
 
 FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
@@ -60,16 +68,13 @@ def config(device: Path | None = None, *, directions: int = 1, settle_every: int
     """30 steps; AT_STEP is none at which a checkpoint is written."""
     protection: dict[str, Any] = {"kind": "record", "noise_multiplier": 2.0}
     return {
-        "epochs": 3,
-        "threads": 1,
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "epochs": 3, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0},
         "sampler": {"scheme": "poisson", "batch_size": 10},
         "trainer": {"kind": "zo", "directions": directions, "settle_every": settle_every},
         "optimizer": {"lr": 0.5, "weight_decay": 0.01},
-        "protection": protection | ({} if device is None else {"noise": "device"}),
-        "checkpoint": {"keep": 100},
+        "protection": protection | ({} if device is None else {"noise": "device"}), "checkpoint": {"keep": 100},
         "device": {} if device is None else {"name": str(device)},
-    }
+    }  # fmt: skip
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
@@ -90,9 +95,7 @@ class Snapshots(Callback):
 
 @pytest.mark.parametrize("directions", [1, 3])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_device_that_fails_leaves_the_last_finished_step(
-    tmp_path: Path, fault: Fault, directions: int
-) -> None:
+def test_a_failed_device_leaves_the_last_finished_step(tmp_path: Path, fault: Fault, directions: int) -> None:
     """Equal to the bit: the interrupted weights, the end of the log, and the resumed run."""
     model = Typed(torch.float32)
     watcher = Snapshots(model)
@@ -168,9 +171,7 @@ class Breaking(Typed):
 
 @pytest.mark.parametrize("at_look", [51, 52, 53, 54])
 @pytest.mark.parametrize("error", [DeviceFault("the layer's own device is gone"), KeyboardInterrupt()])
-def test_a_step_that_breaks_off_amid_the_parameters(
-    tmp_path: Path, error: BaseException, at_look: int
-) -> None:
+def test_a_step_that_breaks_off_amid_parameters(tmp_path: Path, error: BaseException, at_look: int) -> None:
     """The newest checkpoint serves, and none is written; in memory float32 is back up to roundings."""
     whole = config(directions=2)
     training.train(whole, data=data(), model=Typed(torch.float32), folder=tmp_path / "whole")
@@ -188,3 +189,149 @@ def test_a_step_that_breaks_off_amid_the_parameters(
     again = Breaking(torch.float32, error, 0)  # never
     training.train(data=data(), model=again, folder=broken, resume=True)
     assert equal(newest(broken), newest(tmp_path / "whole"))
+
+
+# Step log
+
+
+HEADER = LogHeader(
+    root=1, perturbation=1e-3, directions=1, weight_decay=0.0, settle_every=64, tensors=[], base="base"
+)
+TENSORS = {"w": torch.zeros(2)}
+
+
+def entry(number: int) -> StepEntry:
+    return StepEntry(rate=0.5, seeds=(number,), scalars=(0.25,))
+
+
+def append_and_mark(log: StepLog, number: int) -> None:
+    log.append(entry(number))
+    log.mark(TENSORS)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_log_takes_no_step_after_a_failed_one(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "steps.zo"
+    log = StepLog(path, HEADER, steps=0)
+    for number in range(3):
+        log.append(entry(number))
+    log.mark(TENSORS)
+    real, calls = os.write, []
+
+    def fail(descriptor: int, *content: memoryview) -> int:
+        calls.append(content)
+        if content and len(calls) == 1:
+            return real(descriptor, bytes(content[0])[:7])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match=r"steps\.zo"):
+            append_and_mark(log, 3)
+    with pytest.raises(OSError, match="takes nothing more in this process"):
+        log.append(entry(3))
+    with pytest.raises(OSError, match="takes nothing more in this process"):
+        log.mark(TENSORS)
+    log.close()
+    assert LogContent.read(path).entries == [entry(number) for number in range(3)]
+    again = StepLog(path, HEADER, steps=3)
+    again.append(entry(3))
+    again.mark(TENSORS)
+    again.close()
+    assert LogContent.read(path).entries == [entry(number) for number in range(4)]
+
+
+def test_ctrl_c_in_a_step_leaves_a_log_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "steps.zo"
+    log = StepLog(path, HEADER, steps=0)
+    log.append(entry(0))
+    real = os.write
+
+    def interrupted(descriptor: int, content: memoryview) -> int:
+        real(descriptor, bytes(content)[:7])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            log.append(entry(1))
+    log.append(entry(1))
+    log.mark(TENSORS)
+    log.close()
+    assert LogContent.read(path).entries == [entry(0), entry(1)]
+
+
+def test_a_forked_process_writes_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "steps.zo"
+    log = StepLog(path, HEADER, steps=0)
+    log.append(entry(0))
+    assert "RuntimeError" in in_forked_process(lambda: log.append(entry(1)))
+    log.append(entry(1))
+    log.mark(TENSORS)
+    log.close()
+    assert LogContent.read(path).entries == [entry(0), entry(1)]
+
+
+# Distributed
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*command: str) -> None:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", *command]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def folders(first: Path, processes: int) -> list[Path]:
+    return [first, *(first.with_name(f"{first.name}.rank{rank}") for rank in range(1, processes))]
+
+
+def parameters(folder: Path) -> torch.Tensor:
+    tensors = read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+    return torch.cat([t.flatten() for n, t in sorted(tensors.items()) if n.startswith("model.")])
+
+
+@pytest.mark.slow
+def test_one_process_and_four_agree_to_rounding(tmp_path: Path) -> None:
+    runs = {str(tmp_path / "one"): "1", str(tmp_path / "four"): "4"}
+    triples = [(folder, "experiment", processes) for folder, processes in runs.items()]
+    run("tests.support.zo_ranks", *(word for triple in triples for word in triple))
+    alone, four = tmp_path / "one", folders(tmp_path / "four", 4)
+    logs = [(folder / LOG_FILE).read_bytes() for folder in four]
+    assert all(log == logs[0] for log in logs)
+    metrics = [(folder / "metrics.jsonl").read_bytes() for folder in four]
+    assert all(lines == metrics[0] for lines in metrics)
+    assert all(torch.equal(parameters(folder), parameters(four[0])) for folder in four)
+    one, many = (LogContent.read(folder / LOG_FILE).entries for folder in (alone, four[0]))
+    assert [entry.seeds for entry in one] == [entry.seeds for entry in many]
+    for a, b in zip(one, many, strict=True):
+        assert a.scalars == pytest.approx(b.scalars, rel=1e-3, abs=1e-3)
+    assert torch.allclose(parameters(alone), parameters(four[0]), atol=1e-5)
+    assert replay(four[3]).arrived
+
+
+@pytest.mark.slow
+def test_release_mode_draws_shares_apart_and_logs_alike(tmp_path: Path) -> None:
+    """No process knows another's generator, nor the first one's noise; the models agree to the bit all the same."""
+    program = str(ROOT / "tests" / "support" / "zo_ranks.py")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run(*launcher, program, str(tmp_path / "two"), "release")
+    both = folders(tmp_path / "two", 2)
+    assert (both[0] / LOG_FILE).read_bytes() == (both[1] / LOG_FILE).read_bytes()
+    assert torch.equal(parameters(both[0]), parameters(both[1]))
+    assert replay(both[1]).arrived
+
+
+def test_shares_are_disjoint_and_cover_the_batch() -> None:
+    ranks = Ranks()
+    records = torch.tensor([3, 8, 1, 12, 6])
+    found = []
+    for rank in range(4):
+        ranks.rank, ranks.world = rank, 4
+        found += records[ranks.share(records)].tolist()
+    assert sorted(found) == sorted(records.tolist())

@@ -1,7 +1,5 @@
 """Language models under zeroth-order training: prompts, padding, LoRA, runs and resuming."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -44,13 +42,10 @@ CAUSAL, MASKED = Prompt(), Prompt(template="{text} It was {mask}")
 KINDS = {"gpt2": CAUSAL, "opt": CAUSAL, "bert": MASKED}
 TARGETS = {"gpt2": ("c_attn",), "opt": ("q_proj", "v_proj"), "bert": ("query", "value")}
 CONFIG = {
-    "epochs": 2,
-    "threads": 1,
-    "data": {"n_classes": 2, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 6},
-    "trainer": {"kind": "zo"},
+    "epochs": 2, "threads": 1, "data": {"n_classes": 2, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 6}, "trainer": {"kind": "zo"},
     "protection": {"kind": "record", "noise_multiplier": 1.0},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=list(KINDS))
@@ -335,16 +330,14 @@ def test_the_command_goes_on_with_a_language_model(
     assert read.config.data.n_classes == 2
 
 
-def test_another_base_model_is_refused(
+def test_other_base_models_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
 ) -> None:
     """LoRA's factors mean nothing on other weights, which no checkpoint holds."""
     monkeypatch.chdir(tmp_path)
     options = {
-        "model": str(make(tmp_path / "model", "opt")),
-        "text": str(tmp_path / "texts.tsv"),
-        "lora_rank": 2,
-    }
+        "model": str(make(tmp_path / "model", "opt")), "text": str(tmp_path / "texts.tsv"), "lora_rank": 2,
+    }  # fmt: skip
     (tmp_path / "texts.tsv").write_text("good\t1\nbad\t0\n" * 20)
     config = {**CONFIG, "data": {}, "trainer": {"kind": "zo", "language": options}}
     with pytest.raises(RunInterrupted):
@@ -454,9 +447,7 @@ def test_a_run_says_how_many_texts_are_cut_unless_it_is_released(tmp_path: Path,
 # What else is trained
 
 
-def test_the_loss_of_a_text_is_that_of_its_next_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_a_text_is_of_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against transformers on each text without padding; in parts of the batch, too."""
     model, tokenizer = load_classifier(make(tmp_path), None, local_only=True)
     assert isinstance(model, TextModel)
@@ -480,10 +471,8 @@ def test_a_run_models_texts(tmp_path: Path, prefix: Prefix | None) -> None:
     model, tokenizer = load_classifier(make(tmp_path / "model"), None, prefix=prefix)
     x = encode(tokenizer, TEXTS, Prompt(template="{text}", max_tokens=9))
     config = {
-        **CONFIG,
-        "optimizer": {"lr": 0.05},
-        "trainer": {"kind": "zo", "directions": 8, "clip": "joint"},
-    }
+        **CONFIG, "optimizer": {"lr": 0.05}, "trainer": {"kind": "zo", "directions": 8, "clip": "joint"},
+    }  # fmt: skip
     told: list[str] = []
     watcher = Callback()
     watcher.on_note = told.append  # type: ignore[method-assign]

@@ -1,7 +1,5 @@
 """Directions of low rank: their law, both sides of many in one pass, exact moves, runs, and the optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry, factors
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, mark_file, replay
 from opusim.training.zeroth_order.trainer import ScalarRelease
+from tests.support.record_models import Custom
 from tests.support.zeroth_order import require_mean_move
 
 SEEDS = (5, 6, 7)
@@ -126,9 +125,7 @@ def test_entries_are_uncorrelated_of_variance_one_and_kurtosis_3_plus_6_over_r()
             means = powers.mean(dim=1)  # of a matrix; matrices are independent
             error = 5 * float(means.std()) / math.sqrt(len(directions))
             assert abs(float(means.mean()) - expected) < error
-        assert abs(float((z**4).mean()) - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(
-            len(directions)
-        )
+        assert abs((z**4).mean() - 3) > 5 * float((z**4).mean(dim=1).std()) / math.sqrt(len(directions))
 
 
 def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
@@ -262,16 +259,11 @@ def test_moves_are_exact_in_any_order_of_the_directions() -> None:
 
 
 CONFIG = {
-    "epochs": 2,
-    "threads": 1,
-    "seed": 3,
-    "loss": "cross-entropy",
-    "data": {"n_classes": 3, "validation_fraction": 0.1},
-    "sampler": {"scheme": "poisson", "batch_size": 10},
+    "epochs": 2, "threads": 1, "seed": 3, "loss": "cross-entropy",
+    "data": {"n_classes": 3, "validation_fraction": 0.1}, "sampler": {"scheme": "poisson", "batch_size": 10},
     "trainer": {"kind": "zo", "rank": 1, "directions": 5, "clip": "joint", "settle_every": 4},
-    "optimizer": {"lr": 0.05, "weight_decay": 0.01},
-    "protection": {"kind": "record", "noise_multiplier": 2.0},
-}
+    "optimizer": {"lr": 0.05, "weight_decay": 0.01}, "protection": {"kind": "record", "noise_multiplier": 2.0},
+}  # fmt: skip
 
 
 def records(x: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -292,16 +284,7 @@ def test_a_run_is_replayed_to_the_bit(
     torch.manual_seed(0)
     model: nn.Module = make()
     if dtype is torch.bfloat16:
-
-        class Half(nn.Module):
-            def __init__(self, inner: nn.Module) -> None:
-                super().__init__()
-                self.inner = inner
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.inner(x.to(dtype))
-
-        model = Half(model.to(dtype))
+        model = Custom(lambda m, x: m.inner(x.to(dtype)), inner=model.to(dtype))
     if at_once:
         trained = run(tmp_path / "run", model)
     else:
@@ -322,7 +305,7 @@ def test_a_log_of_full_directions_is_written_as_before() -> None:
     assert b"rank" not in header.to_bytes()
 
 
-def test_a_resumed_run_continues_at_once_or_not_at_all(
+def test_a_run_resumes_at_once_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
 ) -> None:
     def model() -> nn.Module:
@@ -535,13 +518,10 @@ def test_language_models_are_evaluated_at_once(
         **({"lora_rank": lora, "lora_targets": [target]} if lora else {}),
     }
     config = {
-        "epochs": 1,
-        "threads": 1,
-        "data": {"validation_fraction": 0.0},
+        "epochs": 1, "threads": 1, "data": {"validation_fraction": 0.0},
         "sampler": {"scheme": "poisson", "batch_size": 6},
-        "trainer": {"kind": "zo", "rank": 1, "directions": 4, "language": language},
-        "protection": protection,
-    }
+        "trainer": {"kind": "zo", "rank": 1, "directions": 4, "language": language}, "protection": protection,
+    }  # fmt: skip
     training.train(config, folder=tmp_path / "run")
     assert LogContent.read(tmp_path / "run" / LOG_FILE).header.at_once
     assert replay(tmp_path / "run").arrived

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from opusim.training.cli import app
-from opusim.training.cli.train import small_batch, unused_records
+from opusim.training.cli.train import Announced, small_batch, unused_records
 from opusim.training.config.run import RunConfig
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
 
@@ -244,6 +244,16 @@ def test_a_small_batch_under_record_is_said_before_training() -> None:
     users = {"kind": "record", "unit": "user", "records_per_user": 5, "epsilon": 3.0}
     config = RunConfig.model_validate({**record, "protection": users, "sampler": {"batch_size": 64}})
     assert "batch_size = 64 users" in str(small_batch(config))
+
+
+def test_what_is_said_before_training_is_as_wide_as_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Announced("several hundred records and fewer steps often learn more; " * 4).on_start(
+        step=0, total_steps=1
+    )
+    assert 60 < max(map(len, capsys.readouterr().err.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

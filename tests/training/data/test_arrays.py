@@ -97,7 +97,7 @@ class TestArrays:
             (
                 {"x": X.tolist()},
                 TypeError,
-                "x must be a numpy array or a torch tensor, got",
+                "x must be a numpy array or a torch tensor, got list.*numpy.asarray",
             ),
             ({"x": X.astype(str)}, TypeError, "x must hold numbers, got dtype <U"),
             ({"x": X.astype(np.longdouble)}, TypeError, "torch lacks.*astype"),
@@ -112,14 +112,14 @@ class TestArrays:
             (
                 {"y": Y.astype(float)},
                 TypeError,
-                "y must hold whole numbers, got",
+                "y must hold whole numbers, got torch.float64.*astype('int64')",
             ),
             ({"y": Y.reshape(-1, 1)}, ValueError, "y must have shape (n,).*y.reshape(-1).*argmax(1)"),
             ({"y": Y - 1}, ValueError, "y holds 4 different labels from -1 to 2: .*numpy.unique"),
             (
                 {"y": Y + 1, "n_classes": 4},
                 ValueError,
-                "labels from 0 to 3, got 1 to 4: number the classes",
+                "labels from 0 to 3, got 1 to 4: number the classes from 0",
             ),
             ({"y": Y * 0}, ValueError, "n_classes = 1: must be at least 2; it counts all classes"),
             ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
@@ -128,14 +128,14 @@ class TestArrays:
             (
                 {"test": (X[:, :2], Y)},
                 ValueError,
-                "test[0] has 2 features per record; the training records",
+                "test[0] has 2 features per record; the training records have 3",
             ),
             ({"test": (X, Y[:3])}, ValueError, "test[0] has 20 records and test[1] 3 labels"),
             ({"test": (X, Y + 1)}, ValueError, "test[1] must hold labels from 0 to 3, got 1 to 4"),
             (
                 {"validation_fraction": 1.0},
                 ValueError,
-                "validation_fraction must be at least 0 and below",
+                "validation_fraction must be at least 0 and below 1, got 1.0",
             ),
             ({"validation_fraction": float("nan")}, ValueError, "validation_fraction must be at least 0"),
             ({"validation_fraction": 0.01}, ValueError, "of 20 records holds out 0 and leaves 20"),

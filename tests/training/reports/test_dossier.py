@@ -186,6 +186,8 @@ def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, audit: Pat
     assert told_twice(page) == reasons
     answer = content["works"][0]["answers"][0]["answer"]
     assert told_twice(f"{page}<p>{answer}</p>") == {answer} | reasons  # the planted fault
+    assert "another run" not in page
+    assert content["works"][0]["audits"][0]["attacked"] == "this run"
     # tables of prose stand cell under cell on a narrow page
     assert page.count("<table") == page.count('<table class="stacked">') + page.count("<table><tr><th style")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,10 @@ def require_resumed_alike(
         The whole run and the resumed one.
     """
     whole = train(config, data=data, model=model(), folder=folder / "whole")
-    with pytest.raises((RunInterrupted, KeyboardInterrupt)):
+    with pytest.raises((RunInterrupted, KeyboardInterrupt)) as stopped:
         train(config, data=data, model=model(), folder=folder / "cut", watcher=stop)
+    told = re.match(r"stopped after step \d+ of \d+; .*opusim train resume", str(stopped.value))
+    assert told or type(stopped.value) is KeyboardInterrupt
     cut = train(data=data, model=model(), folder=folder / "cut", resume=True)
     assert equal(newest(folder / "whole"), newest(folder / "cut"))
     assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()

@@ -172,8 +172,10 @@ def test_experiments_repeat_and_releases_do_not(law: Law) -> None:
 
 def test_further_digits_of_a_release_are_fresh_and_uniform() -> None:
     """Each draws 64 new bits: six standard errors of the ones among them; a constant, the fault, repeats."""
-    noise = SystemStream().rounded(2, 1.0)
+    stream = SystemStream()
+    noise = stream.rounded(2, 1.0)
     assert isinstance(noise, ExactNoise)
+    assert stream.state == {}  # a checkpoint keeps nothing of it
     digits = [noise._more(number) for number in (0, 0, 1, 1) * 50]
     assert len(set(digits)) == len(digits)
     ones = sum(word.bit_count() for word in digits)

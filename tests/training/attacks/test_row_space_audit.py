@@ -1,6 +1,7 @@
 """Whole audits of small runs: members are found, protected ones are not, and planted faults are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from opusim import training
+from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Finding, Role, paragraphs, verdict
+from opusim.training.attacks.findings import Audit, Finding, Role, audit_rows, paragraphs, verdict
 from opusim.training.attacks.replay import replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.errors import RunFolderError
@@ -78,6 +80,22 @@ def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_aud
     assert of(plain_audit, Role.BROKEN).refutes
 
 
+def test_the_words_say_what_was_found(plain_audit: Audit) -> None:
+    text = "\n".join(paragraphs(plain_audit))
+    assert "Found: membership" in text
+    assert "no finite epsilon, so there is nothing to refute" in text
+    (guarantee,) = plain_audit.guarantees
+    for changes, said in (
+        ({"epsilon": 1.0, "reason": None}, "is REFUTED, since a single step already costs more"),
+        ({"formula_value": 1.0}, "1.000 for the whole run: is REFUTED"),
+        ({"formula_value": 1e6}, "exceeds what so many trials can show"),
+    ):
+        claimed = replace(guarantee, status=Status.CLAIMED, **changes)
+        assert said in "\n".join(paragraphs(replace(plain_audit, guarantees=(claimed,))))
+    assert repr(plain_audit).startswith(f"Audit(epsilon=at least {plain_audit.largest[0]:.4g}, ")
+    assert plain_audit._repr_html_().count("<tr>") == 1 + len(audit_rows(plain_audit))
+
+
 def test_the_result_is_kept_and_shown(plain: Path, plain_audit: Audit) -> None:
     kept = Audit.from_json(json.loads((plain / "audit.json").read_text()))
     assert kept == plain_audit
@@ -115,7 +133,7 @@ def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(
     assert honest.controls_hold
     for finding in honest.findings:
         assert finding.role is Role.BROKEN or not finding.refutes
-    assert "is not contradicted" in "\n".join(paragraphs(honest))
+    assert "does not contradict the guarantee" in "\n".join(paragraphs(honest))
     plant_noise(monkeypatch, 0.0)
     broken = audit_run(protected, data=data(), trials=200, seed=7)
     assert of(broken, Role.RUN).refutes

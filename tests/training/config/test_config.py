@@ -71,6 +71,10 @@ def test_replaced_values_are_validated() -> None:
     assert config.unchecked(protection={"noise_multiplier": 0.0}).protection.noise_multiplier == 0.0
 
 
+def test_defaults_are_a_valid_run() -> None:
+    assert load_config() == RunConfig()
+
+
 def test_a_file_then_changes_then_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('epochs = 3\nseed = 1\n[trainer]\nkind = "tdfa"\nthreshold = 0.2\n')

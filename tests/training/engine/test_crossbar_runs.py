@@ -12,6 +12,7 @@ from torch import nn
 import opusim
 from opusim import training
 from opusim.errors import CapabilityMissing, ConfigError
+from opusim.training.cli import runs as commands
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.network import jacobian_of
 from opusim.training.runs.checkpoints import (
@@ -260,13 +261,17 @@ def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
             assert analog.usage.frames == frames
 
 
-def test_evaluation_on_a_device_names_what_stays_digital(tmp_path: Path) -> None:
+def test_evaluation_on_a_device_names_what_stays_digital(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     x, y = np.random.default_rng(1).normal(size=(90, 4)).astype(np.float32), np.arange(90) % 2
     np.savez(tmp_path / "test.npz", x=x, y=y)
     config = {"epochs": 1, "model": {"name": "gru", "options": {"width": 3}}, "trainer": {"kind": "bp"}}
     training.train(config, data=(x, y), folder=tmp_path / "run")
     figures = evaluate_run(tmp_path / "run", data=f"npz:{tmp_path}/test.npz", device="pcm")
     assert figures["digital"] == ["blocks.0.gru", "blocks.1.gru"]
+    commands.evaluate(tmp_path / "run", data=f"npz:{tmp_path}/test.npz", device="pcm")
+    assert "No device takes blocks.0.gru, blocks.1.gru: digital in this figure." in capsys.readouterr().out
 
 
 def test_the_command_evaluates_on_a_device(run: Path) -> None:

@@ -270,6 +270,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "a condition": (lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x), r"item \(or a condition"),
     "the batch's size": (lambda m, x: m.f(x / len(x)), "div in Runs takes the number of records"),
     "places in the batch": (lambda m, x: m.f(x * torch.arange(len(x))[:, None]), "mixes the records"),
+    "places counted from the end": (
+        lambda m, x: m.f(x[torch.arange(0, -len(x), -1)]),
+        "takes rows by their place",
+    ),
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
     "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),

@@ -226,6 +226,10 @@ def a_truth(x: Tensor, y: Tensor) -> Any:
     return {"x": x, "y": y, "large": bool((x > 1).any())}
 
 
+def a_mean(x: Tensor, y: Tensor) -> Any:
+    return {"x": x, "y": y, "mean": x.mean(dim=0)}
+
+
 def a_key(x: Tensor, y: Tensor) -> Any:
     return {"x": x, "y": y, **({"large": None} if bool((x > 1).any()) else {})}
 
@@ -237,6 +241,7 @@ def a_key(x: Tensor, y: Tensor) -> Any:
         (dropping, "gives fewer rows than records"),
         (dropping_tensors, "gives fewer rows than records"),
         (a_truth, "differs from one batch to the next|gives other keys from one"),
+        (a_mean, "differs from one batch to the next"),
         (a_key, "differs from one batch to the next|gives other keys from one"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

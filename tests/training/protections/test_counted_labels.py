@@ -470,6 +470,7 @@ def test_experiments_repeat_and_releases_do_not(tmp_path: Path) -> None:
     ("config", "message"),
     [
         (config_of("counts", device={"name": "gaussian"}), "'counts' needs a device that counts photons"),
+        (config_of("device"), "'device' takes a Gaussian law, .* counts photons; use 'counts' or 'argmax'"),
         (config_of("argmax", trainer={"kind": "bp"}, device={}), "'argmax' needs a device"),
         (config_of("argmax", model={"hidden": [2]}), "'argmax' needs an output for each of 3 labels"),
     ],

@@ -406,6 +406,8 @@ def test_a_model_comes_from_an_installed_package(tmp_path: Path, monkeypatch: py
     two, _ = load_classifier(tmp_path / "tiny_model_package", CAUSAL, local_only=True)
     x = encode(tokenizer, TEXTS, CAUSAL)
     assert torch.equal(one(x), two(x))
+    name = "language model package:tiny_model_package"
+    assert one.notes == (f"{name}: 7,904 parameters in float32 take 31 KiB of memory; 7,904 are trained",)
 
 
 def test_what_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

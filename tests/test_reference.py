@@ -1,4 +1,4 @@
-"""The reference pages say something of every key, option and public name, and link to names that exist."""
+"""Reference pages describe what exists; the pages' figures are those of benchmarks/results."""
 
 import importlib.util
 import pkgutil
@@ -10,10 +10,12 @@ import pytest
 import typer
 
 import opusim
+from benchmarks.pages import pages
 from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
 from opusim.training.cli.app import app
 from opusim.training.config.run import load_config
+from tests.support.imports import ROOT, imports_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 INVENTORIES = sorted((DOCS / "inventories").glob("*.txt"))
@@ -119,3 +121,36 @@ def test_links_to_other_projects_name_what_exists(file: Path) -> None:
         assert pkgutil.resolve_name(module) is not None
         assert kind in ("class", "exception")
         assert page.endswith(".html")
+
+
+OURS = ("opusim", "benchmarks", "tests")
+
+
+def missing(source: str) -> list[str]:
+    """Names of this repository that a source text imports, at whatever place, and that do not exist."""
+    found = []
+    for name in {each.target for each in imports_of(source) if each.target.split(".")[0] in OURS}:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            found.append(name)
+    return found
+
+
+def test_pages_are_what_the_results_say() -> None:
+    for path, text in pages().items():
+        assert path.read_text() == text, f"{path.name} is out of date; run `make bench-report`"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_benchmarks_import_what_exists(file: Path) -> None:
+    assert not missing(file.read_text())
+
+
+def test_an_import_of_what_is_gone_is_caught() -> None:
+    gone = (
+        "def f():\n    from opusim.accounting import nothing_of_this_name\n    import opusim.training.nowhere"
+    )
+    assert sorted(missing(gone)) == ["opusim.accounting.nothing_of_this_name", "opusim.training.nowhere"]

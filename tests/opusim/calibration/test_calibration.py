@@ -59,9 +59,8 @@ def test_the_number_of_frames_is_told_beforehand(name: str) -> None:
     plan = Plan(frames=64)
     with open_device(name, n_inputs=12, n_outputs=80) as device:
         expected = frames_of(plan, device, 200)
-        assert calibrate(device, plan=plan, readings=200).certificate.frames == pytest.approx(
-            expected, rel=0.1
-        )
+        frames = calibrate(device, plan=plan, readings=200).certificate.frames
+        assert frames == pytest.approx(expected, rel=0.1)
 
 
 def test_the_gaussian_limit_is_passed_as_rarely_as_it_says(seed: int) -> None:
@@ -274,9 +273,7 @@ def test_certified_dark_charge_holds_at_every_pixel(seed: int) -> None:
 
 @pytest.mark.slow
 def test_pixels_of_unequal_noise_get_no_certificate_of_counts(seed: int) -> None:
-    uneven = {
-        "camera": {"pixels": {"read_noise_spread": 1e-6}}
-    }  # too small to be seen: it is refused by its name
+    uneven = {"camera": {"pixels": {"read_noise_spread": 1e-6}}}  # too small to be seen: refused by name
     found = calibration("camera_low_light", seed, **uneven)
     assert found.certificate.noise is None
     assert any("camera.pixels.read_noise_spread" in remark for remark in found.certificate.remarks)

@@ -91,9 +91,7 @@ def test_limits_hold_on_twelve_sensors(seed: int) -> None:
         ("noise below a code, 8 bits", rounding_left_in_the_read_noise, "read_noise_e"),
     ],
 )
-def test_a_planted_fault_of_the_estimate_is_found(
-    name: str, estimate: Estimator, key: str, seed: int
-) -> None:
+def test_a_planted_fault_of_an_estimate_is_found(name: str, estimate: Estimator, key: str, seed: int) -> None:
     assert not rate_fits(hits(SENSORS[name], seed, 4, estimate, **SMALL)[key])
 
 

@@ -55,9 +55,7 @@ def ternary(rows: int, seed: int) -> torch.Tensor:
         {"light": {"bias_flux_per_s": 40.0, "ambient_flux_per_s": 40.0}},
     ],
 )
-def test_without_noise_readings_are_the_matrix_times_the_vector(
-    steps: int, changes: dict[str, Any], seed: int
-) -> None:
+def test_without_noise_readings_are_the_product(steps: int, changes: dict[str, Any], seed: int) -> None:
     x = ternary(6, seed)
     with holographic(steps, sensor=SILENT, **changes) as twin:
         ideal = x.double() @ twin.matrix().double().T
@@ -101,9 +99,7 @@ def moments_agree(twin: CameraDevice, x: torch.Tensor, mean: torch.Tensor, varia
 @pytest.mark.parametrize(
     "changes", [{}, {"light": {"power": {"law": "log_normal", "rms": 0.05, "correlation_us": 500_000.0}}}]
 )
-def test_moments_of_readings_are_those_that_the_twin_states(
-    steps: int, changes: dict[str, Any], seed: int
-) -> None:
+def test_moments_of_readings_are_as_stated(steps: int, changes: dict[str, Any], seed: int) -> None:
     x = ternary(2, seed)
     with holographic(steps, **changes) as twin:
         mean, variance = twin.reading_mean(x), twin.reading_variance(x)

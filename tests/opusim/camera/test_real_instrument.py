@@ -345,9 +345,7 @@ def test_pixels_share_the_noise_of_their_row_and_column_and_jump_between_two_lev
 
 
 @pytest.mark.parametrize("unlike", ["gain_spread", "prnu"])
-def test_gains_that_differ_show_in_variance_over_mean_and_sensitivities_do_not(
-    unlike: str, seed: int
-) -> None:
+def test_unlike_gains_show_in_variance_over_mean_and_sensitivities_do_not(unlike: str, seed: int) -> None:
     sensor: dict[str, Any] = {
         "adc_bits": None,
         "read_noise_e": 0.0,

@@ -1,4 +1,4 @@
-"""Crossbars, ours and that of docs/extending.md, keep to the contract, which finds those that do not."""
+"""Crossbars, ours and that of docs/extending.md, keep to the contract; their noise is worth no privacy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opusim.devices import kinds
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
-from opusim.noise import SignalGaussianNoise
+from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
 from opusim.testing.contract import DeviceContract
 from opusim.training.protections.base import creditable_law
 
@@ -119,9 +119,7 @@ class Quiet(LabCrossbar):
         (Quiet, {}, "test_the_noise_of_readings_is_the_reported_one"),
     ],
 )
-def test_a_crossbar_that_breaks_the_contract_is_found(
-    broken: type[NoisyDevice], changed: dict[str, Any], test: str
-) -> None:
+def test_a_broken_crossbar_is_found(broken: type[NoisyDevice], changed: dict[str, Any], test: str) -> None:
     class Contract(DeviceContract):
         def open_window(self, **options: Any) -> NoisyDevice:
             source = FILE if issubclass(broken, LabCrossbar) else "pcm"
@@ -194,9 +192,7 @@ def test_a_description_that_contradicts_itself_is_refused(section: dict[str, Any
         load_description("pcm", {"crossbar": section})
 
 
-def test_another_packages_crossbar_runs_a_network_and_may_not_claim_privacy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_packages_crossbar_runs_and_may_not_claim_privacy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_registered", {"lab_crossbar": LabCrossbar})
     with open_device(FILE, n_inputs=12, n_outputs=40) as device:
         with pytest.raises(ConfigError, match=r"noise of device 'lab_crossbar' \(Gaussian"):
@@ -210,3 +206,39 @@ def test_another_packages_crossbar_runs_a_network_and_may_not_claim_privacy(
         x = torch.randn(400, 20)
         found, expected = analog(x).detach(), layer(x).detach()
         assert float((found - expected).abs().mean()) < 0.5 * float(expected.abs().mean())
+
+
+LAWS = [
+    SignalGaussianNoise(std_low=0.04, std_high=0.09, n_outputs=5),
+    SignalGaussianNoise(std_low=0.04, std_high=0.04, n_outputs=5, beta=1e-6),
+    ConverterLatticeNoise(step=0.1, std_low=0.04, std_high=0.09, conversions=3, clips=False, n_outputs=5),
+    ConverterLatticeNoise(step=0.1, std_low=0.04, std_high=0.09, conversions=3, clips=True, n_outputs=5),
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_an_accountant_refuses_the_law_by_name(law: NoiseModel) -> None:
+    with pytest.raises(NoGuarantee, match=f"noise law {law.law!r}: no theorem"):
+        device_readings_guarantee(DeviceReadings(noise=law, readings=1, distance=1.0), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["pcm", "microring_bank"])
+def test_a_protection_does_not_credit_a_crossbar(name: str) -> None:
+    with (
+        open_device(name, n_inputs=4, n_outputs=6) as device,
+        pytest.raises(ConfigError, match=f"credits the noise of device '{name}' .*takes a Gaussian law"),
+    ):
+        creditable_law(device)
+
+
+def test_bounds_are_those_of_the_spread_and_of_the_lattice() -> None:
+    low, high = LAWS[0].variance_bounds()
+    assert (float(low), float(high)) == pytest.approx((0.04**2, 0.09**2))
+    assert float(LAWS[3].variance_bounds()[0]) == 0.0
+    low, high = LAWS[2].variance_bounds()
+    assert 3 * 0.04**2 < float(low) < 3 * (0.04**2 + 0.1**2 / 12)  # on a code, rounding adds less
+    assert float(high) == pytest.approx(3 * (0.09**2 + 0.1**2 / 12), rel=1e-3)
+    quiet = ConverterLatticeNoise(
+        step=0.1, std_low=0.0, std_high=0.001, conversions=1, clips=False, n_outputs=5
+    )
+    assert [float(bound) for bound in quiet.variance_bounds()] == [0.0, pytest.approx(0.1**2 / 4)]

@@ -194,9 +194,7 @@ def test_the_error_of_programming_halves_with_every_bit() -> None:
             realised = device.require("program").program(wanted)
             told = device.programming_std(wanted)
         found.append(float((realised - wanted).square().mean().sqrt()))
-        assert float(told[0, 0]) == pytest.approx(
-            found[-1], rel=1e-6
-        )  # rounding alone is the same on every chip
+        assert float(told[0, 0]) == pytest.approx(found[-1], rel=1e-6)  # rounding, the same on every chip
     slope = np.polyfit(range(6, 12), np.log2(found), 1)[0]
     assert slope == pytest.approx(-1.0, abs=0.1)
     assert all(late < early for early, late in pairwise(found))
@@ -211,9 +209,7 @@ def test_the_noise_of_a_mesh_is_shot_noise_and_the_loads() -> None:
         assert isinstance(device, MeshDevice)
         realised = device.program(wanted).double()
         gain = transmission(wanted, 10 ** (-0.3 / 20))
-        squared = (
-            (2 * 0.8) ** 2 * 1e-3 * 2e-4 / 16 * gain**2 / float(torch.linalg.svdvals(wanted.double())[0]) ** 2
-        )
+        squared = 1.6**2 * 1e-3 * 2e-4 / 16 * gain**2 / float(torch.linalg.svdvals(wanted.double())[0]) ** 2
         shot, thermal = 2 * CHARGE * 0.8 * 1e-3 * 2e9, 4 * BOLTZMANN * 333.15 * 2e9 / 50.0
         in_phase = realised.sum(1).square()
         least = (shot + thermal) / squared + CHARGE * 2e9 / (2 * 0.8 * 1e-3) * in_phase

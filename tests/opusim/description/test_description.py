@@ -75,9 +75,7 @@ def test_a_path_loads_and_each_number_has_its_source(tmp_path: Path) -> None:
         ("schema = 1", "schema =", "syntax: not a TOML file"),
     ],
 )
-def test_a_bad_file_is_refused_with_file_key_and_reason(
-    tmp_path: Path, before: str, after: str, message: str
-) -> None:
+def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, before: str, after: str, message: str) -> None:
     file = write(tmp_path, SMALL.replace(before, after))
     with pytest.raises(ConfigError) as caught:
         load_description(file)

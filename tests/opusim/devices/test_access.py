@@ -176,9 +176,7 @@ def test_a_device_that_does_not_open_gives_back_what_it_took(access: dict[str, A
         device.open()
 
 
-def test_a_quiet_call_that_is_left_behind_silences_no_other_thread(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_quiet_call_left_behind_silences_no_other_thread(capsys: pytest.CaptureFixture[str]) -> None:
     begun, release, filters = threading.Event(), threading.Event(), list(warnings.filters)
 
     def hang() -> None:

@@ -136,9 +136,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("fault", "told"), FAULTS.items())
-def test_frames_that_do_not_match_are_taken_again_and_never_used(
-    fault: str, told: str, optics: Any, opener: Opener
-) -> None:
+def test_frames_that_do_not_match_are_taken_again(fault: str, told: str, optics: Any, opener: Opener) -> None:
     x = reference_vectors(12, N_INPUTS)
     with opener() as device:
         b = device.measure_matrix(2).clone()
@@ -364,9 +362,7 @@ def test_dead_columns_and_hot_pixels_are_no_outputs(optics: Any, opener: Opener)
         assert not {(row + r, column + c) for r, c in places} & set(optics.hot_pixels)
 
 
-def test_the_matrix_is_measured_kept_and_forgotten_with_its_setup(
-    optics: Any, opener: Opener, tmp_path: Path
-) -> None:
+def test_the_matrix_is_kept_and_forgotten_with_its_setup(optics: Any, opener: Opener, tmp_path: Path) -> None:
     with opener(setup=str(tmp_path)) as device:
         with pytest.raises(CapabilityMissing):
             device.require("matrix")
@@ -405,26 +401,19 @@ def test_entries_are_those_of_the_medium(optics: Any, opener: Opener) -> None:
         expected = (np.real(whole.conj() * fields) - centre * np.abs(whole) ** 2).T / np.abs(whole)[:, None]
         return float(np.sqrt(np.mean((b - expected * (b.std() / expected.std())) ** 2)))
 
-    assert (
-        apart(1 / layout.mirrors_of_anchor) < error + 0.08
-    )  # 10 grains a side tell the light around to 10 %
+    assert apart(1 / layout.mirrors_of_anchor) < error + 0.08  # 10 grains a side tell the light to 10 %
     assert apart(0.0) > error + 0.16
     assert abs(float(np.mean(b**2)) - 1) < 5 * math.sqrt(2 / b.size)
 
 
-def test_entries_of_a_row_correlate_as_their_sum_with_the_reference_demands(
-    optics: Any, opener: Opener
-) -> None:
+def test_entries_of_a_row_correlate_as_their_sum_with_the_reference_asks(optics: Any, opener: Opener) -> None:
     """By -1 / (M - 1)."""
     with opener(n_outputs=200, setup=None) as device:
         b, m = device.measure_matrix(8).double(), device.setup.layout.mirrors_of_anchor
     pairs = (b.sum(1) ** 2 - (b**2).sum(1)) / (N_INPUTS * (N_INPUTS - 1) * b.square().mean())
     error = float(pairs.std()) / len(pairs) ** 0.5
     assert abs(float(pairs.mean()) + 1 / (m - 1)) < 5 * error
-    for planted in (
-        0.0,
-        -1 / (N_INPUTS - 1),
-    ):  # independent entries; a row whose sum is zero without the reference
+    for planted in (0.0, -1 / (N_INPUTS - 1)):  # independent; a row's sum is zero without the reference
         assert abs(float(pairs.mean()) - planted) > 5 * error
 
 
@@ -543,9 +532,7 @@ def test_cameras_of_fewer_bits_are_read(optics: Any, opener: Opener, modules: di
         assert projected(device, reference_vectors(40, N_INPUTS), b) < 1.5
 
 
-def test_a_setup_that_is_not_kept_is_told(
-    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_setup_that_is_lost_is_told(optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture) -> None:
     opener().close()
     assert "not kept" not in caplog.text
     opener(setup=None).close()

@@ -199,9 +199,7 @@ def test_the_driver_is_told_the_time_of_a_frame(
     assert "frames.frame_period_us = 900 is shorter than the 2050 us" in caplog.text
 
 
-def test_a_driver_that_lacks_a_call_is_not_called_too_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_lacks_a_call_is_not_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = connect(monkeypatch, tmp_path)
     with appliance(section) as device:
         from lightonopu.internal.device import OpuDevice

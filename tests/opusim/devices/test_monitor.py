@@ -197,9 +197,7 @@ def test_the_stated_smallest_change_is_found_in_time(change: str, seed: int) -> 
         ("camera_holography", (10, 64), {"camera": {"vibration": {"phase_rms_rad": 0.3}}}),
     ],
 )
-def test_no_false_alarm_in_many_checks(
-    name: str, window: tuple[int, int], overrides: dict[str, Any], seed: int
-) -> None:
+def test_no_false_alarm_in_checks(name: str, window: tuple[int, int], overrides: dict, seed: int) -> None:
     """Five runs of 60 checks, each at a level of 0.009 for 100 checks: two alarms have a probability of 8e-4."""
     assert alarms_of_five(name, window, overrides, seed) <= 1
 
@@ -334,9 +332,7 @@ def test_shared_scatter_is_an_upper_limit_and_0_of_independent_looks(looks: int,
         held += _shared(random.normal(size=looks) + 1.5 * random.normal(size=looks), 1.0) >= 1.5
     assert called <= 200 * 0.01 + 5 * (200 * 0.01) ** 0.5
     assert held >= 200 * 0.9 - 5 * (200 * 0.09) ** 0.5
-    following = [
-        np.repeat(random.normal(size=looks // 4), 4) * 2 for _ in range(200)
-    ]  # of few, some look alike
+    following = [np.repeat(random.normal(size=looks // 4), 4) * 2 for _ in range(200)]  # some look alike
     assert sum(_shared(follows, 1.0) > 2 * 1.2 for follows in following) > 100
 
 

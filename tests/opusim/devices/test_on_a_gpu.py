@@ -41,9 +41,7 @@ def test_philox_gives_the_cpus_words(gpu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_noise_is_standard_normal_and_no_two_readings_share_it(
-    gpu: torch.device, mode: str, seed: int
-) -> None:
+def test_noise_is_standard_normal_and_readings_share_none(gpu: torch.device, mode: str, seed: int) -> None:
     """Mean, variance, fourth moment and the correlation of two readings, each at five standard errors."""
     stream = noise_stream(mode, seed, "test")
     stream.seek(3)

@@ -1,14 +1,25 @@
-from pathlib import Path
+"""Kinds of devices by name, what a device was used for, and certificates with laws of other packages."""
 
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
 import pytest
 import torch
 
-from opusim.description.schema import packaged_names
+from opusim.description.schema import FrameSettings, load_description, packaged_names
 from opusim.devices import kinds
+from opusim.devices.certificate import Certificate, GaussianLaw, OtherLaw, digest_of, load_certificate
 from opusim.devices.kinds import capabilities_of, device_kinds, devices_that, register_device
 from opusim.devices.registry import list_devices, open_device
-from opusim.devices.simulated import IdealDevice
+from opusim.devices.simulated import GaussianDevice, IdealDevice
+from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError
+from opusim.noise import NoiseModel
+from tests.support.discrete_noise import DiscreteNoise
 
 
 class MirrorDevice(IdealDevice):
@@ -61,9 +72,7 @@ def test_devices_tell_what_they_can_do_before_they_are_opened() -> None:
     assert can["lightonml_simulated"] == ("project", "draw", "intensities", "matrix")
     assert "lighton_appliance" not in devices_that("matrix")
     assert devices_that("program") == ("hermes", "microring_bank", "mzi_mesh", "pcm", "reram")
-    assert can["pcm"] == (
-        *("project", "draw", "matrix", "program", "multiply", "multiply_transposed", "wait"),
-    )
+    assert can["pcm"] == ("project", "draw", "matrix", "program", "multiply", "multiply_transposed", "wait")
 
 
 def test_a_capability_that_is_missing_is_refused_by_name() -> None:
@@ -109,3 +118,151 @@ def test_windows_and_sections_are_checked() -> None:
         open_device("gaussian", mode="live")
     with pytest.raises(TypeError, match="name_or_path = 3: must be str or Path"):
         open_device(3)
+
+
+def test_the_meter_counts_seconds_and_joules() -> None:
+    meter = UsageMeter(FrameSettings(frame_period_us=270.0, power_w=30.0), 1)
+    meter.count(1000)
+    before = meter.snapshot()
+    meter.count(1000)
+    assert (before.frames, before.seconds, before.joules) == pytest.approx((1000, 0.27, 8.1), rel=1e-12)
+    assert meter.snapshot() - before == before
+    assert before + before == meter.snapshot()
+    assert Usage.from_json(json.loads(json.dumps(before.to_json()))) == before
+    with pytest.raises(ValueError, match="frames = -1"):
+        meter.count(-1)
+
+
+def test_a_call_of_a_thousand_vectors_takes_what_the_hardware_took() -> None:
+    """4.27 to 4.40 s on a real OPU, for widths from 100 to 32,000 (opu-kernel-experiments, opu_time.npy)."""
+    for name in ("camera", "camera_fitted"):
+        with open_device(name, n_inputs=100, n_outputs=100) as device:
+            before = device.usage
+            device.intensities(np.ones((1000, 100), dtype=np.uint8))
+            spent = device.usage - before
+        assert spent.seconds == pytest.approx(0.5)
+        assert 4.33 / 2 < spent.seconds + spent.host_seconds < 4.33 * 2
+        assert spent.host_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("overhead", "right"),
+    [({}, True), ({"host_us_per_frame": 0.0}, False), ({"frame_period_us": 5000.0}, False)],
+)
+@pytest.mark.parametrize("name", ["camera", "camera_fitted", "lighton_appliance"])
+def test_descriptions_predict_the_measured_call_within_a_factor_of_two(
+    name: str, overhead: dict[str, float], right: bool
+) -> None:
+    description = load_description(name, {"frames": overhead})
+    assert (4.33 / 2 < description.frames.call_seconds(1000) < 4.33 * 2) is right
+    source = load_description(name).dump()["provenance"]["frames.host_us_per_frame"]
+    assert source["status"] == "measured"
+    assert "opu_time.npy" in source["source"]
+
+
+def test_the_host_adds_to_frames_and_calls() -> None:
+    settings = FrameSettings(
+        frame_period_us=100.0, power_w=1.0, host_us_per_frame=10.0, host_us_per_call=500.0
+    )
+    meter = UsageMeter(settings, 1)
+    meter.count(20)
+    meter.count(0)
+    assert meter.snapshot().host_seconds == pytest.approx(20 * 10e-6 + 2 * 500e-6)
+    assert meter.snapshot().seconds == pytest.approx(2e-3)
+
+
+def test_frames_of_wide_windows_take_as_long_as_their_read_out() -> None:
+    frames = {"readout_us_per_output": 0.5}
+    seconds = []
+    for outputs in (100, 20_000):
+        with open_device("camera", n_inputs=4, n_outputs=outputs, frames=frames) as device:
+            before = device.usage
+            device.intensities(np.ones((10, 4), dtype=np.uint8))
+            seconds.append((device.usage - before).seconds)
+    assert seconds == pytest.approx([10 * 500e-6, 10 * 10_000e-6])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Laplace(NoiseModel):
+    law: ClassVar[str] = "test-laplace"
+    scale: np.ndarray
+    beta: float = 0.0
+
+    def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        variance = 2 * np.square(self.scale)
+        return variance, variance
+
+    def describe(self) -> str:
+        return "Laplace"
+
+
+class LaplaceDevice(GaussianDevice):
+    @property
+    def described_noise(self) -> Laplace:
+        return Laplace(scale=np.full(3, 0.1))
+
+
+DESCRIPTION = load_description("gaussian")
+BETA = 1e-6
+
+
+def certificate(noise: NoiseModel) -> Certificate:
+    return Certificate(
+        device="gaussian",
+        description_digest=digest_of(DESCRIPTION),
+        date="2026-11-22",
+        n_inputs=2,
+        n_outputs=3,
+        frames=10,
+        confidence=0.95,
+        beta=BETA,
+        noise=OtherLaw(**noise.to_json()),
+    )
+
+
+def test_a_law_of_another_package_comes_back_from_its_file(tmp_path: Path) -> None:
+    law = Laplace(scale=np.array([0.09, 0.1, 0.11]), beta=BETA)
+    path = tmp_path / "certificate.toml"
+    certificate(law).write(path)
+    device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
+    device.attach_certificate(load_certificate(path))
+    assert device.noise == law
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        (Laplace(scale=np.ones(3), beta=0.0), "certifies the law 'test-laplace' at beta = 0, the device has"),
+        (DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5])), "certifies the law"),
+    ],
+)
+def test_a_law_that_is_not_the_devices_is_refused(noise: NoiseModel, message: str) -> None:
+    device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
+    with pytest.raises(ConfigError, match=message):
+        device.attach_certificate(certificate(noise))
+
+
+def test_an_unknown_law_or_wrong_numbers_are_one_line() -> None:
+    unknown = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_dump()
+    for law, message in (
+        ({"law": "unheard-of"}, "law = 'unheard-of': must be one of .*install the package"),
+        ({"law": "test-laplace", "width": 1.0}, "unexpected keyword argument 'width'"),
+    ):
+        made = Certificate.model_validate(unknown | {"noise": law})
+        device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
+        with pytest.raises(ConfigError, match=message):
+            device.attach_certificate(made)
+
+
+def test_noise_of_hardware_is_that_of_one_width_of_its_window() -> None:
+    """lightonml's readings grow with the root of the inputs; a simulation states its law for any window."""
+    hardware = DESCRIPTION.model_copy(update={"medium": None})
+    for description, refuses in ((DESCRIPTION, False), (hardware, True)):
+        made = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_copy(
+            update={"noise": GaussianLaw(std=0.1), "description_digest": digest_of(description)}
+        )
+        for n_inputs in (None, 2):
+            made.check_device(description, n_outputs=3, n_inputs=n_inputs)
+        refused = pytest.raises(ConfigError, match="calibrate with --inputs 8") if refuses else nullcontext()
+        with refused:
+            made.check_device(description, n_outputs=3, n_inputs=8)

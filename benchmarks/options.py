@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
 T = TypeVar("T", str, int, float)
+RowNames = Annotated[str, typer.Option(help="Rows to train, separated by semicolons; all by default.")]
+Processes = Annotated[int, typer.Option(help="Runs at the same time, a thread each.")]
+Full = Annotated[bool, typer.Option("--full", help="The setting for a card.")]
 
 
 def program(*commands: Callable[..., object]) -> None:

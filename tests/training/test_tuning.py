@@ -119,6 +119,7 @@ def test_no_trial_is_an_outcome(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"protection": {"noise_multiplier": 2.0}}, "is computed by the search"),
         ({"protection": {"kind": "record", "unit": "user", "records_per_user": 2}}, "protection.unit"),
         ({"data": {"validation_fraction": 0.0}}, "trials are scored on held-out records"),
     ],

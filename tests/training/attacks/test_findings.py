@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from opusim.accounting.anytime import AnytimePlan
-from opusim.accounting.audit import AuditPlan, audit
+from opusim.accounting.audit import AuditPlan, audit, estimated
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
+from opusim.accounting.one_run import Law, Method, OneRunPlan, audit_one_run
 from opusim.training.attacks.findings import (
     SYSTEM_NOISE,
     Audit,
@@ -38,6 +39,21 @@ CLAIM = Guarantee(
     mechanism="test",
     source="test",
 )
+
+
+@pytest.mark.parametrize(
+    ("scores", "gap", "says"),
+    [
+        (20, 9.0, "too few trials to exceed 1"),  # a perfect attack, whose bound ends below the claim
+        (200, 9.0, "found, as required"),
+        (200, 0.0, "not found by this attack"),
+    ],
+)
+def test_a_broken_control_says_why_it_was_not_found(scores: int, gap: float, says: str) -> None:
+    outside = np.random.default_rng(1).random(scores)
+    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
+    halves = outside[::-1] + gap, outside
+    assert Finding.of(Role.BROKEN, "difference", halves, audit(*halves, plan), claim=CLAIM).says == says
 
 
 @pytest.mark.parametrize(
@@ -75,6 +91,32 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
     assert power is None or "in as many trials, by errors alone" in power_text(found)
     weak = power is not None and power < 0.5
     assert ("This audit is weak" in "\n".join(paragraphs(found))) is weak
+
+
+@pytest.mark.parametrize("canaries", [False, True])
+def test_an_estimate_above_the_claim_is_told_unless_a_bound_refutes_the_claim(canaries: bool) -> None:
+    scores, inside = np.random.default_rng(1).standard_normal(60), np.arange(60) % 2 == 0
+    scores[inside] += 2
+    halves = scores[inside], scores[~inside]
+    result: Any = audit(*halves, AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA))
+    shown: Any = {"estimate": estimated(*halves, result)}
+    plan = OneRunPlan(adversary="sees all", canaries=60, delta=DELTA, claimed=None, law=Law.GAUSSIAN)
+    if canaries:
+        result, shown = audit_one_run(scores, inside, plan), {}
+    (estimate,) = Finding.of(Role.RUN, "difference", halves, result, **shown).estimates
+    low = result.epsilon_lower
+    for epsilon, told in ((0.9 * low, False), ((low + estimate) / 2, True), (estimate + 1, False)):
+        if canaries:
+            result = audit_one_run(scores, inside, replace(plan, claimed=epsilon))
+        claim = replace(CLAIM, epsilon=epsilon)
+        found = Audit(
+            findings=(Finding.of(Role.RUN, "difference", halves, result, claim=claim, **shown),),
+            guarantees=(claim,),
+            played=Played.TRAINING if canaries else Played.STEP,
+            **{"trials": 60, "seed": 1, "steps": 3},
+        )
+        assert found.refuted is (epsilon < low)
+        assert ("Estimates above the claim: " in "\n".join(paragraphs(found))) is told
 
 
 @pytest.mark.parametrize("trials", [60, 100])
@@ -195,6 +237,10 @@ def test_a_broken_control_that_is_not_found_fails_for_its_true_reason(refused: b
     assert ("drawn q T = 1.98 times" in said and "opusim audit RUN" in said) is refused
     assert found.power is not None
     assert (found.power < 0.05) is refused
+    rows = {row["read as"]: row for row in found.of(Role.RUN)[0].rows()}
+    for method in (Method.NORMAL_BOUND, Method.NORMAL_ESTIMATE):
+        assert rows[method]["evidence"].startswith("normality p ")
+        assert (rows[method]["finding"] == "scores are not normal: does not count") is refused
 
 
 def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:

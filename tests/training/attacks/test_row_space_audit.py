@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from opusim import training
+from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Finding, Role, paragraphs, verdict
+from opusim.training.attacks.findings import Audit, Finding, Role, audit_rows, paragraphs, verdict
 from opusim.training.attacks.replay import replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.errors import RunFolderError
@@ -82,6 +84,23 @@ def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_aud
     assert of(plain_audit, Role.NULL).result.epsilon_lower == 0
     assert of(plain_audit, Role.PROTECTED).claim.epsilon == pytest.approx(0.926, abs=0.01)
     assert of(plain_audit, Role.BROKEN).refutes
+
+
+def test_the_words_say_what_was_found(plain_audit: Audit) -> None:
+    text = "\n".join(paragraphs(plain_audit))
+    assert "Found: membership" in text
+    assert "no finite epsilon, so there is nothing to refute" in text
+    (guarantee,) = plain_audit.guarantees
+    for changes, said in (
+        ({"epsilon": 1.0, "reason": None}, "is REFUTED, since a single step already costs more"),
+        ({"formula_value": 1.0}, "1.000 for the whole run: is REFUTED"),
+        ({"formula_value": 1e6}, "exceeds what so many trials can show"),
+    ):
+        claimed = replace(guarantee, status=Status.CLAIMED, **changes)
+        assert said in "\n".join(paragraphs(replace(plain_audit, guarantees=(claimed,))))
+    best = plain_audit.strongest.result.epsilon_lower
+    assert repr(plain_audit).startswith(f"Audit(epsilon=at least {best:.4g}, ")
+    assert plain_audit._repr_html_().count("<tr>") == 1 + len(audit_rows(plain_audit))
 
 
 def test_the_result_is_kept_and_shown(plain: Path, plain_audit: Audit) -> None:

@@ -170,6 +170,25 @@ def test_what_the_program_gave_and_a_device_of_features_take_part(tmp_path: Path
         assert said in row["why"]
 
 
+def told_twice(page: str) -> set[str]:
+    """The cells and paragraphs of more than 60 letters that stand twice on a page."""
+    blocks = re.findall(r"<(?:p|td)[^>]*>([^<]{60,})</(?:p|td)>", page)
+    return {text for text in blocks if blocks.count(text) > 1}
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, audit: Path, tmp_path: Path) -> None:
+    page, content = written(run, out=tmp_path / "d.html", audits=[audit])
+    links = re.findall(r'<li><a href="#(s\d+)">([^<]*)</a>', page)
+    assert links == re.findall(r'<h2 id="(s\d+)">([^<]*)</h2>', page)
+    assert page.index(links[0][1]) < page.index("<h2")
+    assert not told_twice(page)
+    answer = content["works"][0]["answers"][0]["answer"]
+    assert told_twice(f"{page}<p>{answer}</p>") == {answer}  # the planted fault
+    # tables of prose stand cell under cell on a narrow page
+    assert page.count("<table") == page.count('<table class="stacked">') + page.count("<table><tr><th style")
+
+
 @pytest.mark.usefixtures("without_pdf")
 def test_an_audit_of_a_rehearsal_is_named_and_leaves_the_dossier_for_publication(
     run: Run, audit: Path, tmp_path: Path

@@ -32,14 +32,17 @@ def command(module: str, *arguments: str) -> str:
     return f"`{' '.join(('python -m', module, *arguments))}`"
 
 
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of some values; None of fewer than two."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
 def with_error(values: Sequence[float], form: str = ".2f") -> str:
     """Return the mean of some values and, of more than one, its standard error, as text; "-" without values."""
     if not values:
         return "-"
-    mean = f"{statistics.fmean(values):{form}}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:{form.lstrip('+')}}"
+    mean, error = f"{statistics.fmean(values):{form}}", standard_error(values)
+    return mean if error is None else f"{mean} ± {error:{form.lstrip('+')}}"
 
 
 def difference(mine: Sequence[float], theirs: Sequence[float]) -> str:
@@ -55,7 +58,7 @@ def compared(ours: Sequence[float], others: Sequence[float]) -> int:
     """
     if min(len(ours), len(others)) < 2:
         return 0
-    error = math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (ours, others)))
+    error = math.hypot(*(standard_error(part) or 0.0 for part in (ours, others)))
     apart = statistics.fmean(ours) - statistics.fmean(others)
     return (apart > 2 * error) - (apart < -2 * error)
 

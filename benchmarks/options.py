@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from benchmarks.results_file import save_results
+
 T = TypeVar("T", str, int, float)
+RowNames = Annotated[str, typer.Option(help="Rows to train, separated by semicolons; all by default.")]
+Processes = Annotated[int, typer.Option(help="Runs at the same time, a thread each.")]
+Full = Annotated[bool, typer.Option("--full", help="The setting for a card.")]
 
 
 def program(*commands: Callable[..., object]) -> None:
@@ -18,6 +23,17 @@ def program(*commands: Callable[..., object]) -> None:
     for each in commands:
         app.command()(each)
     app()
+
+
+def program_of_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+    """Measure the parts that the command line names, all if it names none; save each as the results of its name."""
+
+    def measure(names: list[str] = typer.Argument(None, metavar="PARTS")) -> None:  # noqa: B008
+        """Measure each part and save it."""
+        for name in listed("PARTS", ",".join(names or ()), tuple(parts)):
+            save_results(name, parts[name]())
+
+    typer.run(measure)
 
 
 def listed(option: str, line: str, allowed: Sequence[T]) -> list[T]:

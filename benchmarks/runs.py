@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from joblib import Parallel, delayed
 from torch import nn
 
 import opusim
@@ -26,6 +28,13 @@ def train_or_read(config: dict[str, Any], path: Path, *, model: nn.Module | None
     if folder.finished:
         return opusim.load_run(path, model=model, trust_code=True)  # code that the configuration here names
     return opusim.train(model=model, folder=path, resume=True, trust_code=True)
+
+
+def in_parallel(function: Callable[..., Any], tasks: Iterable[Sequence[Any]], *, jobs: int) -> Iterator[Any]:
+    """Return what a function makes of each task, which is its arguments, as soon as it is there; `jobs` at a time."""
+    calls = (delayed(function)(*task) for task in tasks)
+    found: Iterator[Any] = Parallel(n_jobs=jobs, return_as="generator_unordered")(calls)
+    return found
 
 
 def private_accuracy(run: Run) -> dict[str, Any]:

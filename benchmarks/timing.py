@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
@@ -71,14 +73,19 @@ def interleaved_turns(
     return seconds
 
 
+def printed(module: str, *arguments: object) -> Any:
+    """Return the JSON of the last line that a module prints, run with some arguments in a process of its own."""
+    call = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def memory_rise(module: str, *arguments: str) -> float:
     """Return the median of what `print_memory_rise` prints in three processes, MiB: the module's, with "--memory".
 
     One figure varies by a tenth with the allocator.
     """
-    call = [sys.executable, "-m", module, "--memory", *arguments]
-    runs = (subprocess.run(call, check=True, capture_output=True, text=True) for _ in range(3))
-    return statistics.median(float(run.stdout.split()[-1]) for run in runs)
+    return statistics.median(float(printed(module, "--memory", *arguments)) for _ in range(3))
 
 
 def print_memory_rise(prepare: Callable[[], object], make: Callable[[], Step]) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from joblib import Parallel, delayed
 
+from benchmarks.markdown import standard_error
 from benchmarks.results_file import keep_row, rows_of, save_results, selected
-from benchmarks.runs import private_accuracy, train_or_read
+from benchmarks.runs import in_parallel, private_accuracy, train_or_read
 from opusim.description.section import merged, parse_setting
 
 Point = dict[str, Any]
@@ -90,7 +90,7 @@ class TunedRows:
         """Try every point of every grid with one seed; the best by validation accuracy is kept."""
         cells = self._chosen(rows, epsilon)
         tasks = [(*cell, point, self.tuning_seed) for cell in cells for point in self.rows[cell[0]].points]
-        for trial in self._runs(tasks, jobs):
+        for trial in in_parallel(self.run_once, tasks, jobs=jobs):
             cell = {key: trial[key] for key in ("row", "epsilon", "point")}
             keep_row(self.name, cell, "trials", **{key: trial[key] for key in ("validation", "seconds")})
 
@@ -104,13 +104,10 @@ class TunedRows:
             if not wanted or seed in wanted
         ]
         names = list(self.rows)
-        for run in self._runs(tasks, jobs):
+        for run in in_parallel(self.run_once, tasks, jobs=jobs):
             keep_row(self.name, {key: run[key] for key in ("row", "epsilon", "seed")}, "runs", **run)
-            runs = [
-                each
-                for each in rows_of(self.name, "runs")
-                if each["point"] == self.best_point(each["row"], each["epsilon"])
-            ]
+            made = rows_of(self.name, "runs")
+            runs = [each for each in made if each["point"] == self.best_point(each["row"], each["epsilon"])]
             runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
             kept = {"configuration": dict(self.base), "trials": rows_of(self.name, "trials")}
             save_results(self.name, {**kept, "runs": runs, "cells": self.cells_of(runs)})
@@ -125,9 +122,8 @@ class TunedRows:
             return self.rows[row].points[0]
         mine = rows_of(self.name, "trials", row=row, epsilon=epsilon)
         if not mine:
-            raise ValueError(
-                f"row {row!r} at epsilon {epsilon:g} has no trials; run: python -m {self.module} tune"
-            )
+            remedy = f"run: python -m {self.module} tune"
+            raise ValueError(f"row {row!r} at epsilon {epsilon:g} has no trials; {remedy}")
         return dict(max(mine, key=lambda trial: trial["validation"])["point"])
 
     def cells_of(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,12 +133,8 @@ class TunedRows:
             for epsilon in plan.epsilons:
                 if mine := selected(runs, row=row, epsilon=epsilon):
                     test = [run["test"] for run in mine]
-                    error = statistics.stdev(test) / len(test) ** 0.5 if len(test) > 1 else None
-                    figures = {
-                        "test": statistics.mean(test),
-                        "seeds": len(test),
-                        "test_standard_error": error,
-                    }
+                    figures = {"test": statistics.mean(test), "seeds": len(test)}
+                    figures["test_standard_error"] = standard_error(test)
                     means = {
                         key: statistics.mean(run[key] for run in mine)
                         for key in ("validation", "frames", "joules", "seconds")
@@ -160,12 +152,6 @@ class TunedRows:
             for each in plan.epsilons
             if (rows == row if rows in self.rows else rows in row) and epsilon in (0.0, each)
         ]
-
-    def _runs(self, tasks: Sequence[tuple[Any, ...]], jobs: int) -> Any:
-        """Yield the runs of some tasks, each as soon as it is there."""
-        return Parallel(n_jobs=jobs, return_as="generator_unordered")(
-            delayed(self.run_once)(*task) for task in tasks
-        )
 
 
 HEADER = "protection | epsilon | test [%] | seeds | validation [%] | frames | kJ | chosen point"

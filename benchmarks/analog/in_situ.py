@@ -128,11 +128,9 @@ class Backward:
         if setting.backward == "pdfa":
             self._learner = learner = FeedbackAlignment(model, points=["2"])
             shape = learner.shape(x)
-            self.device = learner.noisy_device = stack.enter_context(
-                open_device(
-                    setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
-                )
-            )
+            window = {"n_inputs": shape.n_inputs, "n_outputs": shape.n_outputs}
+            device = open_device(setting.feedback, **window, seed=seed + 1)
+            self.device = learner.noisy_device = stack.enter_context(device)
             stack.callback(learner.remove)
         self._learner.train()
 
@@ -148,13 +146,9 @@ def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
     network = ModuleSequence(model, n_inputs=784)
     estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal")
     update = PlainUpdate(network, estimator, sigma=SIGMA, noise=SeededStream(seed, "output noise"))
-    return bare(
-        UlrTrainer,
-        network,
-        load_config({"trainer": {"kind": "ulr"}}),
-        optimizer=torch.optim.Adam(model.parameters(), lr=RATE),
-        update=update,
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    config = load_config({"trainer": {"kind": "ulr"}})
+    return bare(UlrTrainer, network, config, optimizer=optimizer, update=update)
 
 
 FORWARD_ONLY = {"ulr": likelihood_ratios}

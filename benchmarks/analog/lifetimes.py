@@ -173,16 +173,12 @@ def means(
 
 def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each network, device, training and kind: means over chips."""
-    return [
-        (
-            name,
-            device,
-            training + KINDS[kind],
-            *(f"{value:.2f}".replace("nan", "–") for value in found.values()),
-        )
-        for name, device, training, kind in product(NETWORKS, DEVICES, TRAININGS, KINDS)
-        if (found := means(rows, name, device, training, kind))
-    ]
+    lines = []
+    for name, device, training, kind in product(NETWORKS, DEVICES, TRAININGS, KINDS):
+        if found := means(rows, name, device, training, kind):
+            figures = (f"{value:.2f}".replace("nan", "–") for value in found.values())
+            lines.append((name, device, training + KINDS[kind], *figures))
+    return lines
 
 
 def given_back(

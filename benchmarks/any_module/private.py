@@ -79,19 +79,18 @@ def new_model(name: str, seed: int) -> nn.Module:
         return MODELS[name]()
 
 
-def configuration(
-    tool: str, name: str, epsilon: float, rate: float, clip: float, seed: int
-) -> dict[str, Any]:
+def configuration(tool: str, name: str, epsilon: float, seed: int) -> dict[str, Any]:
     """Return the configuration of a run by opusim."""
+    point = POINTS[name]
     config: dict[str, Any] = {
         "seed": seed,
         "epochs": EPOCHS,
         "threads": 1,
         "data": {"n_classes": CLASSES},
         "trainer": {"kind": tool},
-        "optimizer": {"name": "adam", "lr": rate},
+        "optimizer": {"name": "adam", "lr": point["rate"]},
         "sampler": {"batch_size": BATCH, "scheme": "poisson"},
-        "protection": {"kind": "record", "epsilon": epsilon, "delta": DELTA, "clip_norm": clip},
+        "protection": {"kind": "record", "epsilon": epsilon, "delta": DELTA, "clip_norm": point["clip"]},
     }
     if tool == "pdfa":
         config["trainer"]["encoding"] = "planes"
@@ -101,9 +100,9 @@ def configuration(
     return config
 
 
-def by_opusim(tool: str, name: str, epsilon: float, rate: float, clip: float, seed: int) -> Outcome:
+def by_opusim(tool: str, name: str, epsilon: float, seed: int) -> Outcome:
     """Train by opusim, in a run folder that is not kept."""
-    config = configuration(tool, name, epsilon, rate, clip, seed)
+    config = configuration(tool, name, epsilon, seed)
     with tempfile.TemporaryDirectory() as folder:
         run = opusim.train(config, data=images(), model=new_model(name, seed), folder=f"{folder}/run")
         (guarantee,) = run.guarantees
@@ -120,22 +119,22 @@ def by_opusim(tool: str, name: str, epsilon: float, rate: float, clip: float, se
         }
 
 
-def by_opacus(name: str, epsilon: float, rate: float, clip: float, seed: int) -> Outcome:
+def by_opacus(name: str, epsilon: float, seed: int) -> Outcome:
     """Train by Opacus as its documentation shows."""
     from opacus import PrivacyEngine
 
     model = new_model(name, seed)
     torch.manual_seed(seed)  # of Opacus's batches and noise
     records = TensorDataset(images().train.x.view(-1, *SHAPE), images().train.y)
-    engine = PrivacyEngine()
+    engine, trained = PrivacyEngine(), [p for p in model.parameters() if p.requires_grad]
     private, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
-        optimizer=torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate),
+        optimizer=torch.optim.Adam(trained, lr=POINTS[name]["rate"]),
         data_loader=DataLoader(records, batch_size=BATCH),
         target_epsilon=epsilon,
         target_delta=DELTA,
         epochs=EPOCHS,
-        max_grad_norm=clip,
+        max_grad_norm=POINTS[name]["clip"],
     )
     steps, validation = 0, 0.0
     for _ in range(EPOCHS):
@@ -161,21 +160,9 @@ def accuracy(model: nn.Module, part: str) -> float:
     return 100 * evaluate_split(flat, getattr(images(), part), "cross-entropy")["accuracy"]
 
 
-def run(results: dict[str, Any], tool: str, name: str, epsilon: float, seed: int, **point: float) -> Outcome:
-    """Return a run, trained unless the results have it."""
-    key = f"{tool}, {name}, epsilon {epsilon:g}, rate {point['rate']:g}, clip {point['clip']:g}, seed {seed}"
-    if key not in results["runs"]:
-        images()
-        started = time.process_time()
-        if tool == "opacus":
-            found = by_opacus(name, epsilon, seed=seed, **point)
-        else:
-            found = by_opusim(tool, name, epsilon, seed=seed, **point)
-        results["runs"][key] = found | {"seconds": round(time.process_time() - started, 1)}
-        save_results(NAME, results)
-        print(f"{key}: {results['runs'][key]}", flush=True)
-    outcome: Outcome = results["runs"][key]
-    return outcome
+def key_of(tool: str, name: str, epsilon: float, seed: int) -> str:
+    point = POINTS[name]
+    return f"{tool}, {name}, epsilon {epsilon:g}, rate {point['rate']:g}, clip {point['clip']:g}, seed {seed}"
 
 
 def cells() -> Iterator[tuple[str, float]]:
@@ -195,16 +182,23 @@ def measure() -> None:
         "delta": DELTA,
         "parameters": {name: sum(p.numel() for p in new_model(name, 0).parameters()) for name in MODELS},
     }
+    images()  # read before the first run is timed
     for tools in (TOOLS[:2], TOOLS[2:]):
         for seed, (name, epsilon), tool in itertools.product(SEEDS, cells(), tools):
-            run(results, tool, name, epsilon, seed, **POINTS[name])
+            key = key_of(tool, name, epsilon, seed)
+            if key not in results["runs"]:
+                started = time.process_time()
+                opacus = tool == "opacus"
+                found = by_opacus(name, epsilon, seed) if opacus else by_opusim(tool, name, epsilon, seed)
+                results["runs"][key] = found | {"seconds": round(time.process_time() - started, 1)}
+                save_results(NAME, results)
+                print(f"{key}: {results['runs'][key]}", flush=True)
 
 
 def outcomes(results: dict[str, Any], tool: str, name: str, epsilon: float) -> dict[int, Outcome]:
     """Return the runs of a cell by seed, as far as they are measured."""
-    point = POINTS[name]
-    head = f"{tool}, {name}, epsilon {epsilon:g}, rate {point['rate']:g}, clip {point['clip']:g}, seed"
-    return {seed: results["runs"][f"{head} {seed}"] for seed in SEEDS if f"{head} {seed}" in results["runs"]}
+    keys = {seed: key_of(tool, name, epsilon, seed) for seed in SEEDS}
+    return {seed: results["runs"][key] for seed, key in keys.items() if key in results["runs"]}
 
 
 def differences(
@@ -223,14 +217,11 @@ def judgement(results: dict[str, Any]) -> str:
     """Return how the requirement is met by all finished pairs, and what else a user sees."""
     found = differences(results, "bp", "opacus")
     mean, error = statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
-    times = [
-        [
-            statistics.median(each["seconds"] for each in outcomes(results, tool, *cell).values())
-            for tool in ("bp", "opacus")
-        ]
-        for cell in cells()
-    ]
-    ratios = [ours / theirs for ours, theirs in times]
+    ratios = []
+    for cell in cells():
+        both = (outcomes(results, tool, *cell).values() for tool in ("bp", "opacus"))
+        ours, theirs = (statistics.median(each["seconds"] for each in runs) for runs in both)
+        ratios.append(ours / theirs)
     lost = [
         f"Through the device {name} loses {with_error(differences(results, 'bp', 'pdfa', names=(name,)))} points to bp."
         for name in MODELS

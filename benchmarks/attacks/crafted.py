@@ -59,21 +59,10 @@ class Row:
 
 def plan_of(protection: Mapping[str, Any], *, classes: int, **sections: Any) -> RunPlan:
     """Return a small run with a protection; its records are replaced by the game's."""
-    config = load_config(
-        {
-            "threads": 1,
-            "epochs": 1,
-            "data": {
-                "name": "arrays",
-                "n_classes": classes,
-                "standardise": False,
-                "validation_fraction": 0.0,
-            },
-            "sampler": {"batch_size": 10},
-            "protection": {"epsilon": EPSILON, "delta": DELTA, **protection},
-            **sections,
-        }
-    )
+    data = {"name": "arrays", "n_classes": classes, "standardise": False, "validation_fraction": 0.0}
+    usual = {"threads": 1, "epochs": 1, "data": data, "sampler": {"batch_size": 10}}
+    protection = {"epsilon": EPSILON, "delta": DELTA, **protection}
+    config = load_config({**usual, "protection": protection, **sections})
     labels = torch.arange(100) % classes
     return RunPlan.resolve(config, crafted(torch.eye(100)[:, :3], labels, n_classes=classes))
 
@@ -85,9 +74,8 @@ def look(noise: str | None = None, device: Mapping[str, Any] | None = None) -> L
         protection = {"kind": "label-randomized-response"}
     trainer = {"kind": "dfa" if device is None else "pdfa"}
     sections = {} if device is None else {"device": device}
-    return LookGame(
-        plan_of(protection, classes=_LOOKS, trainer=trainer, model={"hidden": [_OUTPUTS]}, **sections)
-    )
+    model = {"hidden": [_OUTPUTS]}
+    return LookGame(plan_of(protection, classes=_LOOKS, trainer=trainer, model=model, **sections))
 
 
 def staged(stages: int = 3) -> StagedLookGame:
@@ -104,16 +92,8 @@ def camera() -> dict[str, Any]:
 
 def amplified() -> AmplifiedGame:
     """Return the game of eight secret batches, q = 1/4."""
-    return AmplifiedGame(
-        plan_of(
-            {"kind": "label-amplified"},
-            classes=2,
-            trainer={"kind": "dfa"},
-            model={"hidden": [8]},
-            sampler={"batch_size": 25},
-            epochs=2,
-        )
-    )
+    sections = {"trainer": {"kind": "dfa"}, "model": {"hidden": [8]}, "sampler": {"batch_size": 25}}
+    return AmplifiedGame(plan_of({"kind": "label-amplified"}, classes=2, epochs=2, **sections))
 
 
 def released_model() -> ReleasedModelGame:
@@ -126,17 +106,13 @@ def scalars(
     law: str, batch_size: int, *, directions: int = 2, epochs: int = 2, delta: float = DELTA, **trainer: Any
 ) -> ScalarsGame:
     """Return the game of zeroth-order steps on batches out of 100 records."""
-    return ScalarsGame(
-        plan_of(
-            {"kind": "record", "delta": delta},
-            classes=2,
-            trainer={"kind": "zo", "law": law, "directions": directions, **trainer},
-            optimizer={"lr": 0.01, "momentum": 0.0},
-            model={"hidden": [4]},
-            sampler={"scheme": "poisson", "batch_size": batch_size},
-            epochs=epochs,
-        )
-    )
+    sections = {
+        "trainer": {"kind": "zo", "law": law, "directions": directions, **trainer},
+        "optimizer": {"lr": 0.01, "momentum": 0.0},
+        "model": {"hidden": [4]},
+        "sampler": {"scheme": "poisson", "batch_size": batch_size},
+    }
+    return ScalarsGame(plan_of({"kind": "record", "delta": delta}, classes=2, epochs=epochs, **sections))
 
 
 def convex(batches: int = 5, epochs: int = 4, lean: float = LEAN, **changes: Any) -> LastIterateGame:

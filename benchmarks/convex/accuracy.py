@@ -16,12 +16,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from joblib import Parallel, delayed
-
 from benchmarks.convex.rows import BASE, CELLS, DATA, LAST_ITERATE, ROWS, SEEDS, Point
+from benchmarks.markdown import standard_error
 from benchmarks.options import listed, program
 from benchmarks.results_file import keep_row, rows_of, save_results
-from benchmarks.runs import train_or_read
+from benchmarks.runs import in_parallel, train_or_read
 from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.records import PoissonGaussian
@@ -58,21 +57,22 @@ def configuration(row: str, data: str, epsilon: float, point: Point, seed: int) 
     return merged(config, {"protection": {"noise_multiplier": sampled_noise(q, config["epochs"], epsilon)}})
 
 
+def replacing(noise_multiplier: float, q: float, epochs: int) -> PoissonGaussian:
+    """Return DP-SGD on Poisson batches of a part q of the records, for replacing a record."""
+    common = {"sampling_probability": q, "steps": epochs * max(1, round(1 / q))}
+    return PoissonGaussian(noise_multiplier=noise_multiplier, adjacency=Adjacency.REPLACE_ONE, **common)
+
+
 def sampled_noise(q: float, epochs: int, epsilon: float) -> float:
     """The least noise multiplier of Poisson batches for replacing a record."""
-    steps = epochs * max(1, round(1 / q))
-    whole = PoissonGaussian(
-        noise_multiplier=1.0, sampling_probability=q, steps=steps, adjacency=Adjacency.REPLACE_ONE
-    )
-    return calibrate_noise(whole, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+    return calibrate_noise(replacing(1.0, q, epochs), target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
 
 
 def run_once(row: str, data: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
     """Train one point with one seed, resume it, or read it back."""
     config = configuration(row, data, epsilon, point, seed)
-    tag = "-".join(
-        [row.replace(", ", "-").replace(" ", "-"), data, f"{epsilon:g}", *map(str, point.values())]
-    )
+    words = row.replace(", ", "-").replace(" ", "-")
+    tag = "-".join([words, data, f"{epsilon:g}", *map(str, point.values())])
     run = train_or_read(config, FOLDER / f"{tag}-{seed}")
     summary = run.summary or {}
     return {
@@ -93,12 +93,7 @@ def stated_epsilon(found: list[Any], config: dict[str, Any], *, len_train: int) 
     if found[0].adjacency is Adjacency.REPLACE_ONE:
         return float(found[0].epsilon)
     q = config["sampler"]["batch_size"] / len_train
-    whole = PoissonGaussian(
-        noise_multiplier=config["protection"]["noise_multiplier"],
-        sampling_probability=q,
-        steps=config["epochs"] * max(1, round(1 / q)),
-        adjacency=Adjacency.REPLACE_ONE,
-    )
+    whole = replacing(config["protection"]["noise_multiplier"], q, config["epochs"])
     return guarantees([whole], delta=DELTA)[0].epsilon
 
 
@@ -143,22 +138,15 @@ def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
     """Run the tasks whose results are missing, in parallel, writing each result as it comes."""
     names = ("row", "data", "epsilon", "point", "seed")
     missing = [task for task in tasks if not rows_of(NAME, part, **dict(zip(names, task, strict=True)))]
-    for found in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-        delayed(run_once)(*task) for task in missing
-    ):
+    for found in in_parallel(run_once, missing, jobs=jobs):
         keep_row(NAME, {name: found[name] for name in names}, part, **found)
         kept = {key: sorted(rows_of(NAME, key), key=_key) for key in ("trials", "runs")}
         save_results(NAME, {**kept, "cells": cells_of([run for run in kept["runs"] if is_chosen(run)])})
 
 
 def _key(run: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        list(ROWS).index(run["row"]),
-        run["data"],
-        -run["epsilon"],
-        str(sorted(run["point"].items())),
-        run["seed"],
-    )
+    point = str(sorted(run["point"].items()))
+    return list(ROWS).index(run["row"]), run["data"], -run["epsilon"], point, run["seed"]
 
 
 def tests(row: str, data: str, epsilon: float) -> list[float]:
@@ -189,7 +177,7 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             | {
                 "seeds": len(mine),
                 "test": statistics.mean(test),
-                "test_standard_error": statistics.stdev(test) / len(test) ** 0.5 if len(test) > 1 else None,
+                "test_standard_error": standard_error(test),
                 "proven_epsilon": max(run["proven_epsilon"] for run in mine),
                 "paper": PAPER[published][0] if published and published in PAPER else None,
                 "within_bar": None if bar is None else statistics.mean(test) >= bar,

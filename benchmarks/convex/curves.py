@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.convex.accuracy import PAPER, TUNED, best_point, run_once, trials_of
 from benchmarks.convex.rows import Point
-from benchmarks.markdown import compared, markdown, with_error
+from benchmarks.markdown import compared, markdown, standard_error, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from opusim.training.runs.drawing import new_figure, save_figure, style
@@ -46,9 +46,7 @@ def table(data: str) -> str:
     """Return the mean accuracy of each way to train by epsilon, as Markdown."""
     found = accuracies(data)
     epsilons = sorted({epsilon for by_epsilon in found.values() for epsilon in by_epsilon})
-    rows = [
-        (row, *(with_error(mine.get(epsilon, [])) for epsilon in epsilons)) for row, mine in found.items()
-    ]
+    rows = [(row, *(with_error(mine.get(e, [])) for e in epsilons)) for row, mine in found.items()]
     return markdown(("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons)), rows)
 
 
@@ -95,9 +93,8 @@ def main(data: str = DATA, seeds: str = ",".join(map(str, SEEDS))) -> None:
         key, points = (row, epsilon, seed), finished(name)
         if key not in points:
             found = run_once(row, name, epsilon, best_point(row, name, nearest(epsilon)), seed)
-            kept = {
-                part: found[part] for part in ("row", "epsilon", "seed", "point", "test", "proven_epsilon")
-            }
+            parts = ("row", "epsilon", "seed", "point", "test", "proven_epsilon")
+            kept = {part: found[part] for part in parts}
             save_results(name_of(name), {"data": name, "points": [*points.values(), kept]})
             print(kept, flush=True)
     if DATA in names:
@@ -111,12 +108,11 @@ def draw() -> None:
     for number, (row, mine) in enumerate(found.items()):
         epsilons = sorted(mine)
         means = [statistics.fmean(mine[epsilon]) for epsilon in epsilons]
-        errors = [_error(mine[epsilon]) for epsilon in epsilons]
+        errors = [standard_error(mine[epsilon]) or 0.0 for epsilon in epsilons]
         axes.errorbar(epsilons, means, errors, capsize=3, label=row, **style(number))
     paper = sorted((TUNED[epsilon], last) for (data, epsilon), (last, *_) in PAPER.items() if data == DATA)
-    axes.plot(
-        *zip(*paper, strict=True), "x", color="#000000", label="the paper, tuning included (not covered)"
-    )
+    label = "the paper, tuning included (not covered)"
+    axes.plot(*zip(*paper, strict=True), "x", color="#000000", label=label)
     axes.set_xscale("log")
     ticks = sorted(EPSILONS)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -125,11 +121,6 @@ def draw() -> None:
     axes.set_ylabel("test accuracy [%]")
     axes.legend(frameon=False)
     save_figure(figure, PICTURE)
-
-
-def _error(values: list[float]) -> float:
-    """Standard error of the mean, 0 of one value."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ drift; and sound devices, as a control.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,12 @@ from opusim.devices.simulated import GaussianDevice
 from opusim.p_values import FAMILY_ALARM
 
 INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 5, 500, 4000, 400
-PROPERTIES, CAMERA_PROPERTIES = (
-    8,
-    32,
-)  # that share the family's alarm level; a camera's sixteen have half of it
+PROPERTIES, CAMERA_PROPERTIES = 8, 32
+"""Properties that share the family's alarm level; a camera's sixteen have half of it."""
 Random = np.random.Generator
 Plant = Callable[[Random, np.ndarray, float], np.ndarray]
-
-
-OUT, TIME, SIZE = (
-    "outputs do not correlate",
-    "readings do not repeat or follow from earlier ones",
-    "sizes of the outputs' noises do not correlate",
-)
+OUT, TIME = "outputs do not correlate", "readings do not repeat or follow from earlier ones"
+SIZE = "sizes of the outputs' noises do not correlate"
 LAW, GRID, SAME = "each output is Gaussian", "readings lie on no grid", "noise is the same at every input"
 LIGHT = "light varies from frame to frame, standard deviation"
 
@@ -58,13 +52,13 @@ def signs_of(random: Random, z: np.ndarray) -> np.ndarray:
     return random.choice([-1.0, 1.0], z.shape[-1])
 
 
-def repeating(z: np.ndarray, first: Any, later: Any, correlation: float) -> np.ndarray:
+def repeating(random: Random, z: np.ndarray, correlation: float, *, first: Any, later: Any) -> np.ndarray:
     """Some readings correlate with others."""
     z[later] = correlation * z[first] + (1 - correlation**2) ** 0.5 * z[later]
     return z
 
 
-def following(z: np.ndarray, lag: int, strength: Any) -> np.ndarray:
+def following(random: Random, z: np.ndarray, strength: Any, *, lag: int) -> np.ndarray:
     """Each reading follows an earlier one."""
     for i in range(lag, z.shape[1]):
         z[:, i] += strength * z[:, i - lag]
@@ -82,19 +76,15 @@ def one_uniform(random: Random, z: np.ndarray, share: float) -> np.ndarray:
     return z
 
 
-def larger(z: np.ndarray, where: Any, share: float) -> np.ndarray:
+def larger(random: Random, z: np.ndarray, share: float, *, where: Any) -> np.ndarray:
     z[where] *= 1 + share
     return z
 
 
 FAULTS: dict[str, tuple[str, Plant, float]] = {
     "grid, standard deviations": (GRID, lambda random, z, step: np.round(z / step) * step, 1e-6),
-    "noise of one input is larger by": (SAME, lambda random, z, share: larger(z, 2, share), 4e-3),
-    "noise of one output at one input is larger by": (
-        SAME,
-        lambda random, z, share: larger(z, np.s_[2, :, 7], share),
-        0.4,
-    ),
+    "noise of one input is larger by": (SAME, partial(larger, where=2), 4e-3),
+    "noise of one output at one input is larger by": (SAME, partial(larger, where=np.s_[2, :, 7]), 0.4),
     "excess of the fourth moment of all outputs": (  # a scale of its own for each reading
         LAW,
         lambda random, z, excess: z * np.sqrt(1 + (excess / 3) ** 0.5 * random.choice([-1.0, 1.0], z.shape)),
@@ -107,21 +97,17 @@ FAULTS: dict[str, tuple[str, Plant, float]] = {
         1.2e-3,
     ),
     "variance common to all outputs, one sign, share": (OUT, with_common, 5e-5),
-    "correlation of two outputs": (
-        OUT,
-        lambda random, z, c: repeating(z, np.s_[..., 0], np.s_[..., -1], c),
-        0.25,
-    ),
+    "correlation of two outputs": (OUT, partial(repeating, first=np.s_[..., 0], later=np.s_[..., -1]), 0.25),
     "correlation of neighbouring outputs": (OUT, neighbours, 4e-3),
     "correlation at lag 3, random signs": (
         TIME,
-        lambda random, z, strength: following(z, 3, strength * signs_of(random, z)),
+        lambda random, z, strength: following(random, z, strength * signs_of(random, z), lag=3),
         0.03,
     ),
-    "correlation at lag 2, one sign": (TIME, lambda random, z, strength: following(z, 2, strength), 4e-3),
+    "correlation at lag 2, one sign": (TIME, partial(following, lag=2), 4e-3),
     "correlation of one reading with an earlier one": (
         TIME,
-        lambda random, z, c: repeating(z, (0, 0), (-1, -1), c),
+        partial(repeating, first=(0, 0), later=(-1, -1)),
         0.2,
     ),
     "common factor of all noise, relative spread": (
@@ -147,12 +133,8 @@ def is_light_found(spread: float, number: int) -> bool:
     random = np.random.default_rng([20261125, number])
     light, freedom = np.append(np.linspace(0, 2590, 12), 200.0), np.append(np.full(12, 63), 99)
     own = (light + 8.65) / OUTPUTS
-    noise = LightNoise(
-        frame_variances=random.chisquare(freedom) / freedom * (own + np.square(spread * light)),
-        freedom=freedom,
-        own=own,
-        light=light,
-    )
+    variances = random.chisquare(freedom) / freedom * (own + np.square(spread * light))
+    noise = LightNoise(frame_variances=variances, freedom=freedom, own=own, light=light)
     return noise.p_value < FAMILY_ALARM / CAMERA_PROPERTIES
 
 
@@ -271,11 +253,10 @@ def main(part: str = typer.Argument(""), runs: int = 4, attempts: int = 0) -> No
     rows: list[dict[str, Any]] = []
     for name, (_, _, strength) in FAULTS.items():
         if part in name:
-            found, half = (
-                float(np.mean([is_found(name, s, number) for number in range(runs)]))
-                for s in (strength, strength / 2)
-            )
-            rows.append({"fault": name, "strength": strength, "found": found, "half": half})
+            row = {"fault": name, "strength": strength}
+            for key, size in (("found", strength), ("half", strength / 2)):
+                row[key] = float(np.mean([is_found(name, size, number) for number in range(runs)]))
+            rows.append(row)
             print(rows[-1], flush=True)
     for spread in (4e-4, 3e-4, 2e-4) if part in LIGHT else ():
         share = float(np.mean([is_light_found(spread, number) for number in range(LIGHT_RUNS)]))

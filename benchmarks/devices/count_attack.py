@@ -48,9 +48,7 @@ def certified_confusion(counts: np.ndarray, *, beta: float) -> tuple[np.ndarray,
     checks.shape((None, None), counts=counts)
     found = np.asarray(counts)
     if found.dtype.kind not in "iu" or found.min() < 0 or not np.all(found.sum(axis=1) > 0):
-        raise ValueError(
-            "counts: must be whole numbers of at least 0, with at least one reading of each label"
-        )
+        raise ValueError("counts: must be whole numbers of at least 0; each label needs at least one reading")
     level, trials = beta / (2 * found.size), np.broadcast_to(found.sum(axis=1, keepdims=True), found.shape)
     lower = numerics.beta_quantile(level, np.maximum(found, 1), trials - found + 1)
     upper = numerics.beta_quantile(1 - level, found + 1, np.maximum(trials - found, 1))
@@ -67,9 +65,7 @@ def losses_of(rates: np.ndarray, a: int, b: int, own: int, readings: int, seed: 
     return np.concatenate(parts) - float((rates[a] - rates[b]).sum())
 
 
-def number_losses(
-    readout: CountsReadout, light: float, a: int, b: int, own: int, readings: int
-) -> np.ndarray:
+def number_losses(readout: CountsReadout, light: float, a: int, b: int, own: int, n: int) -> np.ndarray:
     """Exact log-likelihood ratios of label a against b from the twin's digital numbers."""
     frames = readout.frames
     law, pixels = frames.numbers(frames.rates(light), readout.pixels), np.arange(len(readout.pixels))
@@ -77,8 +73,8 @@ def number_losses(
         ratio = np.log(law.masses[a]) - np.log(law.masses[b])
     ratio = np.where(np.isfinite(ratio), ratio, 0.0)
     found = []
-    for start in range(0, readings, _AT_ONCE):
-        labels = torch.full((min(_AT_ONCE, readings - start),), own)
+    for start in range(0, n, _AT_ONCE):
+        labels = torch.full((min(_AT_ONCE, n - start),), own)
         numbers = frames.taken(labels, light)[:, readout.pixels].astype(np.int64) - law.first
         found.append(ratio[pixels, np.clip(numbers, 0, ratio.shape[1] - 1)].sum(axis=1))
     return np.concatenate(found)
@@ -148,11 +144,9 @@ class _NoPermutation:
     def random(self, size: tuple[int, ...]) -> np.ndarray:
         """Return sorted numbers for a permutation, then random ones for ties."""
         self._calls += 1
-        return (
-            np.tile(np.arange(size[1]) / size[1], (size[0], 1))
-            if self._calls % 2
-            else self._generator.random(size)
-        )
+        if self._calls % 2:
+            return np.tile(np.arange(size[1]) / size[1], (size[0], 1))
+        return self._generator.random(size)
 
 
 def attack_argmax(frames: LabelFrames, epsilon: float, readings: int, more_light: float) -> dict[str, Any]:
@@ -202,12 +196,8 @@ def main(
         for text in epsilons.split():
             epsilon = float(text)
             readout = CountsReadout.within(frames, epsilon=epsilon, delta=DELTA)
-            content["counts"][text] = [
-                attack_counts(readout, epsilon, readings, more_light) for more_light in (1.0, 1.2)
-            ]
-            content["argmax"][text] = [
-                attack_argmax(frames, epsilon, readings, more_light) for more_light in (1.0, 1.2)
-            ]
+            content["counts"][text] = [attack_counts(readout, epsilon, readings, more) for more in (1.0, 1.2)]
+            content["argmax"][text] = [attack_argmax(frames, epsilon, readings, more) for more in (1.0, 1.2)]
             save_results(NAME, content)
 
 

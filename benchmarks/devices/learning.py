@@ -9,7 +9,6 @@ one point of the `gaussian` device.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from joblib import Parallel, delayed
 
+from benchmarks.markdown import standard_error
 from benchmarks.options import listed
 from benchmarks.pdfa.table1 import BASE, CLASSES, SEEDS, WIDTH
 from benchmarks.results_file import load_results, save_results, selected
-from benchmarks.runs import train_or_read
+from benchmarks.runs import in_parallel, train_or_read
 from opusim import open_device
 
 MODULE, NAME, FOLDER = "benchmarks.devices.learning", "device_learning", Path("runs/devices")
@@ -67,20 +66,18 @@ def rows_of(runs: list[dict[str, Any]], sigmas: dict[str, float]) -> list[dict[s
     """Return each device and the Gaussian one over the seeds that both have, and their paired difference."""
     rows = []
     for name, sigma in sigmas.items():
-        twin, gaussian = (
-            {run["seed"]: run["test"] for run in selected(runs, device=label)}
-            for label in (name, f"gaussian as {name}")
-        )
+        both = (selected(runs, device=label) for label in (name, f"gaussian as {name}"))
+        twin, gaussian = ({run["seed"]: run["test"] for run in mine} for mine in both)
         if seeds := sorted(twin.keys() & gaussian.keys()):
             differences = [twin[seed] - gaussian[seed] for seed in seeds]
-            error = statistics.stdev(differences) / len(seeds) ** 0.5 if len(seeds) > 1 else math.nan
-            row = {"device": name, "sigma": sigma, "seeds": seeds, "difference_standard_error": error}
+            row = {"device": name, "sigma": sigma, "seeds": seeds}
+            row["difference_standard_error"] = standard_error(differences)
             means = {
-                "twin": [twin[seed] for seed in seeds],
-                "gaussian": [gaussian[seed] for seed in seeds],
-                "difference": differences,
+                "twin": statistics.mean(twin[seed] for seed in seeds),
+                "gaussian": statistics.mean(gaussian[seed] for seed in seeds),
+                "difference": statistics.mean(differences),
             }
-            rows.append(row | {key: statistics.mean(values) for key, values in means.items()})
+            rows.append(row | means)
     return rows
 
 
@@ -92,9 +89,7 @@ def main(
     known = devices(listed("--device", device, DEVICES))
     runs = [run for run in load_results(NAME).get("runs", []) if run["device"] not in known]
     work = itertools.product(known.items(), SEEDS)
-    for run in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-        delayed(run_once)(*each, seed) for each, seed in work
-    ):
+    for run in in_parallel(run_once, ((*each, seed) for each, seed in work), jobs=jobs):
         runs = sorted([*runs, run], key=lambda each: (each["device"], each["seed"]))
         sigmas = {name: noise_of(name) for name in DEVICES}
         save_results(NAME, {"bar": BAR, "rows": rows_of(runs, sigmas), "runs": runs})

@@ -184,10 +184,8 @@ def named(trials: int) -> list[dict[str, Any]]:
 
 def called(said: str) -> str:
     """Return what a message of the monitor calls the fault."""
-    return (
-        next((name for words, name in CALLED.items() if words in said), said and "something else")
-        or "nothing"
-    )
+    names = (name for words, name in CALLED.items() if words in said)
+    return next(names, "something else") if said else "nothing"
 
 
 def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None]) -> None:

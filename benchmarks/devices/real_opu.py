@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -137,20 +138,11 @@ def accuracies(found: Moments, degree: int, sizes: Sequence[int]) -> dict[str, f
     return result
 
 
-def measure(
-    name: str, map_number: int, degree: int, sizes: Sequence[int], **overrides: Any
-) -> dict[str, Any]:
-    """Return the accuracies of one map of a device, and the time that they took."""
+def measure(name: str, number: int, degree: int, sizes: Sequence[int], **overrides: Any) -> dict[str, Any]:
+    """Return the accuracies of one map of a device, by its number, and the time that they took."""
     started = time.perf_counter()
-    seed = SEED + map_number
-    with open_device(
-        name,
-        n_inputs=frames()[0].shape[1],
-        n_outputs=max(sizes),
-        seed=map_number,
-        medium={"seed": seed},
-        **overrides,
-    ) as device:
+    options = {"seed": number, "medium": {"seed": SEED + number}} | overrides
+    with open_device(name, n_inputs=frames()[0].shape[1], n_outputs=max(sizes), **options) as device:
         found = moments(device, degree)
     return {"test": accuracies(found, degree, sizes), "seconds": round(time.perf_counter() - started, 1)}
 
@@ -174,25 +166,19 @@ def light(background: float, signal_e: float, grain_pixels: int) -> dict[str, An
         per_flux = settings.light.quantum_efficiency * settings.light.exposure_us * 1e-6
         brightest_e = settings.anchor.highest * anchor_e + background * signal_e
         room = 2**settings.sensor.adc_bits - 1 - settings.sensor.black_level_dn
-    return {
-        "camera": {
-            "light": {
-                "anchor_flux_per_s": anchor_e / per_flux,
-                "bias_flux_per_s": background * signal_e / per_flux,
-            },
-            "sensor": {"gain_dn_per_e": room / (1.05 * brightest_e)},
-            "grain_pixels": grain_pixels,
-        }
-    }
+    fluxes_e = {"anchor_flux_per_s": anchor_e, "bias_flux_per_s": background * signal_e}
+    light = {key: value / per_flux for key, value in fluxes_e.items()}
+    sensor = {"gain_dn_per_e": room / (1.05 * brightest_e)}
+    return {"camera": {"light": light, "sensor": sensor, "grain_pixels": grain_pixels}}
 
 
 def distance(found: dict[str, float]) -> float:
     """Return the root mean square distance to the middle of the hardware's band at the fitted sizes, points."""
-    gaps = [
-        statistics.mean(found[f"{alpha:g}, {n}"] - REAL[2, alpha][n] for alpha in ALPHAS[2])
-        for n in FITTED_SIZES
-    ]
-    return math.sqrt(statistics.mean(gap * gap for gap in gaps))
+    squares = []
+    for n in FITTED_SIZES:
+        gap = statistics.mean(found[f"{alpha:g}, {n}"] - REAL[2, alpha][n] for alpha in ALPHAS[2])
+        squares.append(gap * gap)
+    return math.sqrt(statistics.mean(squares))
 
 
 def fit() -> None:
@@ -212,15 +198,13 @@ def fit() -> None:
 def run() -> None:
     """Measure every device, map and degree that the results lack."""
     results = load_results(NAME) or {"fit": {}, "runs": {}}
-    for degree in (2, 4):
-        for map_number in MAPS:
-            for name in DEVICES:
-                key = f"{name}, {degree}, {map_number}"
-                if key in results["runs"] or (degree == 4 and name not in ("ideal", "camera_fitted")):
-                    continue
-                results["runs"][key] = measure(name, map_number, degree, SIZES)
-                save_results(NAME, results)
-                print(key, results["runs"][key], flush=True)
+    for degree, number, name in product((2, 4), MAPS, DEVICES):
+        key = f"{name}, {degree}, {number}"
+        if key in results["runs"] or (degree == 4 and name not in ("ideal", "camera_fitted")):
+            continue
+        results["runs"][key] = measure(name, number, degree, SIZES)
+        save_results(NAME, results)
+        print(key, results["runs"][key], flush=True)
 
 
 def figures(results: dict[str, Any], name: str, degree: int, alpha: float, n: int) -> list[float]:
@@ -246,11 +230,10 @@ def judgement(results: dict[str, Any]) -> str:
     """Return how the requirements are met, with the two tunings' mean for the twin."""
     parts = []
     for n in (1000, 10000):
-        twin = [
-            statistics.mean(found) for a in ALPHAS[2] if (found := figures(results, "camera_fitted", 2, a, n))
-        ]
-        if len(twin) < len(ALPHAS[2]):
+        maps = [figures(results, "camera_fitted", 2, alpha, n) for alpha in ALPHAS[2]]
+        if not all(maps):
             continue
+        twin = [statistics.mean(found) for found in maps]
         middle = statistics.mean(REAL[2, alpha][n] for alpha in ALPHAS[2])
         gap = statistics.mean(twin) - middle
         parts.append(
@@ -260,10 +243,8 @@ def judgement(results: dict[str, Any]) -> str:
     least = math.inf
     for alpha in ALPHAS[2]:
         for n in SIZES:
-            pairs = zip(
-                *(figures(results, name, 2, alpha, n) for name in ("ideal", "camera_fitted")), strict=False
-            )
-            gaps = [ideal - twin for ideal, twin in pairs]
+            both = (figures(results, name, 2, alpha, n) for name in ("ideal", "camera_fitted"))
+            gaps = [ideal - twin for ideal, twin in zip(*both, strict=False)]
             if len(gaps) > 1:
                 error = statistics.stdev(gaps) / len(gaps) ** 0.5
                 least = min(least, statistics.mean(gaps) / max(error, 1e-9))

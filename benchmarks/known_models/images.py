@@ -24,7 +24,7 @@ from torch.nn import functional
 from benchmarks.known_models.gpt import Block, Setting, initialise
 from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
 from benchmarks.markdown import with_error
-from benchmarks.options import listed
+from benchmarks.options import Full, Processes, RowNames, listed
 from opusim.training.data import load_dataset
 from opusim.training.networks.models import ResNet
 
@@ -183,10 +183,10 @@ def figures(results: dict[str, Any]) -> str:
 
 def main(
     model: Annotated[str, typer.Argument(help=f"The model: {' or '.join(KINDS)}.")],
-    rows: Annotated[str, typer.Option(help="Rows to train, separated by semicolons; all by default.")] = "",
-    processes: Annotated[int, typer.Option(help="Runs at the same time, a thread each.")] = 2,
+    rows: RowNames = "",
+    processes: Processes = 2,
     *,
-    full_setting: Annotated[bool, typer.Option("--full", help="The setting for a card.")] = False,
+    full_setting: Full = False,
 ) -> None:
     """Train every run that the results lack; runs that were begun resume."""
     if model not in KINDS:

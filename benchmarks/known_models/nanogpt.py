@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -28,7 +28,7 @@ from torch.nn import functional
 from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting
 from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
 from benchmarks.markdown import with_error
-from benchmarks.options import listed
+from benchmarks.options import Full, Processes, RowNames, listed
 from benchmarks.results_file import load_results
 from opusim.training.runs.drawing import save_figure, style
 
@@ -69,10 +69,8 @@ def texts() -> tuple[Tensor, Tensor, int]:
     """Return the characters to train and to validate as numbers, and the size of the vocabulary."""
     file = Path(os.environ.get("OPUSIM_DATA", "data")) / "tinyshakespeare" / "input.txt"
     if not file.exists():
-        raise FileNotFoundError(
-            f"{file} is missing; set OPUSIM_DATA to a folder that holds tinyshakespeare/input.txt, the file of "
-            "nanoGPT's data/shakespeare_char"
-        )
+        remedy = "set OPUSIM_DATA to a folder that holds tinyshakespeare/input.txt"
+        raise FileNotFoundError(f"{file} is missing; {remedy}, the file of nanoGPT's data/shakespeare_char")
     text = file.read_text()
     characters = sorted(set(text))
     numbers = torch.tensor([characters.index(c) for c in text], dtype=torch.int64)
@@ -99,10 +97,9 @@ class Characters(Task):
         """See Task.batch: stretches that start anywhere."""
         train, _, _ = texts()
         generator = torch.Generator().manual_seed(seed * 2**32 + step)
-        starts = torch.randint(
-            len(train) - self.setting.context, (self.setting.batch, 1), generator=generator
-        )
-        found = train[starts + torch.arange(self.setting.context + 1)].to(self.place)
+        count, length = self.setting.batch, self.setting.context
+        starts = torch.randint(len(train) - length, (count, 1), generator=generator)
+        found = train[starts + torch.arange(length + 1)].to(self.place)
         return found[:, :-1], found[:, 1:]
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -114,13 +111,9 @@ class Characters(Task):
         """See Task.measure: the loss over the validation text."""
         text, length = texts()[1], self.setting.context
         count = (len(text) - 1) // length * length
-        pairs = zip(
-            text[:count].view(-1, length).split(128),
-            text[1 : count + 1].view(-1, length).split(128),
-            strict=True,
-        )
+        inputs, targets = (part.view(-1, length).split(128) for part in (text[:count], text[1 : count + 1]))
         total = 0.0
-        for x, y in pairs:
+        for x, y in zip(inputs, targets, strict=True):
             scores = model(x.to(self.place)).flatten(0, 1)
             total += float(functional.cross_entropy(scores, y.flatten().to(self.place), reduction="sum"))
         return {"validation": total / count}
@@ -138,12 +131,8 @@ def full() -> Characters:
 
 def ratio(results: dict[str, Any], row: str) -> list[float]:
     """Return the perplexity of a row over backpropagation's, seed by seed."""
-    both = zip(
-        last(runs_of(results, row, ROWS[row].seeds), "validation"),
-        last(runs_of(results, BP, ROWS[BP].seeds), "validation"),
-        strict=False,
-    )
-    return [math.exp(own - best) for own, best in both]
+    mine, best = (last(runs_of(results, name, ROWS[name].seeds), "validation") for name in (row, BP))
+    return [math.exp(own - other) for own, other in zip(mine, best, strict=False)]
 
 
 def draw() -> None:
@@ -204,12 +193,7 @@ def figures(results: dict[str, Any]) -> str:
     return table(results, ROWS, columns)
 
 
-def main(
-    rows: Annotated[str, typer.Option(help="Rows to train, separated by semicolons; all by default.")] = "",
-    processes: Annotated[int, typer.Option(help="Runs at the same time, a thread each.")] = 2,
-    *,
-    full_setting: Annotated[bool, typer.Option("--full", help="The setting for a card.")] = False,
-) -> None:
+def main(rows: RowNames = "", processes: Processes = 2, *, full_setting: Full = False) -> None:
     """Train every run that the results lack; runs that were begun resume."""
     task = full() if full_setting else small()
     train_rows(task, ROWS, names=listed("--rows", rows, list(ROWS)), processes=processes)

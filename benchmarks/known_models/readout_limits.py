@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from sklearn.linear_model import Ridge
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,9 +39,10 @@ def features(error: Tensor, h: Tensor, last: Tensor) -> dict[str, Tensor]:
     return dict(zip(MAPS, (scores, torch.cat([scores, products], dim=2), coarse), strict=True))
 
 
-def gradients(
-    task: Images, feedback: FeedbackAlignment, step: int
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+Gradients = tuple[Tensor, list[Tensor], list[Tensor]]
+
+
+def gradients(task: Images, feedback: FeedbackAlignment, step: int) -> Gradients:
     """Return the error of the scores, and the outputs of the points and the loss's gradients there."""
     x, y = task.batch(1, step)
     with feedback.backpropagating(), watched(feedback.model, feedback.points) as seen:
@@ -71,12 +73,9 @@ def measure() -> None:
                 seen.append(x[kept])
                 wanted.append(grads[number].flatten(2).transpose(1, 2).flatten(0, 1)[kept])
             x, y = torch.cat(seen[:-1]), torch.cat(wanted[:-1])
-            gram = x.T @ x
-            gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
-            predicted = seen[-1] @ torch.linalg.solve(gram, x.T @ y)
-            cosines[name] = float(
-                functional.cosine_similarity(predicted.flatten(), wanted[-1].flatten(), dim=0)
-            )
+            fit = Ridge(alpha=RIDGE * float(x.square().sum(0).mean()), fit_intercept=False).fit(x, y)
+            predicted, true = torch.from_numpy(fit.predict(seen[-1])).flatten(), wanted[-1].flatten()
+            cosines[name] = float(functional.cosine_similarity(predicted, true, dim=0))
         rows.append({"point": feedback.points[number], **cosines})
         print(rows[-1], flush=True)
     save_results(NAME, {"steps": STEPS, "rows": rows})

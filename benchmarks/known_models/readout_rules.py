@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from benchmarks.known_models.nanogpt import small
 from benchmarks.known_models.training import MATRIX_SEED
@@ -47,37 +48,24 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return found.view(len(x), -1).sum(dim=1)
 
 
-@contextmanager
-def moved(model: nn.Module, directions: dict[str, Tensor]) -> Iterator[None]:
-    """Add a direction to the output of each submodule that is named."""
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda module, args, out, d=d: out + d)
-        for name, d in directions.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def moved(model: nn.Module, name: str, direction: Tensor) -> RemovableHandle:
+    """Add a direction to the output of a submodule, within a `with` block."""
+    return model.get_submodule(name).register_forward_hook(lambda module, args, out: out + direction)
 
 
 @contextmanager
 def watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Give the outputs of some submodules by name; "NAME.input" is what submodule NAME receives."""
     found: dict[str, Tensor] = {}
-    handles = [
-        model.get_submodule(name.removesuffix(".input")).register_forward_hook(
-            lambda module, args, out, name=name: found.__setitem__(
-                name, args[0] if name.endswith(".input") else out
-            )
-        )
-        for name in names
-    ]
-    try:
+
+    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        found[name] = args[0] if name.endswith(".input") else out
+
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name.removesuffix(".input"))
+            stack.enter_context(module.register_forward_hook(partial(keep, name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def by_backpropagation(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator: torch.Generator) -> int:
@@ -89,11 +77,8 @@ def by_backpropagation(feedback: FeedbackAlignment, x: Tensor, y: Tensor, genera
 def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator: torch.Generator) -> int:
     """Fit the read-out to differences of the loss along random directions."""
     model = feedback.model
-    with (
-        torch.no_grad(),
-        watched(model, [*feedback.points, "head.input"]) as seen,
-        feedback.backpropagating(),
-    ):
+    points = [*feedback.points, "head.input"]
+    with torch.no_grad(), watched(model, points) as seen, feedback.backpropagating():
         losses(model, x, y)
     with feedback.backpropagating():
         z = seen["head.input"].clone().requires_grad_()
@@ -103,9 +88,9 @@ def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator:
     for number, name in enumerate(feedback.points):
         v = torch.randn(seen[name].shape, generator=generator)
         with torch.no_grad(), feedback.backpropagating():
-            with moved(model, {name: STEP * v}):
+            with moved(model, name, STEP * v):
                 up = losses(model, x, y)
-            with moved(model, {name: -STEP * v}):
+            with moved(model, name, -STEP * v):
                 down = losses(model, x, y)
         slope = (up - down) / (2 * STEP * y.numel())  # of the mean loss
         gradient = (v * slope[:, None, None]).flatten(0, 1)
@@ -125,11 +110,10 @@ def by_mirror(
             model(x)
         for number, name in enumerate(feedback.points):
             v = torch.randn(plain[name].shape, generator=generator)
-            with moved(model, {name: STEP * v}), watched(model, ["head.input"]) as other:
+            with moved(model, name, STEP * v), watched(model, ["head.input"]) as other:
                 model(x)
-            change = ((other["head.input"] - plain["head.input"]) / STEP).flatten(0, 1) * row_std(
-                plain[name].flatten(0, 1)
-            )
+            change = ((other["head.input"] - plain["head.input"]) / STEP).flatten(0, 1)
+            change *= row_std(plain[name].flatten(0, 1))
             reading = feedback._projector(change.device).read(change)
             total, count = kept.setdefault(number, [torch.zeros(v.shape[-1], reading.shape[1]), 0])
             total += v.flatten(0, 1).T @ reading
@@ -169,9 +153,8 @@ def measure() -> None:
         for number in range(max(BATCHES)):
             passes += learn(feedback, *task.batch(1, number), generator)
             if number + 1 in BATCHES:
-                rows.append(
-                    {"rule": name, "batches": number + 1, "passes": passes, "cosine": cosine(feedback, task)}
-                )
+                row = {"rule": name, "batches": number + 1, "passes": passes}
+                rows.append({**row, "cosine": cosine(feedback, task)})
                 print(rows[-1], flush=True)
         feedback.remove()
     save_results(NAME, {"steps": STEPS, "rows": rows})

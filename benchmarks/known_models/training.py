@@ -126,15 +126,10 @@ class Training:
         found = FeedbackAlignment(self.model, seed=matrix, **row.feedback)
         shape = found.shape(self._task.batch(self._seed, 0)[0][:2])
         if row.device is not None:
+            window = {"n_inputs": shape.n_inputs, "n_outputs": row.outputs * shape.n_outputs}
+            options = {"seed": self._seed, "torch_device": str(self._task.place)}
             sections = {"medium": {"seed": matrix}} | row.sections
-            found.noisy_device = open_device(
-                row.device,
-                n_inputs=shape.n_inputs,
-                n_outputs=row.outputs * shape.n_outputs,
-                seed=self._seed,
-                torch_device=str(self._task.place),
-                **sections,
-            )
+            found.noisy_device = open_device(row.device, **window, **options, **sections)
         return found
 
     def finish(self) -> Progress:
@@ -188,14 +183,13 @@ class Training:
 
     def _save(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        readout = None if self.feedback is None else self.feedback.readout
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": vars(self.progress),
             "columns": None if self.feedback is None else self.feedback.column_sum,
-            "readout": self.feedback.readout.state_dict()
-            if self.feedback is not None and self.feedback.readout is not None
-            else None,
+            "readout": None if readout is None else readout.state_dict(),
         }
         torch.save(state, self._file.with_suffix(".new"))
         self._file.with_suffix(".new").replace(self._file)
@@ -258,11 +252,8 @@ def table(results: Mapping[str, Any], rows: Mapping[str, Row], figures: Mapping[
     for name, row in rows.items():
         if runs := runs_of(results, name, row.seeds):
             run = runs[0]
-            cost = (
-                f"{run['frames'] / run['step']:,.0f}",
-                f"{run['device_seconds']:,.0f}",
-                f"{run['joules'] / 1e3:,.1f}",
-            )
+            frames = f"{run['frames'] / run['step']:,.0f}"
+            cost = (frames, f"{run['device_seconds']:,.0f}", f"{run['joules'] / 1e3:,.1f}")
             own = (cell(name, runs) for cell in figures.values())
             lines.append((name, str(len(runs)), *own, *(cost if row.device else ("-",) * 3)))
     return markdown(head, lines)

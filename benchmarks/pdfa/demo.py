@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from joblib import Parallel, cpu_count, delayed
+from joblib import cpu_count
 
 from benchmarks.results_file import save_results
+from benchmarks.runs import in_parallel
 from opusim import load_run, train, write_comparison
 from opusim.progress import Progress
 from opusim.tables import print_table
@@ -56,12 +57,9 @@ def run_all() -> None:
     for sigma in SIGMAS:
         noise = {"noise": {"sigma": sigma}}
         runs += [("pdfa", seed, f"sigma-{sigma:g}-{seed}", noise) for seed in SEEDS]
-    finished = Parallel(n_jobs=cpu_count(), return_as="generator_unordered")(
-        delayed(run_once)(*run) for run in runs
-    )
     with Progress("demo", "runs") as progress:
         progress.start(len(runs))
-        for _ in finished:
+        for _ in in_parallel(run_once, runs, jobs=cpu_count()):
             progress.advance()
 
 
@@ -87,15 +85,11 @@ def draw_noise(noise: dict[float, list[float]], accuracies: dict[str, list[float
     axes.errorbar(range(len(noise)), means, errors, capsize=3, label="photonic DFA", **figures.style(0))
     for number, kind in enumerate(("bp", "dfa"), start=1):
         level, _ = mean_and_error(accuracies[kind])
-        look = figures.style(number)
-        axes.axhline(
-            level, color=look["color"], linestyle=look["linestyle"], label=f"{KINDS[kind]} (no noise)"
-        )
+        look, label = figures.style(number), f"{KINDS[kind]} (no noise)"
+        axes.axhline(level, color=look["color"], linestyle=look["linestyle"], label=label)
     axes.set_xticks(range(len(noise)), [f"{sigma:g}" for sigma in noise])
-    axes.set(
-        xlabel="standard deviation of the device's noise [units of the projection]",
-        ylabel="test accuracy [%]",
-    )
+    axes.set_xlabel("standard deviation of the device's noise [units of the projection]")
+    axes.set_ylabel("test accuracy [%]")
     axes.legend(frameon=False, loc="lower left")
     return figures.save_figure(figure, FOLDER / "figures" / "noise.png")
 
@@ -112,15 +106,11 @@ def main(save: bool = False) -> None:
     draw_noise(noise, accuracies)
     shown = [load_run(FOLDER / f"{kind}-{SEEDS[0]}") for kind in KINDS]
     names = [f"{name}, seed {SEEDS[0]}" for name in KINDS.values()]
-    report = write_comparison(
-        shown,
-        FOLDER / "report.html",
-        title="Digits: photonic DFA compared with digital DFA and backpropagation",
-        names=names,
-        extra_pictures=[
-            ("Photonic DFA against the device's noise, mean of five seeds", FOLDER / "figures" / "noise.png")
-        ],
-    )
+    title = "Digits: photonic DFA compared with digital DFA and backpropagation"
+    caption = "Photonic DFA against the device's noise, mean of five seeds"
+    pictures = [(caption, FOLDER / "figures" / "noise.png")]
+    page = FOLDER / "report.html"
+    report = write_comparison(shown, page, title=title, names=names, extra_pictures=pictures)
     seconds = time.perf_counter() - started
     if save:
         figures_ = {"seconds": seconds, "test_accuracy": accuracies, "noise": named}

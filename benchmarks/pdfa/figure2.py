@@ -74,15 +74,9 @@ def _draw_alignment(axes: Any) -> None:
     for (number, row), layer in itertools.product(enumerate(PAPER), (0, 1)):
         values = [alignment(row, f"{sigma:g}", layer) for sigma in SIGMAS]
         if row != "bp" and None not in values:
-            axes.plot(
-                range(len(SIGMAS)),
-                values,
-                color=style(number)["color"],
-                linestyle=":" if layer == 0 else "-",
-                marker="o",
-                markersize=3,
-                label=f"{NAMES[row]}, {LAYERS[layer]}",
-            )
+            look = {"color": style(number)["color"], "linestyle": ":" if layer == 0 else "-"}
+            label = f"{NAMES[row]}, {LAYERS[layer]}"
+            axes.plot(range(len(SIGMAS)), values, marker="o", markersize=3, label=label, **look)
     axes.set_xticks(range(len(SIGMAS)), [f"{sigma:g}" for sigma in SIGMAS])
     axes.set(xlabel="sigma", ylabel="cosine with backpropagation's update", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)

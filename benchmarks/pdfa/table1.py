@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from joblib import Parallel, delayed
 
+from benchmarks.markdown import standard_error
 from benchmarks.options import listed
 from benchmarks.results_file import rows_of, save_results, selected
-from benchmarks.runs import train_or_read
+from benchmarks.runs import in_parallel, train_or_read
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.table1", "pdfa_table1", Path("runs/table1")
 SEEDS = (0, 1, 2)
@@ -112,7 +112,7 @@ def cell_of(row: str, column: str, runs: list[dict[str, Any]]) -> dict[str, Any]
         "column": column,
         "paper": paper,
         "test": mean,
-        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5,
+        "test_standard_error": standard_error(test),
         "validation": statistics.mean(validation),
         "difference": difference,
         "within_bar": None if row == "bp" else -1.0 <= difference <= (100.0 if row == "pdfa" else 1.0),
@@ -131,15 +131,12 @@ def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(ma
     wanted = listed("--rows", rows, tuple(PAPER)), COLUMNS, listed("--seeds", seeds, SEEDS)
     done = {_task(run) for run in rows_of(NAME, "runs") if "held_out" in run}
     tasks = set(itertools.product(*wanted)) - done
-    for result in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-        delayed(run_cell)(*task) for task in sorted(tasks, key=_place)
-    ):
+    for result in in_parallel(run_cell, sorted(tasks, key=_place), jobs=jobs):
         runs = [run for run in rows_of(NAME, "runs") if _task(run) != _task(result)]
         runs = sorted([*runs, result], key=lambda run: _place(_task(run)))
-        found = {
-            cell: selected(runs, row=cell[0], column=cell[1]) for cell in itertools.product(PAPER, COLUMNS)
-        }
-        cells = [cell_of(*cell, mine) for cell, mine in found.items() if len(mine) > 1]
+        pairs = itertools.product(PAPER, COLUMNS)
+        found = [(*pair, selected(runs, row=pair[0], column=pair[1])) for pair in pairs]
+        cells = [cell_of(row, column, mine) for row, column, mine in found if len(mine) > 1]
         save_results(NAME, {"configuration": BASE, "cells": cells, "runs": runs})
         print(f"{', '.join(map(str, _task(result)))}: {result['test']:.2f} %", flush=True)
 

@@ -11,8 +11,6 @@ prv_accountant.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -20,15 +18,16 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.results_file import save_results
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, printed
 
 MODULE, NAME = "benchmarks.speed.accounting", "accounting_speed"
 Q, STEPS, DELTA, EPS_ERROR, BAR = 16 / 1000, 75_000, 1e-5, 0.001, 100
 SIGMAS = (30.9, 16.4, 4.8)
+Bounds = tuple[float, float]
 OURS, THEIRS, BUILT = "opusim", "prv_accountant", "prv_accountant, built before"
 
 
-def ours(sigma: float) -> tuple[float, float]:
+def ours(sigma: float) -> Bounds:
     """Lower and upper bound on epsilon."""
     from opusim.accounting import PoissonGaussian, guarantees
 
@@ -50,26 +49,16 @@ def built(sigma: float) -> Any:
     )
 
 
-def asked(accountant: Any) -> tuple[float, float]:
+def asked(accountant: Any) -> Bounds:
     low, _, high = accountant.compute_epsilon(delta=DELTA, num_self_compositions=STEPS)
     return float(low), float(high)
 
 
-CALLS: dict[str, Callable[[float], tuple[float, float]]] = {
-    OURS: ours,
-    THEIRS: lambda sigma: asked(built(sigma)),
-}
-
-
-def first_call(name: str, sigma: float) -> dict[str, Any]:
-    """Answer and seconds of the first call in a fresh process."""
-    call = [sys.executable, "-m", MODULE, "--cold", name, str(sigma)]
-    printed = subprocess.run(call, capture_output=True, text=True, check=True).stdout
-    return dict(json.loads(printed.splitlines()[-1]))
+CALLS: dict[str, Callable[[float], Bounds]] = {OURS: ours, THEIRS: lambda sigma: asked(built(sigma))}
 
 
 def print_first_call(name: str, sigma: float) -> None:
-    """What `first_call` reads: imports first, then the clock."""
+    """Print answer and seconds of the first call in this process: imports first, then the clock."""
     if name == OURS:
         import opusim.accounting.numerics.sampled_noise  # noqa: F401  # loads dp_accounting and scipy
     else:
@@ -80,7 +69,7 @@ def print_first_call(name: str, sigma: float) -> None:
 
 
 def cold_row(sigma: float) -> dict[str, Any]:
-    found = {name: first_call(name, sigma) for name in CALLS}
+    found = {name: printed(MODULE, "--cold", name, sigma) for name in CALLS}
     overlap = found[OURS]["low"] <= found[THEIRS]["high"] and found[THEIRS]["low"] <= found[OURS]["high"]
     ratio = found[THEIRS]["seconds"] / found[OURS]["seconds"]
     return {"sigma": sigma, "calls": found, "speed_ratio": ratio, "intervals_overlap": overlap}

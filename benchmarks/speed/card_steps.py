@@ -25,12 +25,12 @@ from benchmarks.markdown import markdown
 from benchmarks.results_file import save_results
 from benchmarks.speed.operators import Encoder, Recurrent, plain_step, private_step
 from benchmarks.speed.steps import ghost_step, new_model
+from benchmarks.timing import Step
 from benchmarks.zeroth_order.memory import Block
 from opusim.randomness.streams import NoiseStream, noise_stream
 
 MODULE, NAME = "benchmarks.speed.card_steps", "card_steps"
 REPEATS, WARM = 9, 3
-Step = Callable[[], object]
 
 
 class Decoder(nn.Module):
@@ -38,11 +38,8 @@ class Decoder(nn.Module):
 
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = (
-            nn.Embedding(vocabulary, width),
-            nn.LayerNorm(width),
-            nn.Linear(width, 10),
-        )
+        self.embed, self.norm = nn.Embedding(vocabulary, width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:

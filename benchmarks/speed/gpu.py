@@ -37,6 +37,9 @@ from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate
 
 MODULE, NAME = "benchmarks.speed.gpu", "gpu"
+PROJECTION = f"projection {N_INPUTS} to {N_OUTPUTS}, batch {{}}, noise included"
+PHOTONIC = "pdfa step 784-512-512-10, batch {}"
+PROTECTED = "pdfa step, records protected, {} mode, batch {}"
 REPEATS, STEPS, LARGE = 9, 10, 4096
 COPIES, SIGMA = 10, 0.03
 BARS = {"torch's product": 0.9, "autograd": 1.0, "Opacus, ghost clipping": 1.8}
@@ -67,19 +70,13 @@ def likelihood_step(x: torch.Tensor, y: torch.Tensor) -> Step:
 
 def works(place: str) -> dict[str, Step]:
     """Return our work on a torch device, by name."""
-    found: dict[str, Step] = {
-        f"projection {N_INPUTS} to {N_OUTPUTS}, batch {size}, noise included": projection(
-            ternary_batch(size).to(place)
-        )
-        for size in (BATCH, LARGE)
-    }
-    for size in (BATCH, LARGE):
+    sizes = (BATCH, LARGE)
+    found = {PROJECTION.format(size): projection(ternary_batch(size).to(place)) for size in sizes}
+    for size in sizes:
         x, y = batch_of(size, 784, place)
-        found[f"pdfa step 784-512-512-10, batch {size}"] = feedback_step(x, y, {"kind": "pdfa"})
+        found[PHOTONIC.format(size)] = feedback_step(x, y, {"kind": "pdfa"})
         for mode in ("experiment", "release"):
-            found[f"pdfa step, records protected, {mode} mode, batch {size}"] = protected_step(
-                x, y, mode, "pdfa"
-            )
+            found[PROTECTED.format(mode, size)] = protected_step(x, y, mode, "pdfa")
     x, y = batch_of(RESNET_BATCH, 3072, place)
     found[f"ulr step of ResNet-5, records protected, batch {RESNET_BATCH}"] = likelihood_step(x, y)
     return found
@@ -91,14 +88,11 @@ def rivals(place: str) -> dict[str, tuple[str, Step]]:
     found: dict[str, tuple[str, Step]] = {}
     for size in (BATCH, LARGE):
         x, y = batch_of(size, 784, place)
-        found[f"projection {N_INPUTS} to {N_OUTPUTS}, batch {size}, noise included"] = (
-            product_,
-            product(ternary_batch(size).to(place)),
-        )
-        found[f"pdfa step 784-512-512-10, batch {size}"] = (autograd, autograd_step(x, y))
+        found[PROJECTION.format(size)] = (product_, product(ternary_batch(size).to(place)))
+        found[PHOTONIC.format(size)] = (autograd, autograd_step(x, y))
         ghost = ghost_step(new_model().to(place), x, y)
         for mode in ("experiment", "release"):
-            found[f"pdfa step, records protected, {mode} mode, batch {size}"] = (opacus, ghost)
+            found[PROTECTED.format(mode, size)] = (opacus, ghost)
     return found
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from benchmarks.results_file import save_results
-from benchmarks.timing import interleaved, memory_rise, print_memory_rise
+from benchmarks.timing import Step, interleaved, memory_rise, print_memory_rise
 from opusim.training import ZerothOrder
 
 MODULE, NAME = "benchmarks.speed.low_rank_directions", "low_rank_directions"
@@ -27,7 +26,7 @@ LIMITS = {"rank 1": 0.8, "rank 4": 0.65}
 MEMORY_LIMIT = 1.1
 
 
-def work_of(*methods: str, directions: int = DIRECTIONS, layers: int = 30) -> dict[str, Callable[[], object]]:
+def work_of(*methods: str, directions: int = DIRECTIONS, layers: int = 30) -> dict[str, Step]:
     """Return inference, and steps of each rank, of one model on one sequence; each has run once on two tokens."""
     import transformers  # takes seconds, which the page of tables need not wait for
 
@@ -54,7 +53,7 @@ def work_of(*methods: str, directions: int = DIRECTIONS, layers: int = 30) -> di
             for rows in tokens.repeat(2 * directions, 1).split(ROWS):
                 losses(rows)
 
-    work: dict[str, Callable[[], object]] = {}
+    work: dict[str, Step] = {}
     for method in methods:
         if method == "inference":
             inference(tokens[:, :2])
@@ -85,13 +84,8 @@ def main() -> None:
         entry = {"work": method, "seconds": seconds[method], "throughput": throughput}
         rows.append({**entry, "memory_mib": memory[method], "memory_ratio": share})
         print(rows[-1], flush=True)
-    facts = {
-        "threads": 1,
-        "repeats": REPEATS,
-        "directions": DIRECTIONS,
-        "tokens": TOKENS,
-        "rows_at_once": ROWS,
-    }
+    facts = {"threads": 1, "repeats": REPEATS, "directions": DIRECTIONS, "tokens": TOKENS}
+    facts["rows_at_once"] = ROWS
     limits = ", ".join(f"{name}: throughput >= {limit}" for name, limit in LIMITS.items())
     save_results(NAME, {**facts, "limit": f"{limits}, memory_ratio <= {MEMORY_LIMIT}", "rows": rows})
 

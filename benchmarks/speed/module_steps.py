@@ -21,17 +21,15 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
-from benchmarks.options import listed
-from benchmarks.results_file import save_results
+from benchmarks.options import program_of_parts
 from benchmarks.speed.operators import losses, plain_step, private_step
+from benchmarks.speed.steps import ghost_step
 from benchmarks.timing import Step, interleaved, interleaved_turns, memory_rise, print_memory_rise
 from opusim import FeedbackAlignment, open_device
 from opusim.randomness.streams import noise_stream
@@ -89,38 +87,21 @@ def record_step(name: str, method: str, records: int | None = None) -> Step:
     model, x, y = work_of(name, records)
     if method == "opusim":
         return private_step(model, x, y, noise_stream("experiment", 1, "central-noise"))
-    return (
-        plain_step(model, x, y)
-        if method == "bp"
-        else opacus_step(model, x, y, method.removeprefix("opacus, "))
-    )
+    if method == "bp":
+        return plain_step(model, x, y)
+    return opacus_step(model, x, y, method.removeprefix("opacus, "))
 
 
 def opacus_step(model: nn.Module, x: Tensor, y: Tensor, mode: str) -> Step:
     """Return a step of DP-SGD as Opacus's make_private puts it together, without its data loader."""
-    from opacus.grad_sample import (
-        GradSampleModule,
-        GradSampleModuleExpandedWeights,
-        GradSampleModuleFastGradientClipping,
-    )
-    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleExpandedWeights
+    from opacus.optimizers import DPOptimizer
 
     warnings.simplefilter("ignore")
+    if mode == "ghost":
+        return ghost_step(model, x, y, lr=1e-3, momentum=0.0)
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     facts: dict[str, Any] = {"expected_batch_size": len(x), "noise_multiplier": 1.0, "max_grad_norm": 1.0}
-    if mode == "ghost":
-        ghost = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
-        optimizer = DPOptimizerFastGradientClipping(sgd, **facts)
-        criterion = DPLossFastGradientClipping(ghost, optimizer, nn.CrossEntropyLoss(), "mean")
-        shape = tuple(y.shape) if y.ndim == 2 else None
-
-        def clipped() -> None:
-            optimizer.zero_grad()
-            criterion(ghost(x).flatten(0, -2), y.flatten(), shape=shape).backward()
-            optimizer.step()
-
-        return clipped
     kind = GradSampleModule if mode == "hooks" else GradSampleModuleExpandedWeights
     sampled, private = kind(model, loss_reduction="mean"), DPOptimizer(sgd, **facts)
 
@@ -190,19 +171,10 @@ def measure_records() -> dict[str, Any]:
     return {"threads": 1, "repeats": 9, "rows": rows}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "transformer_step": measure_points,
-    "module_record_step": measure_records,
-}
+PARTS = {"transformer_step": measure_points, "module_record_step": measure_records}
 """What measures each file of results."""
 
 
-def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Measure each part and save it."""
-    torch.set_num_threads(1)
-    for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
-        save_results(name, PARTS[name]())
-
-
 if __name__ == "__main__":
-    print_memory(*sys.argv[2:]) if sys.argv[1:2] == ["--memory"] else typer.run(main)
+    torch.set_num_threads(1)
+    print_memory(*sys.argv[2:]) if sys.argv[1:2] == ["--memory"] else program_of_parts(PARTS)

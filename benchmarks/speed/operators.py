@@ -10,7 +10,7 @@ kernel. On the processor a step looks once whether every record is finite; on a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.results_file import save_results
 from benchmarks.speed.steps import new_model
+from benchmarks.timing import Step
 from opusim.randomness.streams import NoiseStream
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.sequence_models import TransformerLM
@@ -28,23 +29,15 @@ from opusim.training.protections.record import RecordGradients
 CEILINGS = {"mlp": 2.5, "convolutions": 3.0, "encoder": 2.2, "gpt": 2.8, "lstm": 9.9}
 """Operators of a private step over those of backpropagation; they only fall."""
 _WAITS = {
-    "aten._local_scalar_dense",
-    "aten.nonzero",
-    "aten.masked_select",
-    "aten.equal",
-    "aten.is_nonzero",
-    "aten.unique_dim",
-    "aten._unique2",
-    "aten.unique_consecutive",
+    *("aten._local_scalar_dense", "aten.is_nonzero", "aten.nonzero", "aten.masked_select", "aten.equal"),
+    *("aten.unique_dim", "aten._unique2", "aten.unique_consecutive", "aten.allclose"),
     "aten.repeat_interleave",
-    "aten.allclose",
 }
 _FREE = {
     *("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided"),
     *("aten.scalar_tensor", "aten.squeeze_", "aten.unsqueeze_"),
 }
 _HOST = {Tensor.numpy, Tensor.tolist}
-Step = Callable[[], object]
 
 
 class Counted(TorchDispatchMode):
@@ -66,10 +59,8 @@ class Counted(TorchDispatchMode):
         )
         if name in _WAITS or masked:
             self.waits[name] += 1
-        returns = func._schema.returns
-        view = bool(returns) and any(
-            one.alias_info is not None and not one.alias_info.is_write for one in returns
-        )
+        aliases = [one.alias_info for one in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
         if not view and name not in _FREE:
             self.operators[name] += 1
         return func(*args, **(kwargs or {}))
@@ -151,15 +142,12 @@ def models() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
         nn.Flatten(),
         nn.Linear(32, 10),
     )
+    gpt = TransformerLM((32,), 256, width=64, depth=4, heads=4)
     return {
         "mlp": (new_model(), torch.randn(16, 784), classes),
         "convolutions": (convolutions, torch.randn(16, 3, 16, 16), classes),
         "encoder": (Encoder(64, 4), torch.randn(16, 32, 64), classes),
-        "gpt": (
-            TransformerLM((32,), 256, width=64, depth=4, heads=4),
-            tokens[:, :-1].contiguous(),
-            tokens[:, 1:].contiguous(),
-        ),
+        "gpt": (gpt, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
         "lstm": (Recurrent(), torch.randn(16, 24, 64), classes),
     }
 

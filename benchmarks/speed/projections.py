@@ -24,23 +24,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import typer
 
-from benchmarks.options import listed
-from benchmarks.results_file import save_results
-from benchmarks.timing import (
-    Step,
-    interleaved_turns,
-    memory_rise,
-    print_memory_rise,
-    resident_mib,
-    with_threads,
-)
+from benchmarks import timing
+from benchmarks.options import program_of_parts
+from benchmarks.timing import Step, interleaved_turns, memory_rise, with_threads
 from opusim import NoisyDevice, OpticalFeatures, OpticalLayer, open_device
 from opusim.lightonml import OPU
 from opusim.lightonml.projections import sklearn as sklearn_map
@@ -149,10 +140,8 @@ def images(records: int) -> np.ndarray:
 def features_into_a_file(name: str) -> None:
     """Write the features of all images of a device."""
     x = images(ALL_RECORDS)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open_device(name, n_inputs=PIXELS, n_outputs=FEATURES) as device,
-    ):
+    window = {"n_inputs": PIXELS, "n_outputs": FEATURES}
+    with tempfile.TemporaryDirectory() as folder, open_device(name, **window) as device:
         shape = (ALL_RECORDS, FEATURES)
         device.intensities(x, out=np.lib.format.open_memmap(f"{folder}/f.npy", "w+", np.uint8, shape))
 
@@ -170,12 +159,8 @@ def feature_row(name: str) -> dict[str, Any]:
         turns = interleaved_turns(work, repeats=5, warm_up=1, clock=time.process_time)
     ratio = statistics.median(a / b for a, b in zip(turns["features"], turns["products"], strict=True))
     seconds = {each: statistics.median(values) for each, values in turns.items()}
-    return {
-        "device": name,
-        "seconds": seconds,
-        "time_ratio": ratio,
-        "peak_mib": memory_rise(MODULE, "features", name),
-    }
+    peak = memory_rise(MODULE, "features", name)
+    return {"device": name, "seconds": seconds, "time_ratio": ratio, "peak_mib": peak}
 
 
 def wrappers(device: NoisyDevice) -> dict[str, Step]:
@@ -213,15 +198,11 @@ def measure_features() -> dict[str, Any]:
             vectors.append({"device": name, "wrapper": wrapper, **times})
     shape = {"n_inputs": PIXELS, "n_features": FEATURES, "records": RECORDS, "repeats": 5}
     required = {"time_ratio": 1.5, "aim": 1.2, "peak_mib": LIMIT_MIB, "vector_ms": 0.6}
-    return {
-        "shape": shape,
-        "required": required,
-        "features": [feature_row(name) for name in TWINS],
-        "vectors": vectors,
-    }
+    features = [feature_row(name) for name in TWINS]
+    return {"shape": shape, "required": required, "features": features, "vectors": vectors}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+PARTS = {
     "projection": measure_projection,
     "camera": measure_camera,
     "matrix_free": measure_matrix_free,
@@ -230,24 +211,18 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 """What measures each file of results."""
 
 
-def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Measure each part and save it."""
-    for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
-        save_results(name, PARTS[name]())
-
-
 def print_memory(part: str, *arguments: str) -> None:
     """Print the peak of memory of a projection, or by how much all features of a device raise it."""
     if part == "matrix_free":
         batch, n_inputs = map(int, arguments)
         free_projection(batch, n_inputs)()
-        print(resident_mib("VmHWM"))
+        print(timing.resident_mib("VmHWM"))
         return
     (name,) = arguments
     with open_device(name, n_inputs=PIXELS, n_outputs=1) as device:
         compile_ = lambda: device.intensities(np.ones((1, PIXELS), np.uint8))  # noqa: E731
-        print_memory_rise(compile_, lambda: lambda: features_into_a_file(name))
+        timing.print_memory_rise(compile_, lambda: lambda: features_into_a_file(name))
 
 
 if __name__ == "__main__":
-    print_memory(*sys.argv[2:]) if sys.argv[1:2] == ["--memory"] else typer.run(main)
+    print_memory(*sys.argv[2:]) if sys.argv[1:2] == ["--memory"] else program_of_parts(PARTS)

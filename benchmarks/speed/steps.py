@@ -22,12 +22,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
 from benchmarks.bare import bare, feedback_trainer
-from benchmarks.options import listed
-from benchmarks.results_file import save_results
+from benchmarks.options import program_of_parts
 from benchmarks.timing import Step, interleaved, with_threads
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
@@ -115,18 +113,14 @@ def ghost_training(
         module, batch_first=True, loss_reduction="mean", max_grad_norm=clip, use_ghost_clipping=True
     )
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    optimizer = DPOptimizerFastGradientClipping(
-        sgd,
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=clip,
-        expected_batch_size=batch,
-        loss_reduction="mean",
-    )
+    private = {"noise_multiplier": noise_multiplier, "max_grad_norm": clip, "expected_batch_size": batch}
+    optimizer = DPOptimizerFastGradientClipping(sgd, loss_reduction="mean", **private)
     criterion = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss(), "mean")
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
-        criterion(model(x), y).backward()
+        shape = tuple(y.shape) if y.ndim == 2 else None  # of records of several tokens
+        criterion(model(x).flatten(0, -2), y.flatten(), shape=shape).backward()
         optimizer.step()
 
     return step, sgd
@@ -171,10 +165,8 @@ def protected_step(x: Tensor, y: Tensor, mode: str, kind: str) -> Step:
 
 def ulr_step(x: Tensor, y: Tensor, network: ModuleSequence, update: PlainUpdate | PublishedUpdate) -> Step:
     """Return a step of likelihood ratio training."""
-    config, optimizer = (
-        load_config({"trainer": {"kind": "ulr"}}),
-        make_optimizer(network.parameters, OptimizerConfig()),
-    )
+    config = load_config({"trainer": {"kind": "ulr"}})
+    optimizer = make_optimizer(network.parameters, OptimizerConfig())
     return repeated(bare(UlrTrainer, network, config, optimizer=optimizer, update=update), x, y)
 
 
@@ -286,13 +278,8 @@ def measure_ulr() -> dict[str, Any]:
         for name, value in seconds.items():
             row = {"threads": threads, "work": name, "epoch_s": STEPS_AN_EPOCH * value}
             rows.append(row | {"ratio": value / seconds[OPACUS]})
-    return {
-        "batch": ULR_BATCH,
-        "steps_an_epoch": STEPS_AN_EPOCH,
-        "repeats": REPEATS,
-        "bar": "ratio <= 1 at K = 1",
-        "rows": rows,
-    }
+    facts = {"batch": ULR_BATCH, "steps_an_epoch": STEPS_AN_EPOCH, "repeats": REPEATS}
+    return {**facts, "bar": "ratio <= 1 at K = 1", "rows": rows}
 
 
 def measure_convex() -> dict[str, Any]:
@@ -315,16 +302,11 @@ def measure_convex() -> dict[str, Any]:
         }
         for threads, seconds in with_threads(work, repeats=9)
     ]
-    return {
-        "batch": CONVEX_BATCH,
-        "hyperplanes": HYPERPLANES,
-        "repeats": 9,
-        "bar": "of_two_products <= 1.15, times_faster >= 1.5",
-        "rows": rows,
-    }
+    facts = {"batch": CONVEX_BATCH, "hyperplanes": HYPERPLANES, "repeats": 9}
+    return {**facts, "bar": "of_two_products <= 1.15, times_faster >= 1.5", "rows": rows}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+PARTS = {
     "pdfa_step": measure_pdfa,
     "record_step": measure_record,
     "ulr_epoch": measure_ulr,
@@ -333,12 +315,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 """What measures each file of results."""
 
 
-def main(parts: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-    """Time each part's steps in turn, and save them."""
-    warnings.filterwarnings("ignore", module="opacus")
-    for name in listed("PARTS", ",".join(parts or ()), tuple(PARTS)):
-        save_results(name, PARTS[name]())
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    warnings.filterwarnings("ignore", module="opacus")
+    program_of_parts(PARTS)

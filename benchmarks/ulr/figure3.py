@@ -92,27 +92,17 @@ def _accuracies(axes: Any, target: float) -> None:
     for number, batch in enumerate(BATCHES):
         look = style(number)
         for part, name, line in (("published", "DP-ULR", "-"), ("opacus", "DP-SGD", "--")):
-            values = curve(part, batch, target)
-            axes.plot(
-                np.arange(1, len(values) + 1),
-                values,
-                color=look["color"],
-                linestyle=line,
-                label=f"{name}, batch {batch}",
-            )
+            values, label = curve(part, batch, target), f"{name}, batch {batch}"
+            epochs = np.arange(1, len(values) + 1)
+            axes.plot(epochs, values, color=look["color"], linestyle=line, label=label)
 
 
 def _epsilons(axes: Any, target: float) -> None:
     epochs = np.arange(1, EPOCHS + 1)
     for number, batch in enumerate(BATCHES):
-        look = style(number)
-        axes.plot(epochs, [ulr_epsilon(batch, target, int(e)) for e in epochs], color=look["color"])
-        axes.plot(
-            epochs,
-            [dp_sgd_epsilon(batch, target, int(e)) for e in epochs],
-            color=look["color"],
-            linestyle="--",
-        )
+        for epsilon, line in ((ulr_epsilon, "-"), (dp_sgd_epsilon, "--")):
+            values = [epsilon(batch, target, int(e)) for e in epochs]
+            axes.plot(epochs, values, color=style(number)["color"], linestyle=line)
     axes.set_yscale("log")
 
 

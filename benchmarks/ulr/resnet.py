@@ -49,9 +49,7 @@ FORMS = {"DP-SGD": "backpropagation", "proven": BEST, "published": "ulr"}
 BATCHES, NOISES = (64, 500), (1.0, 4.0)
 """Sampling rates and noise levels of the private runs; the paper names only DP-SGD's, 64 and 1."""
 SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        f"{sigma:g}": ("plain", {**PLAIN["ulr, matched"], "sigma": sigma}) for sigma in (0.01, 0.03, 0.1, 0.3)
-    },
+    **{f"{std:g}": ("plain", {**PLAIN["ulr, matched"], "sigma": std}) for std in (0.01, 0.03, 0.1, 0.3)},
     **{clip: ("proven", {**PLAIN[BEST], "clip": clip}) for clip in ("joint", "module")},
     **{f"K = {copies}": ("published", {**PUBLISHED, "copies": copies}) for copies in (COPIES, 5 * COPIES)},
 }
@@ -137,9 +135,8 @@ def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)
 
 def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
     """Train on a quarter of the records with each value of `SEARCHES`, and keep the accuracy on the others."""
-    for seed, (value, (form, trainer)) in itertools.product(
-        listed("--seeds", seeds, SEARCH_SEEDS), SEARCHES.items()
-    ):
+    wanted = listed("--seeds", seeds, SEARCH_SEEDS)
+    for seed, (value, (form, trainer)) in itertools.product(wanted, SEARCHES.items()):
         cell = {"form": form, "value": value, "seed": seed}
         if rows_of(SEARCHED, **cell):
             continue
@@ -170,10 +167,8 @@ def means() -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows_of(NAME):
         found.setdefault(tuple(row[key] for key in KEYS[:-1]), []).append(row)
-    return [
-        {**rows[0], "tests": [row["test"] for row in rows]}
-        for _, rows in sorted(found.items(), key=lambda item: (item[0][0] != "plain", item[0]))
-    ]
+    groups = [found[key] for key in sorted(found, key=lambda key: (key[0] != "plain", key))]
+    return [{**rows[0], "tests": [row["test"] for row in rows]} for rows in groups]
 
 
 if __name__ == "__main__":

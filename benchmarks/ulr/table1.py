@@ -62,15 +62,10 @@ BASE: dict[str, Any] = {
     "model": {"hidden": [128, 64, 32], "activation": "gelu"},
 }
 PROVEN_BATCH, PROVEN_COPIES = 1000, 10
+ORTHOGONAL = {"copies": 128, "directions": "orthogonal", "rows_per_pass": 16 * PROVEN_BATCH}
 PROVEN_TRAINERS: dict[str, dict[str, Any]] = {
     "ulr": {"kind": "ulr", "copies": PROVEN_COPIES, "sigma": 0.3},
-    "ulr, 128 orthogonal": {
-        "kind": "ulr",
-        "copies": 128,
-        "sigma": 0.3,
-        "directions": "orthogonal",
-        "rows_per_pass": 16 * PROVEN_BATCH,
-    },
+    "ulr, 128 orthogonal": {"kind": "ulr", "sigma": 0.3, **ORTHOGONAL},
     "bp": {"kind": "bp"},
 }
 WIDTHS = {"small": [128, 64, 32], "medium": [288, 144, 72], "large": [512, 256, 128]}
@@ -87,25 +82,14 @@ PROVEN_EPSILONS, PROVEN_SEEDS = (3.0, 1.0), (0, 1, 2)
 
 
 def published_config(batch: int, target: float, seed: int, *, sigma: float, lr: float) -> dict[str, Any]:
+    falling = {"schedule": "step", "gamma": DECAY, "step_size": DECAY_EPOCHS / EPOCHS}
+    published = {"form": "published", "copies": COPIES, "sigma": sigma, "target_std": target}
     return {
         **BASE,
         "seed": seed,
-        "optimizer": {
-            "name": "adam",
-            "lr": lr,
-            "schedule": "step",
-            "gamma": DECAY,
-            "step_size": DECAY_EPOCHS / EPOCHS,
-        },
+        "optimizer": {"name": "adam", "lr": lr, **falling},
         "sampler": {"batch_size": batch, "drop_last": True},
-        "trainer": {
-            "kind": "ulr",
-            "form": "published",
-            "copies": COPIES,
-            "sigma": sigma,
-            "target_std": target,
-            "rows_per_pass": ROWS_PER_PASS,
-        },
+        "trainer": {"kind": "ulr", **published, "rows_per_pass": ROWS_PER_PASS},
     }
 
 
@@ -159,14 +143,10 @@ def chosen(batch: int) -> dict[str, float]:
     Raises:
         ValueError: A finalist was not trained yet.
     """
-    found = {
-        (row["sigma"], row["lr"]): row["validation"]
-        for row in rows_of("ulr_search", batch=batch, epochs=EPOCHS)
-    }
+    rows = rows_of("ulr_search", batch=batch, epochs=EPOCHS)
+    found = {(row["sigma"], row["lr"]): row["validation"] for row in rows}
     if not set(FINALISTS[batch]) <= set(found):
-        raise ValueError(
-            f"batch {batch}: the search is not complete; run python -m benchmarks.ulr.table1 search"
-        )
+        raise ValueError(f"batch {batch}: the search is not complete; run python -m {MODULE} search")
     sigma, lr = max(FINALISTS[batch], key=lambda pair: found[pair])
     return {"sigma": sigma, "lr": lr}
 
@@ -199,9 +179,7 @@ def _cells(batches: str, targets: str, seeds: str) -> Iterable[tuple[int, float,
     return itertools.product(seeds_of(seeds), *wanted)
 
 
-def dp_sgd(
-    batch: int, noise_multiplier: float, seed: int, hidden: Sequence[int] = (128, 64, 32)
-) -> dict[str, Any]:
+def dp_sgd(batch: int, noise: float, seed: int, hidden: Sequence[int] = (128, 64, 32)) -> dict[str, Any]:
     """DP-SGD by Opacus, SGD at 0.1, falling: accuracy after every epoch, the last one's and the best."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
     torch.set_num_threads(1)
@@ -210,9 +188,7 @@ def dp_sgd(
         raise ValueError("mnist has no test records")
     torch.manual_seed(seed)  # Opacus draws its noise from torch's default generator
     model = paper_model(seed, hidden)
-    train_step, sgd = ghost_training(
-        model, batch=batch, lr=0.1, momentum=0.0, noise_multiplier=noise_multiplier
-    )
+    train_step, sgd = ghost_training(model, batch=batch, lr=0.1, momentum=0.0, noise_multiplier=noise)
     schedule = torch.optim.lr_scheduler.StepLR(sgd, DECAY_EPOCHS, DECAY)
     sampler = ShuffledEpochsSampler(n_records=len(data.train), seed=seed, batch_size=batch, drop_last=True)
     started = time.perf_counter()
@@ -225,30 +201,21 @@ def dp_sgd(
         for name, split in (("test", data.test), ("train", data.train)):
             found = 100 * evaluate_split(model, split, "cross-entropy")["accuracy"]
             curves[name].append(round(found, 2))
-    test = curves["test"]
-    return {
-        "test": test[-1],
-        "best": max(test),
-        "test_curve": test,
-        "train_curve": curves["train"],
-        "seconds": time.perf_counter() - started,
-    }
+    test, seconds = curves["test"], time.perf_counter() - started
+    found = {"test": test[-1], "best": max(test), "test_curve": test}
+    return {**found, "train_curve": curves["train"], "seconds": seconds}
 
 
 def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join(PROVEN_TRAINERS)) -> None:
     """Train the proven form and DP-SGD at equal proven epsilon; `trainers` are separated by semicolons."""
-    wanted = (
-        listed("--epsilons", epsilons, PROVEN_EPSILONS),
-        listed("--trainers", trainers, tuple(PROVEN_TRAINERS)),
-    )
-    for seed, epsilon, kind in itertools.product(seeds_of(seeds), *wanted):
+    levels = listed("--epsilons", epsilons, PROVEN_EPSILONS)
+    kinds = listed("--trainers", trainers, tuple(PROVEN_TRAINERS))
+    for seed, epsilon, kind in itertools.product(seeds_of(seeds), levels, kinds):
         cell = {"trainer": kind, "epsilon": epsilon, "seed": seed}
         if rows_of("ulr_proven", **cell):
             continue
-        run = train_or_read(
-            proven_config(kind, epsilon, seed),
-            FOLDER / f"proven-{kind.replace(', ', '-').replace(' ', '-')}-{epsilon:g}-{seed}",
-        )
+        tag = f"proven-{kind.replace(', ', '-').replace(' ', '-')}-{epsilon:g}-{seed}"
+        run = train_or_read(proven_config(kind, epsilon, seed), FOLDER / tag)
         keep_row("ulr_proven", cell, **figures_of(run))
 
 
@@ -273,20 +240,11 @@ def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2
 def width_rows() -> list[dict[str, Any]]:
     """Return the cells of Table C1 that were trained, those that Table 1 shares with it first."""
     dp_sgd = {row["seed"]: row["best"] for row in rows_of("ulr_opacus", batch=64, target_std=8.0)}
-    shared = {
-        row["seed"]: {"width": "small", "batch": 64, "seed": row["seed"], "ulr": row["test"]}
-        | {"dp_sgd": dp_sgd[row["seed"]]}
-        for row in rows_of("ulr_published", batch=64, target_std=8.0)
-        if row["seed"] in dp_sgd
-    }
-    return [
-        *shared.values(),
-        *(
-            row
-            for row in rows_of("ulr_widths")
-            if (row["width"], row["batch"]) != ("small", 64) or row["seed"] not in shared
-        ),
-    ]
+    ulr = {row["seed"]: row["test"] for row in rows_of("ulr_published", batch=64, target_std=8.0)}
+    cells = [{"width": "small", "batch": 64, "seed": seed} for seed in ulr if seed in dp_sgd]
+    shared = [{**cell, "ulr": ulr[cell["seed"]], "dp_sgd": dp_sgd[cell["seed"]]} for cell in cells]
+    others = [row for row in rows_of("ulr_widths") if not any(selected([row], **cell) for cell in cells)]
+    return [*shared, *others]
 
 
 def fall(key: str, batch: int) -> float:
@@ -315,9 +273,8 @@ def places(cells: set[tuple[int, float]]) -> str:
     parts = []
     for batch in dict.fromkeys(batch for batch, _ in PAPER):
         mine = [f"{target:g}" for size, target in PAPER if size == batch and (size, target) in cells]
-        parts.append(
-            f"at batch {batch} with sigma_0 = {', '.join(mine)}" if mine else f"never at batch {batch}"
-        )
+        at = f"at batch {batch} with sigma_0 = {', '.join(mine)}"
+        parts.append(at if mine else f"never at batch {batch}")
     return "; ".join(parts)
 
 

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -32,7 +31,7 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.results_file import load_results, save_results
-from benchmarks.timing import interleaved, resident_mib
+from benchmarks.timing import Step, interleaved, resident_mib
 
 MODULE, NAME = "benchmarks.zeroth_order.memory", "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
@@ -151,9 +150,7 @@ class SequenceLoss(nn.Module):
         return losses if self.reduction == "none" else losses.mean()
 
 
-def inference(
-    shape: Shape, *, bare: bool = False, half: bool = False, passes: int = 1
-) -> Callable[[], object]:
+def inference(shape: Shape, *, bare: bool = False, half: bool = False, passes: int = 1) -> Step:
     if not bare:
         from opusim.medium.transmission import Direction
 
@@ -169,7 +166,7 @@ def inference(
     return work
 
 
-def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
+def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Step:
     from benchmarks.bare import zo_trainer
     from opusim.training.config import load_config
     from opusim.training.networks.any_module import AnyModule
@@ -184,7 +181,7 @@ def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object
     return lambda: trainer.step(ids.float(), y, step=next(steps))
 
 
-def opacus(shape: Shape, *, ghost: bool, lora: bool, biases: bool) -> Callable[[], object]:
+def opacus(shape: Shape, *, ghost: bool, lora: bool, biases: bool) -> Step:
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -201,10 +198,8 @@ def opacus(shape: Shape, *, ghost: bool, lora: bool, biases: bool) -> Callable[[
     }
     if ghost:
         options |= {"grad_sample_mode": "ghost", "criterion": SequenceLoss()}
-        module, optimizer, criterion, _ = PrivacyEngine().make_private(**options)
-    else:
-        module, optimizer, _ = PrivacyEngine().make_private(**options)
-        criterion = SequenceLoss()
+    module, optimizer, *others = PrivacyEngine().make_private(**options)
+    criterion = others[0] if ghost else SequenceLoss()
 
     def work() -> None:
         optimizer.zero_grad()
@@ -215,7 +210,7 @@ def opacus(shape: Shape, *, ghost: bool, lora: bool, biases: bool) -> Callable[[
     return work
 
 
-def worker(method: str, shape: Shape) -> Callable[[], object]:
+def worker(method: str, shape: Shape) -> Step:
     """What one step of a method is."""
     if method.startswith("inference"):
         return inference(shape, bare="bare" in method, half="bfloat16" in method, passes=2)
@@ -236,9 +231,8 @@ def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
         return found
     forward = inference(shape, half="bfloat16" in method)
     forward()  # the first pass of a model finds its memory
-    seconds = interleaved(
-        {"step": work, "forward": forward}, repeats=repeats, warm_up=0, clock=time.process_time
-    )
+    both = {"step": work, "forward": forward}
+    seconds = interleaved(both, repeats=repeats, warm_up=0, clock=time.process_time)
     return found | {"seconds": seconds["step"], "forward_passes": seconds["step"] / seconds["forward"]}
 
 

@@ -90,13 +90,8 @@ def embed_by(tokenizer: Any, model: Any, text: list[str]) -> Tensor:
     with torch.no_grad():
         for start in range(0, len(text), 32):
             part = order[start : start + 32]
-            batch = tokenizer(
-                [text[i] for i in part],
-                padding=True,
-                truncation=True,
-                max_length=MAX_TOKENS,
-                return_tensors="pt",
-            )
+            cut = {"truncation": True, "max_length": MAX_TOKENS}
+            batch = tokenizer([text[i] for i in part], padding=True, return_tensors="pt", **cut)
             hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(2)
             mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
             result[part] = torch.nn.functional.normalize(mean, dim=1)

@@ -32,7 +32,7 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
-from opusim.training.config import load_config
+from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.feedback.closed_form import ClosedForm
@@ -52,6 +52,7 @@ Setting = tuple[float, ...]
 SETTINGS: tuple[Setting, ...] = tuple((a, clip) for clip in (0.01, 0.05) for a in (0.3, 1.0, 3.0))
 RATES: tuple[Setting, ...] = ((0.03,), (0.1,), (0.3,), (1.0,), (3.0,))
 LONG = ", 75000 steps"
+WHOLE = {"steps": 200, "batch": N_TRAIN, "delta": 0.0}
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {"steps": 200, "batch": 64, "delta": DELTA, "epsilons": EPSILONS},
     "zo, gaussian": {"steps": 10_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
@@ -59,13 +60,8 @@ METHODS: dict[str, dict[str, Any]] = {
     f"zo, gaussian{LONG}": {"steps": 75_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
     f"zo, laplace{LONG}": {"steps": 75_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
     "zo, laplace, pure": {"steps": 2_000, "batch": 20, "delta": 0.0, "epsilons": PURE_EPSILONS},
-    "zo, laplace, pure, whole batch": {
-        "steps": 200,
-        "batch": N_TRAIN,
-        "delta": 0.0,
-        "epsilons": (0.5, 1.0, *PURE_EPSILONS),
-    },
-    f"{BASELINE}, laplace, pure": {"steps": 200, "batch": N_TRAIN, "delta": 0.0, "epsilons": PURE_EPSILONS},
+    "zo, laplace, pure, whole batch": {**WHOLE, "epsilons": (0.5, 1.0, *PURE_EPSILONS)},
+    f"{BASELINE}, laplace, pure": {**WHOLE, "epsilons": PURE_EPSILONS},
 }
 
 
@@ -139,15 +135,18 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     batch, steps = METHODS[method]["batch"], METHODS[method]["steps"]
     if not method.startswith(BASELINE):
         law = "laplace" if "laplace" in method else "gaussian"
-        return zo_head(
-            law, noise, clip, zo_rate(factor, spread(law, noise, clip), batch=batch, steps=steps), seed, batch
-        )
+        rate = zo_rate(factor, spread(law, noise, clip), batch=batch, steps=steps)
+        return zo_head(law, noise, clip, rate, seed, batch)
     clip *= math.sqrt(2 * 384 / math.pi)  # a gradient's 1-norm over its 2-norm, which is like a slope
     rate = zo_rate(factor, spread("laplace", noise, clip), batch=batch, steps=steps)
     made = LaplaceSgd(scale=noise, clip=clip / (2 * PHI), divisor=batch, rate=rate, stream=stream)
-    return made, load_config(
-        {"trainer": {"kind": "zo"}, "optimizer": {"lr": rate, "schedule": "linear"}}
-    ).optimizer
+    return made, zo_config(rate).optimizer
+
+
+def zo_config(rate: float) -> RunConfig:
+    """Return the configuration of zeroth order at a rate that falls linearly."""
+    optimizer = {"lr": rate, "schedule": "linear"}
+    return load_config({"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": optimizer})
 
 
 def spread(law: str, noise: float, clip: float) -> float:
@@ -157,21 +156,13 @@ def spread(law: str, noise: float, clip: float) -> float:
 
 def zo_head(law: str, noise: float, clip: float, rate: float, seed: int, batch: int) -> tuple[Trainer, Any]:
     """Return zeroth order of the head, and the configuration of its learning rate; no privacy by the law "none"."""
-    config = load_config(
-        {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
-    )
-    private: dict[str, Any] = {
-        "clip": clip,
-        "scale": noise * clip,
-        "noise": SeededStream(seed, "central-noise"),
-    }
+    config, network = zo_config(rate), AnyModule(Head(384), n_inputs=384, only_trained=True)
+    stream = SeededStream(seed, "central-noise")
+    private: dict[str, Any] = {"clip": clip, "scale": noise * clip, "noise": stream}
     if law == "none":
         private = {"clip": None, "scale": 0.0, "noise": None}
     release = ScalarRelease(divisor=batch, law="laplace" if law == "laplace" else "gaussian", **private)
-    root = derive_seed(seed, "directions")
-    return zo_trainer(
-        AnyModule(Head(384), n_inputs=384, only_trained=True), config, release, root=root
-    ), config.optimizer
+    return zo_trainer(network, config, release, root=derive_seed(seed, "directions")), config.optimizer
 
 
 def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tuple[Trainer, Any]:
@@ -182,10 +173,8 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = feedback_trainer(
-        ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
-    )
-    return trainer, config.optimizer
+    source = ClosedForm(network, config.trainer_as(FeedbackConfig))
+    return feedback_trainer(source, optimizer, protection=protection), config.optimizer
 
 
 def zo_rate(factor: float, spread: float, *, batch: int, steps: int) -> float:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,8 +29,9 @@ from torch import Tensor, nn
 
 import opusim
 from benchmarks.markdown import with_error
-from benchmarks.options import listed, seeds_of
+from benchmarks.options import listed, program, seeds_of
 from benchmarks.results_file import load_results, save_results
+from benchmarks.timing import printed, resident_mib
 from benchmarks.zeroth_order.sentences import CACHE, Sentences, read_sentences
 from opusim.accounting import RecordCentral, calibrate_noise
 from opusim.randomness.streams import derive_seed
@@ -50,12 +49,7 @@ N_TRAIN, BATCH, STEPS, DELTA = 1600, 16, 100, 1e-5
 EPSILONS, SEEDS = (2.0, math.inf), (0, 1, 2)
 BASELINE, ZERO_SHOT = "AdamW, Opacus", "zero-shot"
 RANKS = {"zo, 16 directions of rank 1": 1, "zo, 16 directions of rank 4": 4}
-DIRECTIONS = {
-    "zo, 1 direction": 1,
-    "zo, 4 directions": 4,
-    "zo, 16 directions": 16,
-    **dict.fromkeys(RANKS, 16),
-}
+DIRECTIONS = {"zo, 1 direction": 1, "zo, 4 directions": 4, "zo, 16 directions": 16} | dict.fromkeys(RANKS, 16)
 METHODS = (ZERO_SHOT, BASELINE, *DIRECTIONS)
 SETTINGS: dict[str, dict[str, float]] = {
     BASELINE: {"lr": 1e-3, "clip": 1.0},
@@ -83,12 +77,12 @@ def cells() -> Iterator[Cell]:
                     yield method, epsilon, seed
 
 
+def privacy_of(epsilon: float) -> str:
+    return "no privacy" if math.isinf(epsilon) else f"{epsilon:g}"
+
+
 def key_of(method: str, epsilon: float) -> str:
-    return (
-        method
-        if method == ZERO_SHOT
-        else f"{method}, {'no privacy' if math.isinf(epsilon) else f'{epsilon:g}'}"
-    )
+    return method if method == ZERO_SHOT else f"{method}, {privacy_of(epsilon)}"
 
 
 def chosen(seed: int) -> Sentences:
@@ -111,23 +105,19 @@ class Meter(opusim.Callback):
 
     def figures(self) -> dict[str, float]:
         """Seconds of a step and the peak in MiB."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
         seconds = (time.process_time() - self._started) / max(self._step - self._first, 1)
-        return {"seconds_per_step": seconds, "peak_mib": peak / 1024}
+        return {"seconds_per_step": seconds, "peak_mib": resident_mib("VmHWM")}
 
 
 def zo_config(method: str, epsilon: float, seed: int, text: Path) -> dict[str, Any]:
     """The configuration of a run of zeroth order."""
     directions, settings = DIRECTIONS[method], SETTINGS["zo"]
     rate = 1 / (settings["along_a_direction"] / directions + settings["along_the_gradient"])
-    protection: dict[str, Any] = {}
-    clip: dict[str, str] = {"clip": "joint"} if directions > 1 and not math.isinf(epsilon) else {}
-    if not math.isinf(epsilon):
-        bound = settings["clip_per_root"] * math.sqrt(directions)
-        protection = {"kind": "record", "epsilon": epsilon, "delta": DELTA, "clip_norm": bound}
     language = {"model": MODEL, "text": str(text), "max_tokens": MAX_TOKENS, "lora_rank": RANK}
-    return {
+    trainer = {"kind": "zo", "perturbation": settings["phi"], "directions": directions, "language": language}
+    if method in RANKS:
+        trainer |= {"rank": RANKS[method], "rows_at_once": ROWS}
+    config = {
         "seed": seed,
         "epochs": STEPS * BATCH // N_TRAIN,
         "threads": 1,
@@ -135,16 +125,14 @@ def zo_config(method: str, epsilon: float, seed: int, text: Path) -> dict[str, A
         "sampler": {"scheme": "poisson", "batch_size": BATCH},
         "optimizer": {"lr": rate, "schedule": "linear"},
         "checkpoint": {"every_steps": 10, "keep": 1},
-        "trainer": {
-            "kind": "zo",
-            "perturbation": settings["phi"],
-            "directions": directions,
-            **({"rank": RANKS[method], "rows_at_once": ROWS} if method in RANKS else {}),
-            "language": language,
-            **clip,
-        },
-        **({"protection": protection} if protection else {}),
+        "trainer": trainer,
     }
+    if not math.isinf(epsilon):
+        bound = settings["clip_per_root"] * math.sqrt(directions)
+        config["protection"] = {"kind": "record", "epsilon": epsilon, "delta": DELTA, "clip_norm": bound}
+        if directions > 1:
+            trainer["clip"] = "joint"
+    return config
 
 
 def zeroth_order(method: str, epsilon: float, seed: int, meter: Meter) -> nn.Module:
@@ -177,13 +165,8 @@ def adamw(epsilon: float, seed: int, meter: Meter) -> nn.Module:
 
         warnings.simplefilter("ignore")
         module = GradSampleModule(model)
-        start = RecordCentral(
-            noise_multiplier=1.0,
-            sampling_probability=BATCH / N_TRAIN,
-            clip_norm=1.0,
-            divisor=BATCH,
-            steps=STEPS,
-        )
+        batches = {"sampling_probability": BATCH / N_TRAIN, "divisor": BATCH, "steps": STEPS}
+        start = RecordCentral(noise_multiplier=1.0, clip_norm=1.0, **batches)
         optimizer = DPOptimizer(
             optimizer,
             noise_multiplier=float(calibrate_noise(start, target_epsilon=epsilon, delta=DELTA)[0].noise),
@@ -244,16 +227,11 @@ def scores(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def one(method: str, epsilon: float, seed: int) -> None:
     """Do one run in this process; the last line is its figures."""
     print(json.dumps(measured(method, epsilon, seed)))
 
 
-@app.command()
 def measure(
     methods: Annotated[str, typer.Option(help="Some methods, separated by semicolons.")] = "",
     epsilons: Annotated[str, typer.Option(help="Some of 2 and inf.")] = "",
@@ -265,16 +243,10 @@ def measure(
     results = load_results(NAME).get("cells", {})
     for method, epsilon, seed in cells():
         cell = results.setdefault(key_of(method, epsilon), {"runs": {}})
-        if (
-            method not in wanted[0]
-            or epsilon not in wanted[1]
-            or seed not in numbers
-            or str(seed) in cell["runs"]
-        ):
+        asked = method in wanted[0] and epsilon in wanted[1] and seed in numbers
+        if not asked or str(seed) in cell["runs"]:
             continue
-        call = [sys.executable, "-m", MODULE, "one", "--", method, str(epsilon), str(seed)]
-        done = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True)
-        cell["runs"][str(seed)] = json.loads(done.stdout.splitlines()[-1])
+        cell["runs"][str(seed)] = printed(MODULE, "one", "--", method, epsilon, seed)
         filled = {key: found for key, found in results.items() if found["runs"]}
         save_results(NAME, {"delta": DELTA, "settings": SETTINGS, "cells": filled})
 
@@ -303,7 +275,6 @@ def differences(dtype: str, x: list[Tensor], y: list[Tensor]) -> dict[str, Any]:
     return {**found, "seconds": (time.process_time() - started) / passes}
 
 
-@app.command()
 def precision() -> None:
     """Measure what phi and bfloat16 do to slopes along directions before training, and to the time of a pass."""
     torch.set_num_threads(1)
@@ -342,12 +313,11 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             runs = list(results.get(key_of(method, epsilon), {}).get("runs", {}).values())
             if not runs or (method == ZERO_SHOT and not math.isinf(epsilon)):
                 continue
-            of = "" if method == ZERO_SHOT else "no privacy" if math.isinf(epsilon) else f"{epsilon:g}"
+            of = "" if method == ZERO_SHOT else privacy_of(epsilon)
             accuracy = with_error([100 * run["accuracy"] for run in runs], ".1f")
-            figures = (
+            loss, seconds, peak = (
                 with_error([run[key] for run in runs if key in run], form) for key, form in _FORMS.items()
             )
-            loss, seconds, peak = figures
             rows.append((method, of, accuracy, loss, str(len(runs)), seconds, peak))
     return rows
 
@@ -362,4 +332,4 @@ def left() -> int:
 
 
 if __name__ == "__main__":
-    app()
+    program(one, measure, precision)

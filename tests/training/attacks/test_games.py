@@ -491,7 +491,10 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
         )
     assert first.looks == 1
     assert first.confidence == pytest.approx(0.95)
-    with pytest.warns(UserWarning, match=r"outcome of 20 trainings was read before, at delta 1e-05; .* confidence 0\.90 only"):
+    with pytest.warns(
+        UserWarning,
+        match=r"outcome of 20 trainings was read before, at delta 1e-05; .* confidence 0\.90 only",
+    ):
         extended = audit_final_model(run, **options, trainings=24)
     assert extended.looks == 2
     assert extended.confidence == pytest.approx(0.9)

@@ -519,8 +519,13 @@ class Audit(Shown):
     def __str__(self) -> str:
         """Return the table and the paragraphs, as `opusim audit` prints them; `to_json` has every fact."""
         rows = audit_rows(self)
-        hidden = _NARROW if output_width() < _WIDE_PAGE else (LOW,)
-        columns = [key for key in rows[0] if key not in hidden]
+        narrow = output_width() < _WIDE_PAGE
+        columns = [key for key in rows[0] if key not in (_NARROW if narrow else (LOW,))]
+        if narrow:  # one attack may be read in several ways, a row each
+            for row in rows:
+                row["attack"] = ", ".join(
+                    row[key] for key in ("attack", "read as") if row[key] not in ("", "–")
+                )
         table = table_text(columns, [[row[key] for key in columns] for row in rows])
         above = f"{wrapped(headline(self))}\n" if headline(self) else ""
         return above + "\n".join([table, *(f"{wrapped(text)}\n" for text in paragraphs(self))]).rstrip("\n")
@@ -839,8 +844,9 @@ def _statements(audit: Audit) -> list[str]:
     if not isinstance(result, AuditResult):
         held = [one.at_strictest(bound) for one in audit.scores().values() for bound in one.bounds]
         return [
-            f"Normal scores are compared with the claim at delta {delta:g} (epsilon {claimed:.2f}), because it allows "
-            "least there: at large deltas sampled steps cost less than the Gaussian mechanism with the same epsilon."
+            f"Bounds in the table are at delta {result.plan.delta:g}. Normal scores are compared with the claim at "
+            f"delta {delta:g} (epsilon {claimed:.2f}), because it allows least there: at large deltas sampled steps "
+            "cost less than the Gaussian mechanism with the same epsilon."
             for delta, claimed, _ in [one for one in held if one is not None][:1]
         ]
     texts = []

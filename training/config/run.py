@@ -360,7 +360,9 @@ def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
         found = named or _changed(key, _at(config, key), default_of(field))
         if found:
             value = _at(config, found[0])
-            raise BadKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
+            raise BadKey(
+                found[0], f"{value!r} does nothing here: it needs {needs}; set that, or leave it out"
+            )
 
 
 def require_offered(config: RunConfig, origin: str = "configuration") -> None:

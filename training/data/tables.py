@@ -42,6 +42,8 @@ TABLE_LIMIT = 2**30
 """Bytes of a CSV file, or of the columns of a Parquet file, at most."""
 _NAME_LENGTH = 200
 """Most characters of a column's name."""
+_MOST_CATEGORIES = 30
+"""Most different texts of a column that a message proposes to encode."""
 _CELL_LIMIT = 2**29
 """Cells of a Parquet file, at most: its columns may repeat a value without taking bytes."""
 
@@ -320,6 +322,11 @@ def _not_a_number(column: Any, name: str) -> str:
         return f"holds numbers as text; convert them, as by frame[{name!r}].astype(float)"
     row, value = next(iter(wrong.items()))
     remedy = f"drop the column, or encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
+    if len(set(values)) > _MOST_CATEGORIES:
+        remedy = (
+            "drop the column; if it is the ID of each record's user, set protection.unit = 'user' and data.user = "
+            f"{name!r} (--user)"
+        )
     if all(map(_THOUSANDS.fullmatch, wrong.values())):
         remedy = "write numbers without separators of thousands"
     elif _DECIMAL_COMMA.fullmatch(value):

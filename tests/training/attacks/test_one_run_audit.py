@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,24 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     assert updates.plan.strictest is not None
     assert updates.plan.strictest[0] > updates.plan.delta
     assert "not refuted" in "\n".join(paragraphs(found))
+
+
+@pytest.mark.parametrize("canaries", [60, 300])
+def test_the_forecast_agrees_with_the_power(
+    pdfa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canaries: int
+) -> None:
+    """A forecast's ratio is at most 2 if, and only if, half of the noise is found with probability 0.9.
+
+    A narrow table also says how scores are read.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    told: list[str] = []
+    found = audited(pdfa, canaries=canaries, on_forecast=told.append, out=tmp_path)
+    ratio = re.search(r"noise ([\d.]+) times too small", told[0])
+    assert ratio is not None
+    power = max(bound.power or 0.0 for bound in found.scores()["all updates"].bounds)
+    assert (float(ratio[1]) <= 2) is (power >= 0.9), (told, power)
+    assert re.search(r"all updates,.*guesses, Gaussian.*normal scores,", str(found), re.DOTALL)
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ class TestFrames:
             (FRAME, None, "specie", "'specie' is no column of data, which has length, species, count, wild"),
             (FRAME.assign(city="x"), None, "species", "column 'city' of data holds 'x' in row 0 counted"),
             (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
+            (FRAME.assign(who=[f"P{n}" for n in range(40)]), None, "species", "data.user = 'who' (--user)"),
             (FRAME.assign(day=pandas.Timestamp(0)), None, "species", "column 'day' of data holds datetime64"),
             (
                 FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)), None, "species",
@@ -531,6 +532,7 @@ class TestFiles:
             ("a;b;y\n1,5;2;0\n2,25;4;1\n", "holds '1,5' in row 0 counted from 0, and features are numbers"),
             ("a,b,y\n1,2,0\n3,4,1,9\n", "{} has 4 cells in line 3 and 3 in the lines before; give every row"),
             ("a,b,y\n1,2,0,9\n3,4,1,9\n", "{} has more cells in each row than names in its header"),
+            ("a,b,y,z\n1,2,0\n3,4,1\n", "{} has 4 names in its header and nothing in the last column, 'z'"),
             ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
             ("a,b,y\n1,2,0\n3,-inf,1\n", "'b' of {} holds -inf in row 1 counted from 0, which float32"),
             ("a,b,y\n1e39,2,0\n3,4,1\n", "'a' of {} holds 1e+39 in row 0 counted from 0, which float32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import tempfile
@@ -20,7 +21,7 @@ from typing_extensions import override
 from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.anytime import AnytimePlan, audit_anytime
-from opusim.accounting.audit import epsilon_of, gaussian_mu
+from opusim.accounting.audit import gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
@@ -177,17 +178,18 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
             canaries,
             f"Forecast: what {canaries:,} canaries can find is not known for a law that is not Gaussian.",
         )
-    mu = gaussian_mu(found.claimed, delta)
-    ratios = (tenths / 10 for tenths in range(11, 161))
 
-    def finds(ratio: float) -> bool:
-        weaker = by_draws(replace(found, weaker_mu=ratio * mu), mechanisms, relation, ratio)
-        return _power(weaker) >= _PLANNED_POWER
+    def finds(tenths: int) -> bool:
+        own = replace(found, weaker_mu=_weaker_mu(mechanisms, relation, delta, tenths / 10))
+        return _power(by_draws(own, mechanisms, relation, tenths / 10)) >= _PLANNED_POWER
 
-    ratio = next(filter(finds, ratios), None)
-    text = "not even a sixteenth of the noise"
-    if ratio is not None:
-        times = epsilon_of(ratio * mu, delta) / found.claimed
+    # How many times too small the noise must be, in tenths: a power of two that is found, then the least one below it.
+    text, high = "not even a sixteenth of the noise", next(filter(finds, (20, 40, 80, 160)), None)
+    if high is not None:
+        low = max(11, high // 2)
+        ratio = (low + bisect.bisect_left(range(low, high), True, key=finds)) / 10
+        stated_then = _at_wider(_with_less_noise(mechanisms, ratio), relation, (delta, _WIDER[-1]))[0][1]
+        times = (stated_then or math.inf) / found.claimed
         text = (
             f"an epsilon {times:.1f} times the proven {found.claimed:.2f} (noise {ratio:.1f} times too small)"
         )
@@ -402,11 +404,8 @@ def reading_plans(
             for wider, found in at_wider
         ):
             law = Law.GAUSSIAN
-            halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
-            weaker = _at_wider(halved, relation, (delta, _WIDER[-1]))
-            mus = [gaussian_mu(found, wider) for wider, found in weaker if found]
             elsewhere = tuple((wider, found) for wider, found in at_wider if found and wider != delta)
-            facts = {"elsewhere": elsewhere, "weaker_mu": min(mus, default=None)}
+            facts = {"elsewhere": elsewhere, "weaker_mu": _weaker_mu(mechanisms, relation, delta, 2.0)}
     bounds = sum(method.is_bound for one in adversaries for method in one.readings(law))
     return {
         one: OneRunPlan(
@@ -421,6 +420,18 @@ def reading_plans(
         )
         for one in adversaries
     }
+
+
+def _with_less_noise(mechanisms: Sequence[Mechanism], ratio: float) -> tuple[Mechanism, ...]:
+    return tuple(one.with_noise(one.noise / ratio) for one in mechanisms)
+
+
+def _weaker_mu(
+    mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float, ratio: float
+) -> float | None:
+    """Return the mu that noise `ratio` times too small has at delta, or at a large one if that is less."""
+    found = _at_wider(_with_less_noise(mechanisms, ratio), relation, (delta, _WIDER[-1]))
+    return min((gaussian_mu(epsilon, wider) for wider, epsilon in found if epsilon), default=None)
 
 
 @functools.lru_cache(maxsize=32)

@@ -289,6 +289,26 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         lambda m, x: m.f(x[torch.arange(0, -len(x), -1)]),
         "takes rows by their place",
     ),
+    "gathered along the records": (
+        lambda m, x: m.f(x.gather(0, (x * 0).long())),
+        "gather in Runs takes rows",
+    ),
+    "gathered from the first record": (
+        lambda m, x: m.f(x + x.gather(1, torch.zeros(1, 4).long())),
+        "gather in Runs takes rows by their place",
+    ),
+    "selected by number": (
+        lambda m, x: m.f(x + x.index_select(0, torch.tensor([0]))),
+        "index_select in Runs takes rows by their place",
+    ),
+    "added to the first record": (
+        lambda m, x: m.f(x.index_add(0, torch.tensor([0]), torch.ones(1, 4))),
+        "index_add in Runs puts rows where an index says",
+    ),
+    "rows that records name": (
+        lambda m, x: m.f(x[(x[:, 0] > 0).long()]),
+        "index in Runs takes rows of other",
+    ),
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
     "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),

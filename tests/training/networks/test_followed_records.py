@@ -274,6 +274,38 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         lambda m, x: m.f(x[torch.arange(0, -len(x), -1)]),
         "takes rows by their place",
     ),
+    "gathered along the records": (
+        lambda m, x: m.f(x.gather(0, (x * 0).long())),
+        "gather in Runs takes rows",
+    ),
+    "gathered from the first record": (
+        lambda m, x: m.f(x + x.gather(1, torch.zeros(1, 4).long())),
+        "gather in Runs takes rows by their place",
+    ),
+    "selected by number": (
+        lambda m, x: m.f(x + x.index_select(0, torch.tensor([0]))),
+        "index_select in Runs takes rows by their place",
+    ),
+    "added to the first record": (
+        lambda m, x: m.f(x.index_add(0, torch.tensor([0]), torch.ones(1, 4))),
+        "index_add in Runs puts rows where an index says",
+    ),
+    "rows that records name": (
+        lambda m, x: m.f(x[(x[:, 0] > 0).long()]),
+        "index in Runs takes rows of other",
+    ),
+    "attention over the batch": (
+        lambda m, x: m.f((x @ x.t()).softmax(dim=1) @ x),
+        "mm in Runs multiplies rows of different records",
+    ),
+    "a weight of the batch": (
+        lambda m, x: functional.layer_norm(m.f(x), (3,), x.mean(dim=0)[:3]),
+        "takes numbers of the batch for its weight",
+    ),
+    "bits of numbers": (
+        lambda m, x: m.f(x.view(torch.int32).float()),
+        "reads the bits of numbers as another type",
+    ),
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
     "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),

@@ -42,12 +42,9 @@ def unexplained(block: Block) -> bool:
     return not (block.is_doctest or block.reason or listed)
 
 
-def test_every_block_is_run_or_says_why_not() -> None:
+def test_every_block_is_run_or_says_why_not(tmp_path: Path) -> None:
     assert [(block.page, block.text) for block in BLOCKS if unexplained(block)] == []
     assert set(NOT_RUN) <= {block.page for block in BLOCKS}
-
-
-def test_an_unexplained_block_is_found(tmp_path: Path) -> None:
     page = tmp_path / "new.md"
     page.write_text("```console\nls\n```\n\n<!-- not run: needs hardware -->\n```console\nls\n```\n")
     first, second = code_blocks(page)
@@ -56,14 +53,11 @@ def test_an_unexplained_block_is_found(tmp_path: Path) -> None:
     assert second.reason == "needs hardware"
 
 
-def test_commands_are_shortened() -> None:
+def test_commands_are_shortened_and_one_that_fails_is_found(tmp_path: Path) -> None:
     assert shortened("opusim train pdfa --data digits") == "opusim train pdfa --data digits --epochs 1"
     assert shortened("opusim train pdfa --epochs 3") == "opusim train pdfa --epochs 3"
     assert shortened("opusim audit RUN --trials 100") == "opusim audit RUN --trials 40"
     assert shortened("opusim evaluate RUN --json > out.json") == "opusim evaluate RUN --json > out.json"
-
-
-def test_a_command_that_fails_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```console\nfalse  # fails\n```\n")
     with pytest.raises(AssertionError, match="false"):

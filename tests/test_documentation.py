@@ -18,35 +18,19 @@ README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = [
-    README,
-    CONTRIBUTING,
-    CHANGELOG,
-    ROOT / "benchmarks" / "README.md",
+    *(README, CONTRIBUTING, CHANGELOG, ROOT / "benchmarks" / "README.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 WRITTEN = [page for page in PAGES if page.parent.name != "benchmarks"]
 PACKAGES = ("opusim", "accounting", "training")
 ENTRY_POINT_GROUPS = (
-    "opusim.devices",
-    "opusim.trainers",
-    "opusim.protections",
-    "opusim.mechanisms",
-    "opusim.noise_laws",
+    *("opusim.devices", "opusim.trainers", "opusim.protections", "opusim.mechanisms", "opusim.noise_laws"),
     "opusim.accountants",
 )
 
 BANNED = (
-    *(
-        "the bar",
-        "somebody",
-        "whoever",
-        "nobody",
-        "hardly",
-        "a person's own",
-        "goes on",
-        "go on with",
-        "beside",
-    ),
+    *("the bar", "somebody", "whoever", "nobody", "hardly", "a person's own", "goes on", "go on with"),
+    "beside",
     *("None where", "alone", "issue 1", "/work/"),
 )
 """Words that these pages do without, most of them with a plainer one: only, next to, resume, or None if."""
@@ -111,7 +95,7 @@ def test_links_and_files_exist(page: Path) -> None:
     assert missing_names(text) == []
 
 
-def test_broken_links_are_caught() -> None:
+def test_broken_links_and_unwelcome_words_are_caught() -> None:
     assert broken_links(README, "[a](docs/nothing.md) [b](docs/privacy-labels.md#99-nothing)") == [
         "docs/nothing.md",
         "docs/privacy-labels.md#99-nothing",
@@ -123,15 +107,14 @@ def test_broken_links_are_caught() -> None:
         "opusim.nothing",
         "opusim.accounting.composition.calibrat",
     ]
+    assert unwelcome("It goes on with `alone`, as nobody knows.") == ["nobody", "goes on"]
 
 
 @pytest.mark.parametrize(
     "page", [page for page in WRITTEN if ">>> " in page.read_text()], ids=lambda page: page.stem
 )
 def test_examples_run(page: Path) -> None:
-    failures, tried = doctest.testfile(
-        str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
-    )
+    failures, tried = doctest.testfile(str(page), False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert (failures, tried > 0) == (0, True)
 
 
@@ -168,7 +151,7 @@ def test_claims_of_the_readme_are_measured() -> None:
     assert max(differences) <= 0.1, "the README says: within 0.1 points, three other devices"
 
 
-def test_the_map_names_files_that_there_are() -> None:
+def test_contributing_says_where_things_are() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to change what")[1].split("## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 10
@@ -176,6 +159,17 @@ def test_the_map_names_files_that_there_are() -> None:
         named = re.findall(r"`([\w/.]+)`", row)
         assert len(named) >= 2, row
         assert [name for name in named if not (ROOT / name).exists()] == []
+    text = CONTRIBUTING.read_text()
+    assert misplaced(text) == []
+    wrong = text.replace("`fill_numbers`", "`fill_nothing`")
+    assert misplaced(wrong) == ["opusim/camera/stages.py: fill_nothing"]
+    folders = {
+        f"{package}/{path.parent.name}"
+        for package in PACKAGES
+        for path in (ROOT / package).glob("*/__init__.py")
+        if not path.parent.is_symlink()
+    }
+    assert listed_folders(CONTRIBUTING.read_text()) == folders
 
 
 def misplaced(text: str) -> list[str]:
@@ -193,14 +187,6 @@ def definitions(file: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
 
 
-def test_contributing_says_where_things_are() -> None:
-    text = CONTRIBUTING.read_text()
-    assert misplaced(text) == []
-    assert misplaced(text.replace("`fill_numbers`", "`fill_nothing`")) == [
-        "opusim/camera/stages.py: fill_nothing"
-    ]
-
-
 def listed_folders(text: str) -> set[str]:
     """The folders of the packages in CONTRIBUTING's tree."""
     found, package = set(), ""
@@ -213,30 +199,15 @@ def listed_folders(text: str) -> set[str]:
     return {folder for folder in found if folder.split("/")[0] in PACKAGES}
 
 
-def test_contributing_names_every_folder() -> None:
-    folders = {
-        f"{package}/{path.parent.name}"
-        for package in PACKAGES
-        for path in (ROOT / package).glob("*/__init__.py")
-        if not path.parent.is_symlink()
-    }
-    assert listed_folders(CONTRIBUTING.read_text()) == folders
-
-
-def test_every_public_name_is_documented_once() -> None:
+def test_every_public_name_is_documented_once_and_every_page_in_the_index() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     documented = re.findall(r"^\.\. auto\w+:: (?:opusim\.(?:\w+\.)*)(\w+)(?:\(\))?$", text, re.MULTILINE)
     subjects = [getattr(opusim, name) for name in dir(opusim) if name not in opusim.__all__]
     public = {*opusim.__all__, *(name for each in subjects for name in getattr(each, "__all__", ()))}
     assert not [name for name in public if name not in documented]
     assert not [name for name in opusim.__all__ if documented.count(name) != 1]
-
-
-def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    listed = {
-        name for block in re.findall(r"```\{toctree\}(.*?)```", index, re.DOTALL) for name in block.split()
-    }
+    listed = set(" ".join(re.findall(r"```\{toctree\}(.*?)```", index, re.DOTALL)).split())
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} - listed == {"index"}
 
 
@@ -249,10 +220,6 @@ def unwelcome(text: str) -> list[str]:
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_are_in_plain_words(page: Path) -> None:
     assert unwelcome(page.read_text()) == []
-
-
-def test_unwelcome_words_are_caught() -> None:
-    assert unwelcome("It goes on with `alone`, as nobody knows.") == ["nobody", "goes on"]
 
 
 def printed(lines: list[str]) -> set[str]:

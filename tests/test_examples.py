@@ -18,11 +18,8 @@ LEAST = 0.5
 """Accuracy on ten classes that even the slowest learner reaches at its quick size."""
 LEAST_OF_TWO = {"zeroth_order_trainer": 0.7}
 """The same, of scripts with two classes."""
-NEEDS = {
-    "lightning_trainer": "lightning",
-    "hugging_face_trainer": "transformers",
-    "zeroth_order_trainer": "peft",
-}
+NEEDS = {"lightning_trainer": "lightning", "hugging_face_trainer": "transformers"}
+NEEDS["zeroth_order_trainer"] = "peft"
 PATCHES = sorted((ROOT / "examples" / "private").glob("*.diff"))
 MOST_CHANGED = 10
 SCRIPTS = [script for folder in FOLDERS for script in sorted(folder.glob("*.py"))]
@@ -51,8 +48,10 @@ def test_few_lines_differ_from_a_normal_script(script: Path) -> None:
     assert unmarked(text) == []
 
 
-def test_unmarked_lines_are_caught() -> None:
+def test_unmarked_lines_and_wrong_arguments_are_caught() -> None:
     assert unmarked(f'"""A page."""\nimport opusim\nimport opusim  {MARK}') == ["import opusim"]
+    patch = PATCHES[0].read_text().replace("max_grad_norm=", "clip=")
+    assert misfits(patch) == ["clip", "max_grad_norm"]
 
 
 @pytest.mark.slow
@@ -96,8 +95,3 @@ def test_public_scripts_change_in_few_lines(file: Path) -> None:
     assert misfits(patch) == []
     assert commit in page
     assert file.name in page
-
-
-def test_a_wrong_argument_in_a_patch_is_caught() -> None:
-    patch = PATCHES[0].read_text().replace("max_grad_norm=", "clip=")
-    assert misfits(patch) == ["clip", "max_grad_norm"]

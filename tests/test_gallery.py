@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(
-    file for folder in ("gallery", "optical") for file in (ROOT / "examples" / folder).glob("*.py")
-)
+SCRIPTS = sorted(file for part in ("gallery", "optical") for file in (ROOT / "examples" / part).glob("*.py"))
 PAGE = ROOT / "docs" / "index.md"
 HOLDS: dict[str, Any] = {
     "ridge": lambda f: f["camera_fitted"][-1] > f["pixels"][-1] + 3,

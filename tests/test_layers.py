@@ -171,9 +171,7 @@ def kind_comparisons(source: str) -> list[int]:
         is_named = isinstance(node.left, ast.Name | ast.Attribute) and (
             ast.unparse(node.left).split(".")[-1] == "protection"
         )
-        return is_named and any(
-            isinstance(part, ast.Constant) and isinstance(part.value, str) for part in words
-        )
+        return is_named and any(isinstance(p, ast.Constant) and isinstance(p.value, str) for p in words)
 
     lines = []
     for node in ast.walk(parsed(source)):
@@ -223,9 +221,7 @@ def test_rooms_import_lower_rooms_only(layer: str) -> None:
     rooms = {room for room_layer, room in map(room_of, product_files()) if room_layer == layer and room}
     unplaced = rooms - {room for line in ORDER[layer] for room in line}
     assert not unplaced, f"add to ORDER[{layer!r}], below every room that imports them: {sorted(unplaced)}"
-    require(
-        f"arrows against the order in {layer}", sorted(against_the_order(graph(product_imports()), layer))
-    )
+    require(f"arrows against the order in {layer}", against_the_order(graph(product_imports()), layer))
 
 
 def test_an_arrow_against_the_order_is_caught() -> None:
@@ -233,13 +229,10 @@ def test_an_arrow_against_the_order_is_caught() -> None:
     assert against_the_order(upward, "training") == {("data", "engine")}
     sideways = {"opusim.training.ulr.trainer": {"opusim.training.convex.trainer"}}
     assert against_the_order(sideways, "training") == {("ulr", "convex")}
-    assert against_the_order({"opusim.training.data.arrays": {"opusim.training"}}, "training") == {
-        ("data", "__init__")
-    }
-    section = {
-        "opusim.training.engine.plan": {"opusim.training.ulr.config"},
-        "opusim.training": {"opusim.training.cli"},
-    }
+    front = {"opusim.training.data.arrays": {"opusim.training"}}
+    assert against_the_order(front, "training") == {("data", "__init__")}
+    section = {"opusim.training.engine.plan": {"opusim.training.ulr.config"}}
+    section["opusim.training"] = {"opusim.training.cli"}
     assert not against_the_order(section, "training")
 
 
@@ -270,6 +263,9 @@ def test_folders_and_roots_are_small() -> None:
         root = [path for path in product_paths() if path.startswith(f"{layer}/") and path.count("/") == 1]
         require(f"files in the root of {layer}", root)
     require("files of the product", product_paths())
+    paths = [*(f"training/data/{n}.py" for n in range(16)), *(f"training/cli/{n}.py" for n in range(15))]
+    assert crowded(paths, 15) == {"training/data": 16}
+    assert not [measure for measure, number in TODAY.items() if number <= GOALS[measure]]
 
 
 def with_one_caller(used_by: Mapping[str, set[str]], files: Mapping[str, Path]) -> list[str]:
@@ -283,14 +279,9 @@ def with_one_caller(used_by: Mapping[str, set[str]], files: Mapping[str, Path]) 
 
 
 def test_no_file_has_a_single_caller_in_its_own_folder() -> None:
-    files = {
-        name: path for name, path in product_files().items() if path.stem not in ("__init__", "__main__")
-    }
+    files = {name: path for name, path in product_files().items() if not path.stem.startswith("__")}
     used_by = {name: users for name, users in callers(product_files()).items() if name in files}
     require("files with a single caller in their own folder", with_one_caller(used_by, files))
-
-
-def test_a_file_with_a_single_caller_is_caught() -> None:
     files = {"opusim.a.x": ROOT / "opusim/a/x.py"}
     assert with_one_caller({"opusim.a.x": {"opusim/a/y.py"}}, files) == ["opusim.a.x"]
     assert not with_one_caller({"opusim.a.x": {"opusim/b/y.py"}}, files)
@@ -298,25 +289,10 @@ def test_a_file_with_a_single_caller_is_caught() -> None:
     assert not with_one_caller({"opusim.a.x": {"later"}}, files)
 
 
-def test_a_crowded_folder_is_caught() -> None:
-    paths = [*(f"training/data/{n}.py" for n in range(16)), *(f"training/cli/{n}.py" for n in range(15))]
-    assert crowded(paths, 15) == {"training/data": 16}
-
-
-def test_todays_numbers_exceed_their_goals() -> None:
-    assert not [measure for measure, number in TODAY.items() if number <= GOALS[measure]]
-
-
 def test_imports_stand_at_the_top() -> None:
     require("function-level imports outside command modules", hidden_imports(product_imports()))
-
-
-def test_an_import_inside_a_function_is_caught() -> None:
     source = "import torch\nclass A:\n    def f(self):\n        import scipy\n"
-    imports = {
-        "opusim.training.ulr.trainer": imports_of(source),
-        "opusim.training.cli.app": imports_of(source),
-    }
+    imports = {f"opusim.training.{name}": imports_of(source) for name in ("ulr.trainer", "cli.app")}
     assert hidden_imports(imports) == [("opusim.training.ulr.trainer", 4)]
 
 
@@ -346,16 +322,11 @@ def test_the_configuration_of_a_plan_is_bound_in_the_engine() -> None:
     "statement",
     [
         "if config.protection.kind == 'record': pass",
-        "if self.protection.kind in ('label', 'none'): pass",
-        "x = protection.kind != 'none'",
-        "kind = config.protection.kind",
-        "config.protection.kind.startswith('label')",
-        "TABLE[config.protection.kind]",
-        "match plan.config.protection.kind:\n    case _: pass",
-        "protection = str(options['protection']['kind'])",
-        "TABLE[options['protection']['kind']]",
-        "if protection['kind'] == 'none': pass",
-        "if protection in ('record', 'label'): pass",
+        *("if self.protection.kind in ('label', 'none'): pass", "x = protection.kind != 'none'"),
+        *("kind = config.protection.kind", "config.protection.kind.startswith('label')"),
+        *("TABLE[config.protection.kind]", "match plan.config.protection.kind:\n    case _: pass"),
+        *("protection = str(options['protection']['kind'])", "TABLE[options['protection']['kind']]"),
+        *("if protection['kind'] == 'none': pass", "if protection in ('record', 'label'): pass"),
         "x = found.protection == 'record' and found.kind == 'pdfa'",
     ],
 )
@@ -365,11 +336,8 @@ def test_a_comparison_of_kinds_is_caught(statement: str) -> None:
 
 def to_json_of_other_types(source: str) -> list[str]:
     """What functions named `to_json` return, if it is no mapping of plain values."""
-    found = [
-        node.returns
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "to_json"
-    ]
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    found = [node.returns for node in functions if node.name == "to_json"]
     types = ["" if each is None else ast.unparse(each) for each in found]
     return [each for each in types if each not in ("dict[str, Any]", "JsonObject")]
 
@@ -377,9 +345,6 @@ def to_json_of_other_types(source: str) -> list[str]:
 def test_everything_named_to_json_returns_plain_values() -> None:
     found = {name: to_json_of_other_types(path.read_text()) for name, path in product_files().items()}
     assert not {name: types for name, types in found.items() if types}
-
-
-def test_a_text_named_to_json_is_caught() -> None:
     assert to_json_of_other_types("class A:\n    def to_json(self) -> str: ...") == ["str"]
 
 
@@ -415,9 +380,8 @@ def test_module_of_finds_the_file_that_a_name_lies_in() -> None:
 )
 def test_heavy_libraries_are_imported_when_needed(statement: str, heavy: set[str]) -> None:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not heavy & set(loaded.stdout.split())
 
 

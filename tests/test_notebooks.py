@@ -1,7 +1,5 @@
 """The notebooks are short, were executed, draw one figure each, and run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -87,11 +85,8 @@ def test_what_is_wrong_with_a_notebook_is_found() -> None:
     notebook["cells"][0]["source"] = ["No heading"]
     notebook["cells"] += notebook["cells"][:1] * MOST_CELLS
     assert problems(notebook, address()) == [
-        f"{len(notebook['cells'])} cells",
-        "the first cell has no heading and no text",
-        "was not executed",
-        "shows an error",
-        "0 figures",
+        *(f"{len(notebook['cells'])} cells", "the first cell has no heading and no text", "was not executed"),
+        *("shows an error", "0 figures"),
     ]
 
 
@@ -103,10 +98,7 @@ def test_the_style_has_the_colours_of_opusims_figures() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param(file, id=file.stem, marks=() if file.stem in IN_CI else pytest.mark.slow)
-        for file in NOTEBOOKS
-    ],
+    [pytest.param(f, id=f.stem, marks=() if f.stem in IN_CI else pytest.mark.slow) for f in NOTEBOOKS],
 )
 def test_a_notebook_runs_within_a_minute(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script in an empty folder; `make notebooks` executes it in a kernel."""

@@ -59,19 +59,14 @@ def test_every_key_of_a_device_is_listed() -> None:
         assert set(re.findall(r"^\| `(\w+)`", part, re.MULTILINE)) == keys
 
 
-def test_every_command_is_listed() -> None:
+def test_every_command_is_listed_on_pages_of_one_subject() -> None:
     found = {words for words, _ in reference.commands(typer.main.get_command(app))}
     assert {"opusim train pdfa", "opusim device calibrate", "opusim doctor"} <= found
     shown = [words for words, _ in reference.commands(typer.main.get_command(app))]
-    titled = {
-        name: re.findall(r"^##? (opusim [^,\n]+)$", text, re.MULTILINE) for name, text in COMMANDS.items()
-    }
+    titled = {name: re.findall(r"^##? (opusim [^,\n]+)$", text, re.M) for name, text in COMMANDS.items()}
     listed = dict(re.findall(r"^\| \[`(opusim .+?)`\]\(([\w-]+)\.md#", COMMANDS["commands"], re.MULTILINE))
     assert set(listed) == found == set(shown)
     assert [words for words, name in listed.items() if words not in titled[name]] == []
-
-
-def test_a_page_of_commands_has_one_subject() -> None:
     rows = {name: len(re.findall(r"^\| `", text, re.MULTILINE)) for name, text in COMMANDS.items()}
     assert len(rows) > 15
     assert {name: count for name, count in rows.items() if count > _ROWS_OF_A_PAGE} == {}
@@ -96,9 +91,7 @@ def test_commands_show_what_is_taken_without_an_option() -> None:
 
 def test_every_theorem_is_listed_with_the_page_that_derives_it() -> None:
     page = reference.theorems_page()
-    ours = {
-        found.name: found.page for found in known_theorems() if found.code.startswith("opusim.accounting.")
-    }
+    ours = {each.name: each.page for each in known_theorems() if each.code.startswith("opusim.accounting.")}
     assert len(ours) >= 20
     assert ours.keys() <= set(re.findall(r"^## ([a-z-]+)$", page, re.MULTILINE))
     assert [name for name, derived in ours.items() if not (DOCS / derived.split(",")[0]).exists()] == []

@@ -26,14 +26,11 @@ def pins(name: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
 
 
-def test_the_citation_has_the_version_of_the_package() -> None:
+def test_the_citation_and_the_lowest_versions_are_those_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == setup()["metadata"]["version"]
     assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
     assert citation["license"] == setup()["metadata"]["license"]
-
-
-def test_the_lowest_versions_are_those_of_the_package() -> None:
     admitted = re.findall(r"([\w-]+)>=([\w.]+)", setup()["options"]["install_requires"])
     assert pins("requirements-lowest.txt") == dict(admitted)
 
@@ -93,20 +90,8 @@ with open_device("gaussian", n_inputs=4, n_outputs=8) as device:
 def test_every_module_of_the_wheel_imports(tmp_path: Path) -> None:
     source = tmp_path / "source"
     unwanted = shutil.ignore_patterns(".*", "build", "results", "__pycache__", "*.egg-info")
-    shutil.copytree(
-        ROOT, source, ignore=unwanted
-    )  # a build leaves folders behind that a second one would ship
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
+    shutil.copytree(ROOT, source, ignore=unwanted)  # a build leaves folders that a second one would ship
+    build = f"{sys.executable} -m pip wheel --quiet --no-deps --no-build-isolation -w {tmp_path}".split()
     subprocess.run([*build, str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

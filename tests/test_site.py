@@ -1,7 +1,5 @@
 """The site can be read by everybody: pictures have alternative texts, and colours the contrast of WCAG 2.1 AA."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -9,22 +7,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted(ROOT.glob("benchmarks/**/README.md")),
-)
+PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("benchmarks/**/README.md")))
 TEMPLATES = sorted((ROOT / "opusim" / "templates").glob("*.html"))
 LEAST = 4.5
 """Contrast of text and its background (WCAG 2.1, success criterion 1.4.3, level AA)."""
-TEXTS = (
-    "foreground-primary",
-    "foreground-secondary",
-    "brand-content",
-    "brand-visited",
-    "api-keyword",
-    "problematic",
-)
+TEXTS = ("foreground-primary", "foreground-secondary", "brand-content", "brand-visited")
+TEXTS += ("api-keyword", "problematic")
 """Furo's colours of text, links and code on a page; tables have those of text."""
 GROUNDS = ("background-primary", "background-secondary")
 
@@ -54,9 +42,8 @@ def theme_colours(*, dark: bool) -> dict[str, str]:
     """The colours of the theme by their variables, resolved."""
     furo = pytest.importorskip("furo", reason="the site's theme comes with `make docs`")
     style = (Path(furo.__file__).parent / "theme" / "furo" / "static" / "styles" / "furo.css").read_text()
-    blocks = re.findall(
-        r"(?:^|\})\s*(body(?:\[data-theme=dark\])?)\{([^{}]*--color-foreground-primary[^{}]*)\}", style
-    )
+    block = r"(?:^|\})\s*(body(?:\[data-theme=dark\])?)\{([^{}]*--color-foreground-primary[^{}]*)\}"
+    blocks = re.findall(block, style)
     values: dict[str, str] = {}
     for selector, block in blocks:
         if dark or selector == "body":
@@ -75,9 +62,7 @@ def test_the_themes_text_links_and_code_are_readable(dark: bool) -> None:
     colours = theme_colours(dark=dark)
     found = {(text, ground): contrast(colours[text], colours[ground]) for text in TEXTS for ground in GROUNDS}
     assert {pair: value for pair, value in found.items() if value < LEAST} == {}
-    assert (
-        contrast(colours["background-border"], colours["background-primary"]) < LEAST
-    )  # a border is no text
+    assert contrast(colours["background-border"], colours["background-primary"]) < LEAST  # no text
 
 
 @pytest.mark.parametrize("key", ["pygments_style", "pygments_dark_style"])

@@ -1,7 +1,5 @@
 """`opusim account` as a person types it: tables, paragraphs, JSON, calibration, one-line errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -157,9 +155,8 @@ def test_a_ledger_of_two_kinds_is_refused(account: Account, tmp_path: Path) -> N
         ledger.pay(1, Unprotected(what="bp without protection"))
     assert empty[0] == 2
     assert "nothing was paid for" in empty[2]
-    assert (
-        "record_central, unprotected: no accountant covers them together" in account("run", str(tmp_path))[2]
-    )
+    told = account("run", str(tmp_path))[2]
+    assert "record_central, unprotected: no accountant covers them together" in told
 
 
 def test_hits_are_those_of_the_trade_off() -> None:

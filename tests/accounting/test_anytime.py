@@ -1,7 +1,5 @@
 """Bets against a claim: few false alarms wherever they are read, half of the noise found early, bounds that hold."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -74,9 +72,7 @@ def test_half_of_the_noise_is_found_early_and_the_bound_stays_below_the_truth(se
     bounds = [bound for _, bound in read.sequence]
     assert bounds == sorted(bounds)
     assert read.sequence[-1] == (300, read.epsilon_lower)
-    assert (
-        audit_anytime(scores, np.roll(coins, 1), GAUSSIAN).epsilon_lower < 1.0
-    )  # nothing follows these coins
+    assert audit_anytime(scores, np.roll(coins, 1), GAUSSIAN).epsilon_lower < 1.0  # none follow these coins
 
 
 def test_games_may_be_added_in_any_pieces_and_continue_under_the_same_coins(seed: int) -> None:

@@ -1,7 +1,5 @@
 """Audit estimators: coverage on a known mechanism, a null and a broken control, ceilings, verdicts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -138,9 +136,7 @@ def test_estimates_lie_between_their_ends_and_cover_the_truth(plan: AuditPlan, s
 
 
 @pytest.mark.parametrize(("plan", "claimed"), [(PLAN, 2.6), (GAUSSIAN, epsilon_of(1.75, DELTA))])
-def test_the_detection_probability_is_that_of_the_best_attack(
-    plan: AuditPlan, claimed: float, seed: int
-) -> None:
+def test_the_detection_probability_is_the_best_attacks(plan: AuditPlan, claimed: float, seed: int) -> None:
     """The Gaussian mechanism of mu = 2 against a claim that allows less: audits of its scores refute it as often."""
     statements = [(d, epsilon_of(2.0, d)) for d in (DELTA, 1e-4, 1e-3, 1e-2, 0.1, 0.3)]
     expected = detection_probability(statements, claimed, N // 2, N // 2, plan)

@@ -1,7 +1,5 @@
 """Statements and their theorems, calibration to a target, and who is warned of a large delta."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from opusim.accounting import Theorem
+from opusim.accounting import Adjacency, Assumption, Guarantee, NoGuarantee, Release, Status, Theorem, Unit
 from opusim.accounting.cli import explain_command
 from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.explanation import (
@@ -25,18 +23,7 @@ from opusim.accounting.explanation import (
     explain_theorem,
     large_delta,
 )
-from opusim.accounting.guarantee import (
-    Adjacency,
-    Assumption,
-    EpsilonBounds,
-    Guarantee,
-    NoGuarantee,
-    Release,
-    Status,
-    Unit,
-    from_json,
-    to_json,
-)
+from opusim.accounting.guarantee import EpsilonBounds, from_json, to_json
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian, RecordCentral
@@ -77,14 +64,10 @@ def test_bounds_that_contradict_each_other_are_refused(lower: float, upper: floa
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epsilon": 0.0, "epsilon_lower": None},
-        {"epsilon": 0.0, "epsilon_lower": 0.0},
-        {"epsilon_lower": 1.0},
-        {"delta": 0.0},
-        {"epsilon": math.inf, "reason": "too little noise"},
+        *({"epsilon": 0.0, "epsilon_lower": None}, {"epsilon": 0.0, "epsilon_lower": 0.0}),
+        *({"epsilon_lower": 1.0}, {"delta": 0.0}, {"epsilon": math.inf, "reason": "too little noise"}),
         {"epsilon": math.inf, "reason": "none", "status": Status.NONE, "assumptions": (FAILED,)},
-        {"status": Status.CLAIMED, "assumptions": (FAILED,)},
-        {"status": Status.PROVEN_UNDER_DEVICE_MODEL},
+        *({"status": Status.CLAIMED, "assumptions": (FAILED,)}, {"status": Status.PROVEN_UNDER_DEVICE_MODEL}),
     ],
 )
 def test_statements_that_may_be_made(changes: dict[str, Any]) -> None:
@@ -213,20 +196,12 @@ def test_the_source_of_a_guarantee_leads_to_its_theorem(capsys: pytest.CaptureFi
     assert "Poisson-sampled Gaussian mechanism with multiplier z" in " ".join(capsys.readouterr().out.split())
 
 
-def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_names_are_listed_and_unknown_or_taken_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
     explain_command()
     out = capsys.readouterr().out
     assert all(found.name in out for found in THEOREMS)
-
-
-def test_an_unknown_name_is_refused_with_the_list() -> None:
-    with pytest.raises(
-        ValueError, match=r"theorem 'nothing': is not known; choose one of adaptive-clipped-records, "
-    ):
+    with pytest.raises(ValueError, match="theorem 'nothing': is not known; choose one of adaptive-clipped"):
         theorem("nothing")
-
-
-def test_a_taken_name_is_refused() -> None:
     taken = vars(THEOREMS[0]) | {"title": "another"}
     with pytest.raises(ValueError, match="the name is taken"):
         Theorem(**taken)
@@ -345,10 +320,12 @@ def test_the_answer_is_within_its_tolerance_wherever_the_search_begins(start: fl
     assert found == replace(begun, noise_multiplier=found.noise_multiplier)
 
 
-def test_the_target_is_met_by_sampled_noise() -> None:
+def test_the_target_is_met_by_sampled_noise_and_by_an_inverse_field() -> None:
     found, stated = calibrate_noise(RUN, target_epsilon=1.0, delta=DELTA)
     assert stated.epsilon == epsilon(found) <= 1.0
     assert epsilon(replace(found, noise_multiplier=found.noise_multiplier * (1 - 3e-4))) > 1.0
+    found, stated = calibrate_noise(LabelReadout(mu=3.0), target_epsilon=1.0, delta=DELTA)
+    assert stated.epsilon <= 1.0 < guarantees([replace(found, mu=found.mu * 1.0003)], delta=DELTA)[0].epsilon
 
 
 @pytest.mark.parametrize("start", [1e-3, 0.01, 0.03, 50.0])
@@ -358,7 +335,7 @@ def test_the_least_noise_is_a_hundredth(start: float) -> None:
     assert stated.epsilon <= 1e8
 
 
-def test_the_most_noise_is_a_million() -> None:
+def test_targets_out_of_reach_are_refused() -> None:
     found, stated = calibrate_noise(Gaussian(noise_multiplier=1.0), target_epsilon=1e-9, delta=0.5)
     assert found.noise_multiplier < 10
     assert stated.epsilon <= 1e-9
@@ -366,16 +343,8 @@ def test_the_most_noise_is_a_million() -> None:
     assert epsilon(replace(hard, noise_multiplier=1e6)) > 0.1
     with pytest.raises(NoGuarantee, match=r"target_epsilon = 0.1: gaussian with noise up to 1e\+06"):
         calibrate_noise(hard, target_epsilon=0.1, delta=DELTA)
-
-
-def test_gaussian_noise_has_no_epsilon_at_a_delta_of_0() -> None:
     with pytest.raises(NoGuarantee, match="at delta = 0; its epsilon is infinite at delta = 0 whatever"):
         calibrate_noise(RUN, target_epsilon=3.0, delta=0.0)
     for target in (0.0, -1.0, math.inf):
         with pytest.raises(ValueError, match="target_epsilon = "):
             calibrate_noise(RUN, target_epsilon=target, delta=DELTA)
-
-
-def test_noise_that_is_the_inverse_of_a_field_is_calibrated_too() -> None:
-    found, stated = calibrate_noise(LabelReadout(mu=3.0), target_epsilon=1.0, delta=DELTA)
-    assert stated.epsilon <= 1.0 < guarantees([replace(found, mu=found.mu * 1.0003)], delta=DELTA)[0].epsilon

@@ -1,7 +1,5 @@
 """Rounded losses: the grid of the accountants, and what statements say."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -81,21 +79,15 @@ def test_masses_keep_the_precision_that_is_counted(z: float, tail: float) -> Non
                 assert abs(found[i - 1] / exact - 1) <= law.rounding(tail)
 
 
-def test_large_losses_of_a_mixture_are_kept() -> None:
+def test_large_losses_and_spectra_near_zero_keep_their_size() -> None:
     """log(1 - (1 - e^-l)) has lost e^-l from l = 30 on."""
     masses, losses = pooled(np.array([[1e-20], [1e-20]]), np.array([[40.0], [41.0]]))
     assert masses[0] == pytest.approx(2e-20, rel=1e-15)
     assert losses[0] == pytest.approx(40 - math.log((1 + math.exp(-1)) / 2), abs=1e-14)
-
-
-def test_a_spectrum_near_zero_keeps_its_size() -> None:
     found = loss_laws._log_sizes(np.array([0.0, 1e-17, -1 + 1e-9, -1 - 1e-9j, -0.25, -1.0], dtype=complex))
     assert found[:2].tolist() == [0.0, 1e-17]
     assert found[2:5] == pytest.approx([math.log(1e-9), math.log(1e-9), math.log(0.75)], rel=1e-7)
     assert -math.inf < found[5] < -500
-
-
-def test_the_sum_of_weights_does_not_cancel() -> None:
     tilt, interval = 3e14, 1e-15
     with mpmath.workdps(50):
         a, b = (mpmath.exp(-(mpmath.mpf(tilt) + k) * mpmath.mpf(interval)) for k in (0, 1))
@@ -135,9 +127,7 @@ def test_a_transform_has_the_error_that_is_counted(size: int) -> None:
         pytest.param("gaussian", 1.0, 0.01, 10**8, 1e-6, marks=pytest.mark.slow),
     ],
 )
-def test_what_doubles_cannot_follow_is_no_failure(
-    law: str, scale: float, q: float, steps: int, delta: float
-) -> None:
+def test_beyond_doubles_is_no_failure(law: str, scale: float, q: float, steps: int, delta: float) -> None:
     one = NoisySum(law="laplace" if law == "laplace" else "gaussian", scale=scale, probability=q, steps=steps)
     found = noise_bounds([one], ADDED, delta)
     assert 0 <= found.lower <= found.upper
@@ -184,12 +174,8 @@ def test_a_single_step_among_many_costs_little_rounding() -> None:
 _ZO: dict[str, Any] = {"sampling_probability": 0.1, "clip_norm": 0.05, "divisor": 10}
 _SUM: dict[str, Any] = {"noise_multiplier": 2.0, "exactly_rounded": True}
 EXACT: tuple[Mechanism, ...] = (
-    ZoGaussian(noise_multiplier=2.0, **_ZO),
-    ZoLaplace(scale=2.0, **_ZO),
-    LabelRelease(mu=0.7),
-    LabelReadout(mu=0.7),
-    RecordCentral(**_ZO, **_SUM),
-    RecordReplaced(**_ZO, **_SUM),
+    *(ZoGaussian(noise_multiplier=2.0, **_ZO), ZoLaplace(scale=2.0, **_ZO), LabelRelease(mu=0.7)),
+    *(LabelReadout(mu=0.7), RecordCentral(**_ZO, **_SUM), RecordReplaced(**_ZO, **_SUM)),
     LabelAmplified(sampling_probability=0.1, **_SUM),
     PrivateSelection(mean=3.0, mu=0.4, rests_on="convex-last-iterate"),
 )
@@ -234,14 +220,14 @@ def test_noise_of_a_device_has_digits_of_its_own(mechanism: Mechanism) -> None:
     assert rounding(mechanism) == rounding(exact, mechanism) == [(None, TRUSTED)]
 
 
-def test_a_search_rounds_its_scores_and_says_nothing_of_its_trials_models() -> None:
+def test_searches_and_correlated_noise_state_their_rounding() -> None:
     """A trial's float32 noise stays on the trust of its own theorem, which the statement names."""
     ((_, text),) = rounding(EXACT[-1])
     assert text.startswith("every score is released")
     (stated,) = guarantees([EXACT[-1]], delta=1e-5, enforced=True)
-    assert any(
-        "of theorem convex-last-iterate" in each.text and each.holds is None for each in stated.assumptions
-    )
+    assert any("of theorem convex-last-iterate" in a.text and a.holds is None for a in stated.assumptions)
+    banded = RecordCentral(correlation=(0.8, 0.6), **_ZO, **_SUM)
+    assert rounding(banded) == [(None, TRUSTED)]
 
 
 def test_a_number_of_rows_that_a_record_changes_is_on_trust() -> None:
@@ -269,11 +255,8 @@ def test_a_number_of_rows_that_a_record_changes_is_on_trust() -> None:
 def test_the_rounding_of_sums_themselves_is_counted_or_on_trust(mechanism: Mechanism) -> None:
     def about_sums(*mechanisms: Mechanism, enforced: bool = True) -> list[tuple[str, bool | None]]:
         (stated,) = guarantees(list(mechanisms), delta=1e-5, enforced=enforced)
-        words = {
-            "for every batch": "counted",
-            "is not counted": "uncounted",
-            "contributions of other": "others",
-        }
+        words = {"for every batch": "counted", "is not counted": "uncounted"}
+        words["contributions of other"] = "others"
         found = [
             (name, each.holds)
             for each in stated.assumptions
@@ -293,8 +276,3 @@ def test_the_rounding_of_sums_themselves_is_counted_or_on_trust(mechanism: Mecha
     del content["counts_sums"]  # as in former ledgers
     assert mechanism_from_json(content) == mechanism
     assert about_sums(replace(counting, exactly_rounded=False)) == []  # the wider trust covers it
-
-
-def test_correlated_noise_is_rounded_before_it_is_added() -> None:
-    banded = RecordCentral(correlation=(0.8, 0.6), **_ZO, **_SUM)
-    assert rounding(banded) == [(None, TRUSTED)]

@@ -1,7 +1,5 @@
 """One-run bounds: coverage over 10,000 synthetic experiments on exact mechanisms, a planted fault, ceilings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -72,9 +70,7 @@ def test_guesses_on_the_exact_gaussian_mechanism_refute_it_as_seldom_as_stated(
 
 
 @pytest.mark.parametrize("epsilon", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
-def test_the_normal_bound_covers_the_true_mu_as_often_as_stated_and_not_more(
-    epsilon: float, seed: int
-) -> None:
+def test_the_normal_bound_covers_the_true_mu_as_often_as_stated_not_more(epsilon: float, seed: int) -> None:
     """Two-sided: a bound that is too cautious by half a standard error would fail as well."""
     mu = gaussian_mu(epsilon, DELTA)
     scores, coins = gaussian_scores(mu, 400, REPEATS, np.random.default_rng(seed))
@@ -244,9 +240,8 @@ def test_scores_are_read_only_as_the_plan_says() -> None:
         law=Law.GAUSSIAN,
         readings=(Method.GAUSSIAN_TRADE_OFF,),
     )
-    assert [bound.method for bound in audit_one_run(coins.astype(float), coins, only).bounds] == [
-        Method.GAUSSIAN_TRADE_OFF
-    ]
+    found = audit_one_run(coins.astype(float), coins, only)
+    assert [bound.method for bound in found.bounds] == [Method.GAUSSIAN_TRADE_OFF]
     numbers = {"canaries": 2000, "epsilon": 4.0, "delta": DELTA}
     seven, nine = (ceiling(Method.NORMAL_BOUND, **numbers, confidence=1 - LEVEL / n) for n in (7, 9))
     assert seven > nine
@@ -279,10 +274,8 @@ def test_normal_scores_are_held_against_the_strictest_statement(seed: int) -> No
     """Sound steps are refuted as seldom as stated; a rate a quarter too high more often than at the claim's delta."""
     q, z, generator, repeats = 0.3, 2.3, np.random.default_rng(seed), 200
     step = RecordCentral(noise_multiplier=z, sampling_probability=q, clip_norm=1.0, divisor=1.0, steps=40)
-    stated = {
-        d: RecordCentral.guarantees([step], delta=d, enforced=True)[0].epsilon
-        for d in (DELTA, 0.01, 0.1, 0.3)
-    }
+    deltas = (DELTA, 0.01, 0.1, 0.3)
+    stated = {d: RecordCentral.guarantees([step], delta=d, enforced=True)[0].epsilon for d in deltas}
     claim = replace(plan(1000, stated.pop(DELTA)), elsewhere=tuple(stated.items()))
     assert claim.strictest == (0.3, stated[0.3])
     own = gaussian_mu(claim.claimed or 0.0, DELTA)

@@ -1,7 +1,5 @@
 """Epsilon at small sampling probabilities: both bounds against exact single steps and a second accountant."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,11 +81,7 @@ def exact_epsilon(curves: list[Curve], delta: float) -> float:
 @pytest.mark.parametrize(
     ("q", "z", "delta"),
     [
-        (1e-7, 0.6, 1e-10),
-        (1e-5, 0.5, 1e-9),
-        (1e-3, 0.6, 1e-6),
-        (3e-3, 1.0, 1e-8),
-        (0.01, 3.0, 1e-3),
+        *((1e-7, 0.6, 1e-10), (1e-5, 0.5, 1e-9), (1e-3, 0.6, 1e-6), (3e-3, 1.0, 1e-8), (0.01, 3.0, 1e-3)),
         (0.5, 1.0, 1e-5),
     ],
 )

@@ -1,7 +1,5 @@
 """A folder of results for each test of the benchmarks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

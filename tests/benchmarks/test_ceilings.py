@@ -1,7 +1,5 @@
 """Operators, waits and calls of a step do not grow: what keeps a step light on a graphics card, checked without one."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterable
 
@@ -13,11 +11,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from benchmarks.speed import operators, walk
 from opusim.training.networks import clipping
 from opusim.training.networks.record_gradients import recorder
+from tests.support.shared_checks import with_marks
 
-ROWS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in ("encoder", "gpt", "lstm") else [])
-    for name in operators.CEILINGS
-]
+ROWS = with_marks(operators.CEILINGS, ("encoder", "gpt", "lstm"))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -49,9 +45,7 @@ def test_no_operator_of_a_step_hides_a_wait(name: str, monkeypatch: pytest.Monke
     step = operators.private_step(model, x, y)
     step()
     monkeypatch.setattr(clipping, "are_all", lambda kept: False)
-    monkeypatch.setattr(
-        recorder, "_OWN", ()
-    )  # a tensor without values keeps its class: hand over all functions
+    monkeypatch.setattr(recorder, "_OWN", ())  # such a tensor keeps its class: hand over all functions
     with FakeTensorMode(allow_non_fake_inputs=True):
         step()
     monkeypatch.undo()

@@ -1,7 +1,5 @@
 """The tables of known models at a small size: runs resume bit for bit, and fill their page."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 
 from benchmarks.known_models import gpt, images, nanogpt, private, training
 from benchmarks.pages import folder_page
+from tests.support.shared_checks import with_marks
 
 TINY = dataclasses.replace(gpt.SMALL, layers=2, heads=2, width=16, context=8, batch=3, steps=16)
 ROWS = {
@@ -34,9 +33,7 @@ def task(results: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[nanogpt.Cha
     nanogpt.texts.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "read-out" else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
-)
+@pytest.mark.parametrize("name", with_marks(ROWS, [name for name in ROWS if name != "read-out"]))
 def test_a_run_that_is_cut_resumes(
     task: nanogpt.Characters, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,9 +59,7 @@ def test_a_run_that_is_cut_resumes(
 
 
 @pytest.mark.slow
-def test_the_page_has_a_line_for_each_row(
-    task: nanogpt.Characters, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_a_line_for_a_row(task: nanogpt.Characters, capsys: pytest.CaptureFixture[str]) -> None:
     training.train_rows(task, ROWS, names=list(ROWS), processes=1)
     assert len(capsys.readouterr().out.splitlines()) == 6
     assert len(list(training.CACHE.rglob("*.pt"))) == 6  # also those of other processes
@@ -91,9 +86,7 @@ def test_the_models_of_images_are_the_published_ones() -> None:
     count = {name: sum(p.numel() for p in kind.build().parameters()) for name, kind in images.KINDS.items()}
     assert count["resnet"] == pytest.approx(0.27e6, rel=0.02)
     width, layers = images.VIT.width, images.VIT.layers
-    assert count["vit"] == pytest.approx(
-        12 * layers * width**2, rel=0.05
-    )  # two matrices of attention, two of the MLP
+    assert count["vit"] == pytest.approx(12 * layers * width**2, rel=0.05)  # of attention, and of the MLP
 
 
 def test_batches_of_images_are_moved_and_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +112,8 @@ def test_a_private_gpt_states_its_epsilon(results: Path, monkeypatch: pytest.Mon
     folder = results.parent / "tinyshakespeare"
     folder.mkdir()
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 200)
-    for name, value in {
-        "FOLDER": results,
-        "EPOCHS": 1,
-        "BATCH": 32,
-        "EPSILONS": (None, 3.0),
-        "SETTING": TINY,
-    }.items():
+    small = {"FOLDER": results, "EPOCHS": 1, "BATCH": 32, "EPSILONS": (None, 3.0), "SETTING": TINY}
+    for name, value in small.items():
         monkeypatch.setattr(private, name, value)
     private.main(seeds="0")
     text = folder_page("known_models")

@@ -1,7 +1,5 @@
 """Lists in the options of the benchmarks' commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,10 @@ from benchmarks.zeroth_order.sentences import read_sentences
 from opusim.training.errors import DataError
 
 
-def test_a_list_keeps_its_order() -> None:
+def test_a_list_keeps_its_order_and_semicolons_part_names_with_commas() -> None:
     assert listed("--batches", "500, 64", (64, 200, 500)) == [500, 64]
     assert listed("--targets", "2,0.50", (0.5, 1.0, 2.0)) == [2.0, 0.5]
     assert listed("--rows", "", ("a", "b")) == ["a", "b"]
-
-
-def test_semicolons_part_names_with_commas() -> None:
     assert listed("--names", "ulr, matched; ulr", tuple(resnet.PLAIN)) == ["ulr, matched", "ulr"]
 
 

@@ -1,7 +1,5 @@
 """The benchmarks of the papers at a small size: they resume, and fill their rows of the papers' page."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -42,15 +40,12 @@ def test_the_page_is_written_without_results(results: Path) -> None:
     assert "queued" in papers.papers_page()
 
 
-def test_models_differ_by_two_standard_errors_of_the_difference() -> None:
+def test_differences_are_taken_seed_by_seed_and_told_beyond_two_errors() -> None:
     other = {1.0: [90.0, 90.2], 3.0: [90.0, 90.2], 8.0: [90.0]}  # a standard error of 0.1
     ours = {1.0: [90.2, 90.4], 3.0: [90.5, 90.7], 8.0: [99.0]}  # 1.4 and 3.5 standard errors; one seed
     assert ahead_and_behind(ours, other) == ("3", "none")
     assert ahead_and_behind(other, ours) == ("none", "3")
     assert ahead_and_behind(ours, ours) == ("none", "none")
-
-
-def test_differences_are_taken_seed_by_seed() -> None:
     assert difference([81.0, 70.0, 62.0], [80.0, 68.0, 59.0]) == "+2.0 ± 0.6"  # 1, 2 and 3
     assert difference([81.0, 70.0], [80.0]) == "-"
 
@@ -78,12 +73,8 @@ def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours("Convex", "Figure 5")[0] == "queued"
     hyperplanes.main(noise="5", epochs=4, seeds="0")
     found = load_results(hyperplanes.NAME)
-    assert [(c["hyperplanes"], c["noise"]) for c in found["curves"]] == [
-        (16, 0),
-        (None, 0),
-        (16, 5),
-        (None, 5),
-    ]
+    told = [(c["hyperplanes"], c["noise"]) for c in found["curves"]]
+    assert told == [(16, 0), (None, 0), (16, 5), (None, 5)]
     hyperplanes.main(noise="0,5", epochs=4, seeds="0")
     assert load_results(hyperplanes.NAME) == found
     hyperplanes.main(noise="0", epochs=4, seeds="0,1")
@@ -171,13 +162,8 @@ def test_a_row_of_private_accuracy_takes_more_seeds_later(results: Path) -> None
 @pytest.mark.slow
 def test_resnet(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 2)
-    for name, value in (
-        ("BATCH", 8),
-        ("BATCHES", (8,)),
-        ("NOISES", (1.0,)),
-        ("EPOCHS", 1),
-        ("BEST_EPOCHS", 1),
-    ):
+    small = {"BATCH": 8, "BATCHES": (8,), "NOISES": (1.0,), "EPOCHS": 1, "BEST_EPOCHS": 1}
+    for name, value in small.items():
         monkeypatch.setattr(resnet, name, value)
     resnet.plain(seeds="0")
     assert len(load_results(resnet.NAME)["rows"]) == len(resnet.PLAIN)

@@ -1,7 +1,5 @@
 """A step of every trainer of `train` waits for no card and stays below its ceiling of operators, without a card."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,19 +9,18 @@ from opusim.errors import ConfigError
 from opusim.training.data.public_maps import Augmentation
 from opusim.training.engine.algorithm import require_float64
 from opusim.training.feedback import closed_form
+from tests.support.shared_checks import with_marks
 
 SLOW = (
     *("tdfa", "pdfa, published order", "pdfa, bit planes", "ulr, orthogonal", "ulr, published"),
     *("bp, module", "dfa, module", "tdfa, amplified labels"),
 )
+EVERY = pytest.mark.parametrize("name", with_marks(run_steps.CASES, SLOW))
 SINGLE = ("bp", "dfa", "tdfa", "pdfa", "pdfa, bit planes", "ulr", "ulr, orthogonal")
 SINGLE_MODULES = ("bp, module", "dfa, module", "pdfa, module")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in run_steps.CASES],
-)
+@EVERY
 def test_a_step_waits_for_no_card(name: str) -> None:
     """Apple's GPU also: the trainers that it takes make no float64 tensor there."""
     single = name in SINGLE + SINGLE_MODULES
@@ -33,10 +30,7 @@ def test_a_step_waits_for_no_card(name: str) -> None:
     assert bool(doubles) != single
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in run_steps.CASES],
-)
+@EVERY
 def test_a_step_stays_below_its_ceiling_of_operators(name: str) -> None:
     assert run_steps.operators(name) <= run_steps.CEILINGS[name]
 
@@ -49,9 +43,7 @@ def test_random_copies_of_images_are_made_on_the_card() -> None:
     assert (+found.waits, numbers.count) == ({}, 0)
 
 
-def test_planted_fault_reads_copies_and_numbers_of_the_host_are_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planted_fault_reads_copies_and_the_hosts_numbers_are_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checks.require
 
     def impatient(value: torch.Tensor, refusal: checks.Refusal) -> None:
@@ -81,9 +73,8 @@ def test_planted_fault_reads_copies_and_numbers_of_the_host_are_waits(
 )
 def test_what_needs_float64_is_refused_on_apples_gpu(name: str, reason: str) -> None:
     algorithm = run_steps.plan_of(name, "mps").algorithm
-    with pytest.raises(
-        ConfigError, match=f"torch_device: 'mps' has no float64, .*{reason} computes; use 'cpu'"
-    ):
+    told = f"torch_device: 'mps' has no float64, .*{reason} computes; use 'cpu'"
+    with pytest.raises(ConfigError, match=told):
         require_float64(algorithm)
     require_float64(run_steps.plan_of(name, "cpu").algorithm)
     require_float64(run_steps.plan_of("ulr", "mps").algorithm)

@@ -1,7 +1,5 @@
 """Faults that the field's trackers report: opusim is silent about none of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.attacks.silent import PLANTS, PROGRAMS, judged

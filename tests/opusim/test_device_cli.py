@@ -33,6 +33,8 @@ def test_show_gives_each_number_its_unit_status_and_source() -> None:
     assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in shown
     assert "1,000 vectors 4.3 s" in RUNNER.invoke(app, ["show", "camera"]).stdout
     assert "at 25 °C the dark current makes 14.821% of its variance" in result.stdout
+    result = RUNNER.invoke(app, ["show", "gaussian", "--json"])
+    assert json.loads(result.stdout) == load_description("gaussian").dump()
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -43,11 +45,6 @@ def test_show_refuses_what_its_class_would_refuse(tmp_path: Path, options: list[
     file.write_text(to_toml(content))
     refused = RUNNER.invoke(app, ["show", str(file), *options]).exception
     assert "medium: missing; a simulated device needs [medium] with a seed" in str(refused)
-
-
-def test_show_json_is_the_description() -> None:
-    result = RUNNER.invoke(app, ["show", "gaussian", "--json"])
-    assert json.loads(result.stdout) == load_description("gaussian").dump()
 
 
 def test_copy_writes_a_description_with_changed_keys(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Noise models and their JSON; a law of another package is read back by its name and credited by no theorem."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -53,13 +51,10 @@ def test_json_round_trip_keeps_every_bit(model: NoiseModel) -> None:
     assert again.describe() == model.describe()
 
 
-def test_models_differ_by_law_and_number() -> None:
+def test_models_differ_by_law_and_number_and_laws_by_class_and_name() -> None:
     assert len(set(MODELS)) == len({model.summary()["digest"] for model in MODELS}) == len(MODELS)
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1, n_outputs=6)
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1000001, n_outputs=5)
-
-
-def test_a_law_has_a_class_and_a_name_of_its_own() -> None:
     with pytest.raises(TypeError, match="Wider: a law is a subclass of NoiseModel itself"):
         type("Wider", (GaussianNoise,), {"law": "wider"})
     with pytest.raises(TypeError, match="Nameless: names no law"):

@@ -1,7 +1,5 @@
 """What other packages add: ours win, two clash, a broken one costs one line; opusim.X loads lazily."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -43,23 +41,17 @@ RAISES = "raise RuntimeError('no licence\\nfor this machine')"
 
 
 @EVERY
-def test_a_package_replaces_nothing_of_ours(
-    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_replaces_none_of_ours(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, find, _ = GROUPS[group]
     before = find(ours)
     install(monkeypatch, tmp_path, "thief", group, {ours: "thief:Stolen"}, RAISES)
     assert find(ours) is before
     assert plugins.is_ours(group, ours)
-    assert before in (IdealDevice, Gaussian, GaussianNoise) or before.__module__.startswith(
-        "opusim.training."
-    )
+    assert before in (IdealDevice, Gaussian, GaussianNoise) or before.__module__.startswith("opusim.training")
 
 
 @EVERY
-def test_a_name_of_two_packages_is_refused(
-    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_two_packages_clashes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, tmp_path / "1", "first", group, {"taken": "json:JSONDecoder"})
     install(monkeypatch, tmp_path / "2", "second", group, {"taken": "json:JSONEncoder"})
     said = r"'taken' is brought by several packages \(json:JSONDecoder of first, json:JSONEncoder of second\); remove"
@@ -101,19 +93,16 @@ def test_a_broken_package_does_not_stop_the_command(tmp_path: Path) -> None:
         assert "sampl" in done.stdout or "pdfa" in done.stdout
 
 
-def test_no_class_of_another_package_takes_the_kind_of_a_mechanism_of_ours() -> None:
+def test_kinds_of_ours_are_not_taken_and_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="kind = 'zo_laplace': is a mechanism of opusim; choose another"):
         type("Stolen", (Mechanism,), {"kind": "zo_laplace"})
-
-
-def test_a_name_that_no_package_brings_is_refused() -> None:
     with pytest.raises(plugins.PluginError, match="'warp' is not installed in opusim.trainers"):
         plugins.load("opusim.trainers", "warp")
     assert plugins.package("opusim.trainers", "warp") == ""
     assert plugins.package("opusim.trainers", "bp") == "opusim"
 
 
-def test_a_deferred_module_is_imported_at_the_first_use_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deferred_module_is_imported_at_its_first_use_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
     monkeypatch.setattr("builtins.print", lambda *_: None)  # that module prints a poem
     module = plugins.Deferred("this")
@@ -122,9 +111,6 @@ def test_a_deferred_module_is_imported_at_the_first_use_of_a_name(monkeypatch: p
     assert vars(module)["s"] is module.s
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = module.absent
-
-
-def test_a_deferred_module_is_copied_and_pickled_by_its_name() -> None:
     used = plugins.Deferred("math")
     assert used.pi > 3
     for twin in (copy.copy(used), copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
@@ -145,9 +131,7 @@ def test_all_public_names_resolve_and_are_listed() -> None:
     assert len(opusim.__all__) <= 40
     assert not shown & {"Any", "annotations", "import_module", "Path", "sys"}
     assert all(getattr(opusim, name) is not None for name in shown)
-    assert {"train", "load_run", "audit_run", "open_device", "guarantees", "ConfigError"} <= set(
-        opusim.__all__
-    )
+    assert {"train", "load_run", "audit_run", "open_device", "guarantees", "ConfigError"} < {*opusim.__all__}
     with pytest.raises(AttributeError, match="module 'opusim' has no attribute 'camra'"):
         opusim.__getattr__("camra")
 
@@ -170,12 +154,9 @@ def test_a_former_name_leads_to_the_new_one(former: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("name", "home"),
     [
-        ("ZoGaussian", "opusim.accounting"),
-        ("DeviceLinear", "opusim.crossbar"),
-        ("bit_planes", "opusim.encodings"),
-        ("DeviceFault", "opusim.errors"),
-        ("GaussianNoise", "opusim.noise"),
-        ("Trainer", "opusim.training"),
+        *(("ZoGaussian", "opusim.accounting"), ("DeviceLinear", "opusim.crossbar")),
+        *(("bit_planes", "opusim.encodings"), ("DeviceFault", "opusim.errors")),
+        *(("GaussianNoise", "opusim.noise"), ("Trainer", "opusim.training")),
     ],
 )
 def test_a_name_that_moved_to_its_subject_is_still_found_with_a_warning(name: str, home: str) -> None:
@@ -193,9 +174,8 @@ def test_the_stubs_name_what_each_module_defines() -> None:
 
 def by_its_layer(text: str) -> list[str]:
     """Public names that a text reaches through a layer, such as `opusim.training.train`, and not as `opusim.train`."""
-    return [
-        name for name in re.findall(r"(?:training|accounting)\.(\w+)\b(?!\.)", text) if name in opusim.__all__
-    ]
+    names = re.findall(r"(?:training|accounting)\.(\w+)\b(?!\.)", text)
+    return [name for name in names if name in opusim.__all__]
 
 
 def test_messages_and_docstrings_use_the_public_name() -> None:
@@ -228,9 +208,7 @@ print(len(ours), max(ours.values()))
     ["training", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accounting", "hw_configs"))],
 )
 @pytest.mark.parametrize("is_package", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_module_of_the_user_with_a_layers_name_is_the_users(
-    tmp_path: Path, layer: str, is_package: bool
-) -> None:
+def test_a_users_module_with_a_layers_name_is_the_users(tmp_path: Path, layer: str, is_package: bool) -> None:
     path = tmp_path / layer / "__init__.py" if is_package else tmp_path / f"{layer}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text("OWN = True")

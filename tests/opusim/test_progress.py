@@ -1,7 +1,5 @@
 """What a long command says on the way: a line with an estimate first, then one every ten seconds at most."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re
@@ -66,11 +64,8 @@ def test_lines_come_at_once_and_then_ten_seconds_apart_at_least(total: int, seco
         assert int(match[1].replace(",", "")) == round(moment / seconds)
 
 
-def test_short_work_says_nothing() -> None:
+def test_short_work_says_nothing_and_resumed_work_is_estimated_by_its_pace() -> None:
     assert not lines_of(100, 0.03)
-
-
-def test_resumed_work_is_estimated_by_what_was_done_since() -> None:
     (_, first), (_, second), *_ = lines_of(100, 100.0, done=90)
     assert first == "audit: 91 of 100 trials; the time left is not known yet"
     assert second == "audit: 92 of 100 trials, about 13.3 min left"
@@ -117,13 +112,8 @@ def test_work_shows_nothing_without_a_terminal_or_if_asked(stream: type[io.Strin
 
 
 def test_durations_and_energies_are_in_the_unit_that_a_reader_takes() -> None:
-    assert [duration(s) for s in (0.0, 7.44, 210.0, 45_402.0, 273_000.0)] == [
-        "0 s",
-        "7.4 s",
-        "3.5 min",
-        "12.6 h",
-        "3.2 days",
-    ]
+    said = ["0 s", "7.4 s", "3.5 min", "12.6 h", "3.2 days"]
+    assert [duration(s) for s in (0.0, 7.44, 210.0, 45_402.0, 273_000.0)] == said
     assert [energy(j) for j in (0.387, 1_362.0, 1_362_060.0)] == ["0.387 J", "1,362 J", "1.36 MJ"]
 
 

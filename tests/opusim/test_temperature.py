@@ -59,11 +59,16 @@ GAUSSIAN = TemperatureLaw(
 )
 
 
-def test_the_law_at_and_above_its_reference() -> None:
+def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:
     reference = 2.7e-4 * 0.1 * 125.0
     assert GAUSSIAN.std(25.0) == pytest.approx(math.sqrt(0.03**2 + reference), rel=1e-14)
     assert GAUSSIAN.std(25.0 + 7.3) == pytest.approx(math.sqrt(0.03**2 + 2 * reference), rel=1e-14)
     assert GAUSSIAN.dark_share(25.0) == pytest.approx(reference / (0.03**2 + reference), rel=1e-14)
+    cold = replace(GAUSSIAN, dark=replace(GAUSSIAN.dark, dark_current_ref_e_per_s=0.0))
+    assert cold.std(-30) == cold.std(70) == 0.03
+    assert replace(cold, floor_variance=0.0).dark_share(20.0) == 0.0
+    with pytest.raises(ValueError, match="cannot be reached by temperature"):
+        cold.temperature_c(0.03)
 
 
 @pytest.mark.parametrize("temperature_c", [-30.0, 25.0, 70.0])
@@ -96,14 +101,6 @@ def test_an_unreachable_noise_is_named_with_what_else_helps(std: float) -> None:
         GAUSSIAN.temperature_c(std)
 
 
-def test_no_dark_current_means_no_control() -> None:
-    cold = replace(GAUSSIAN, dark=replace(GAUSSIAN.dark, dark_current_ref_e_per_s=0.0))
-    assert cold.std(-30) == cold.std(70) == 0.03
-    assert replace(cold, floor_variance=0.0).dark_share(20.0) == 0.0
-    with pytest.raises(ValueError, match="cannot be reached by temperature"):
-        cold.temperature_c(0.03)
-
-
 def test_bad_numbers_are_named() -> None:
     with pytest.raises(ValueError, match="doubling_k = 0"):
         replace(GAUSSIAN.dark, doubling_k=0.0)
@@ -132,26 +129,21 @@ def test_the_laws_are_what_they_say() -> None:
         TableDarkCurrent(temperatures_c=(0.0, 0.0), dark_currents_e_per_s=(1.0, 2.0))
     with pytest.raises(ValueError, match="one for each of the 2 temperatures_c"):
         TableDarkCurrent(temperatures_c=(0.0, 1.0), dark_currents_e_per_s=(1.0, 2.0, 3.0))
+    for t in (-30.0, 25.0, 60.0):
+        exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
+        assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
+    assert ARRHENIUS.credited() is ARRHENIUS
+    with pytest.raises(ValueError, match="temperature_min_c = -273.15: must be above -273.15, absolute zero"):
+        replace(ARRHENIUS, temperature_min_c=-273.15)
+    with pytest.raises(ValueError, match="doublings = .*smaller activation_ev"):
+        replace(ARRHENIUS, activation_ev=30.0)
 
 
-def test_a_table_replaces_the_doubling_law_in_a_description() -> None:
+def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_refused() -> None:
     table = {"temperatures_c": [0.0, 50.0], "dark_currents_e_per_s": [2.7, 270.0]}
     with open_device("camera_low_light", camera={"dark": {"table": table}}, **WINDOW) as device:
         assert device.exposure.dark_current_e == pytest.approx(0.2 * 27.0)
         assert device.description.provenance["camera.dark.table.temperatures_c"].status == "override"
-
-
-def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
-    with open_device("camera_low_light", camera={"anchor": {"frames": 0}}, **WINDOW) as device:
-        law = device.temperature_law(X)
-    for t in (-30.0, 25.0, 60.0):
-        settings = {"anchor": {"frames": 0}, "dark": {"temperature_c": t}}
-        with open_device("camera_low_light", camera=settings, **WINDOW) as warm:
-            assert law.std(t) ** 2 == pytest.approx(float(warm.reading_variance(X).mean()), rel=1e-9)
-    assert law.std(60.0) > 1.5 * law.std(-30.0)  # temperature visibly matters on this preset
-
-
-def test_what_temperature_cannot_set_is_refused() -> None:
     with (
         open_device("camera", camera={"dark": None}, **WINDOW) as device,
         pytest.raises(ConfigError, match="camera.dark: is off"),
@@ -164,15 +156,14 @@ def test_what_temperature_cannot_set_is_refused() -> None:
         device.temperature_law(X)
 
 
-def test_the_arrhenius_law_is_what_it_says() -> None:
+def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
+    with open_device("camera_low_light", camera={"anchor": {"frames": 0}}, **WINDOW) as device:
+        law = device.temperature_law(X)
     for t in (-30.0, 25.0, 60.0):
-        exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
-        assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
-    assert ARRHENIUS.credited() is ARRHENIUS
-    with pytest.raises(ValueError, match="temperature_min_c = -273.15: must be above -273.15, absolute zero"):
-        replace(ARRHENIUS, temperature_min_c=-273.15)
-    with pytest.raises(ValueError, match="doublings = .*smaller activation_ev"):
-        replace(ARRHENIUS, activation_ev=30.0)
+        settings = {"anchor": {"frames": 0}, "dark": {"temperature_c": t}}
+        with open_device("camera_low_light", camera=settings, **WINDOW) as warm:
+            assert law.std(t) ** 2 == pytest.approx(float(warm.reading_variance(X).mean()), rel=1e-9)
+    assert law.std(60.0) > 1.5 * law.std(-30.0)  # temperature visibly matters on this preset
 
 
 def test_thermal_noise_is_johnsons() -> None:
@@ -186,10 +177,7 @@ def test_thermal_noise_is_johnsons() -> None:
 @given(temperature_c=st.floats(-30, 60))
 def test_no_more_is_credited_than_either_law_gives(temperature_c: float) -> None:
     """The ratio of the doubling rule to the Arrhenius law of its slope is 2^((T - T_ref)^2 / (T T_d))."""
-    credited, rule = (
-        DOUBLING.credited().current_e_per_s(temperature_c),
-        DOUBLING.current_e_per_s(temperature_c),
-    )
+    credited, rule = (law.current_e_per_s(temperature_c) for law in (DOUBLING.credited(), DOUBLING))
     excess = 2 ** ((temperature_c - 25.0) ** 2 / ((temperature_c + 273.15) * 6.5))
     assert credited <= rule * (1 + 1e-12)
     assert rule / credited == pytest.approx(excess, rel=1e-10)
@@ -275,9 +263,8 @@ def test_a_temperature_gives_a_crossbar_the_thermal_noise_of_its_read_out(name: 
     assert load_description(name).crossbar.thermal_variance == 0.0
     for key in ("read_v", "bandwidth_hz"):
         assert found.provenance[f"crossbar.temperature.{key}"].status == "assumed"
-    own = load_description(
-        name, {"temperature_c": 60.0, "crossbar": {"temperature": {"activation_ev": [0.1]}}}
-    )
+    law = {"temperature": {"activation_ev": [0.1]}}
+    own = load_description(name, {"temperature_c": 60.0, "crossbar": law})
     assert own.crossbar.thermal_variance == 0.0  # laws of one's own stay alone
 
 
@@ -293,9 +280,7 @@ def test_thermal_noise_of_a_crossbar_is_that_of_its_conductances(seed: int) -> N
     for product in (ProductSettings(output_std=0.01), ProductSettings(output_std=0.01, current_std=0.05)):
         tiled = TiledProduct(W, Converter(tile_inputs=13), product, settings.thermal_variance)
         x = torch.ones(20_000, 30)
-        wanted = (
-            current / (25e-6 * 0.01) ** 2 + 3 * 0.01**2 + product.current_std**2 * W.double().abs().sum(1)
-        )
+        wanted = current / 25e-8**2 + 3 * 0.01**2 + product.current_std**2 * W.double().abs().sum(1)
         assert torch.allclose(tiled.variance(x[:1])[0], wanted, rtol=1e-6)
         found = tiled.read(x, SeededStream(seed, "t")).double().var(dim=0)
         assert torch.all((found / wanted - 1).abs() < 5 * (2 / 20_000) ** 0.5)
@@ -316,9 +301,8 @@ def test_conductances_follow_their_activation() -> None:
     assert torch.allclose(mean.double(), g * factor, rtol=1e-5)
     assert float(variance.abs().max()) < 1e-6
     pcm = load_description("pcm").crossbar
-    at_reference = pcm.model_copy(
-        update={"temperature": warm.temperature.model_copy(update={"temperature_c": 25.0})}
-    )
+    cool = warm.temperature.model_copy(update={"temperature_c": 25.0})
+    at_reference = pcm.model_copy(update={"temperature": cool})
     held = [Pairs(W, each, chip=3, number=0).weights(9.0, 1) for each in (pcm, at_reference)]
     assert torch.equal(*held)
 

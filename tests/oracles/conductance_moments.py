@@ -4,8 +4,6 @@ g is relative to g_max. No line is shared with `opusim.crossbar`: constants stan
 over the normal numbers are Gauss-Hermite sums.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

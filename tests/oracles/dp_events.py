@@ -1,7 +1,5 @@
 """Mechanisms as events of dp_accounting, for its own accountants: a second opinion on every number."""
 
-from __future__ import annotations
-
 from functools import singledispatch
 
 import dp_accounting as dp

@@ -1,7 +1,5 @@
 """Labels that are read once, in numpy: the mu of stacked readings, posterior targets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

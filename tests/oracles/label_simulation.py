@@ -1,7 +1,5 @@
 """The layers and signals of one PDFA step under two labels of a record; nothing here is shared with the accountant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slow, obvious twins of the numba kernels, in plain Python integers and float64."""
 
-from __future__ import annotations
-
 import math
 
 MASK = 0xFFFFFFFF

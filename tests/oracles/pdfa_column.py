@@ -4,8 +4,6 @@ Column k of layer l is N(f, (sigma/m)^2 diag(a)^2) with a_j^2 = sum_i (phi'_ij h
 each term between lo/n and hi/n. A bound on columns is no bound on the matrix: the columns share their noise.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

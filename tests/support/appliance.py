@@ -1,7 +1,5 @@
 """LightOn's appliance, by the double of its closed driver in `lightonopu_double`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

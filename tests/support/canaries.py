@@ -7,8 +7,6 @@ independent scores: take one canary from each of many runs, since scores within 
 Source: Tang et al., Table 6; Panda et al. 2024; Steinke et al. 2023 for the coins.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Certificates as a calibration would write them, without its readings."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

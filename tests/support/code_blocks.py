@@ -1,7 +1,5 @@
 """Code blocks of the pages: what each holds, whether it is run, and how the commands of a page are run in order."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

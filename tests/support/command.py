@@ -1,7 +1,5 @@
 """The `opusim` command as a test calls it: in this process, or in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The commands of a command group, those that are imported when they are used among them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from opusim.training.cli.groups import LazyGroup

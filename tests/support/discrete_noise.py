@@ -1,7 +1,5 @@
 """A noise law that opusim does not have, as another package would add it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,9 +32,7 @@ class DiscreteNoise(NoiseModel):
         checks.shape((None,), values=values)
         checks.shape(values.shape, log_masses=log_masses, remedy="one logarithm for each value")
         if values.size == 0 or bool(np.any(np.diff(values) <= 0)):
-            raise ValueError(
-                "values: must be strictly increasing and not empty; sort them and merge equal ones"
-            )
+            raise ValueError("values: must be strictly increasing and not empty; sort them, merge equal ones")
         total = float(np.sum(np.exp(log_masses)))
         if abs(total - 1.0) > 1e-9:
             raise ValueError(

@@ -1,7 +1,5 @@
 """Finite float32 numbers on which norms, Gram matrices and sums go wrong unless they are computed with care."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

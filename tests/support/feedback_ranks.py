@@ -3,8 +3,6 @@
 Two forked processes write their gradients of the first step and their parameters after three to FOLDER/0.pt and 1.pt.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run code in a process that is forked from the test."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

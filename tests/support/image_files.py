@@ -1,7 +1,5 @@
 """Small files in the layouts of MNIST and CIFAR-10."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma

@@ -1,7 +1,5 @@
 """The import graph of the product, read from its syntax trees, for the tests that guard the layout."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

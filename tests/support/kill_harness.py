@@ -5,8 +5,6 @@ forked child of this one warm process, so it costs a fraction of a second. Print
 a closing count; exits with 1 if any failed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ FOLDER/kills.json says of each kill which process was hit and what became of the
 stands in FOLDER/ATTEMPT.RANK.steps, a line a step, written before the step is computed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ SIGKILL leaves what the kernel holds: the files as they are, nothing of the memo
 changes (before and after an fsync, say) leave the same state, so one kill stands for both. A write is also cut in half.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

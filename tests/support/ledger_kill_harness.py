@@ -10,8 +10,6 @@ an engine that pays after the step, and a clean stop that returns a computed ste
 100 moments of a clock.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import random
@@ -35,6 +33,7 @@ from opusim.training.errors import RunInterrupted
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.runs.folder import RunFolder
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, start_child, status_of
+from tests.support.shared_runs import config_of
 
 BLOCK = 2  # steps to a line of the ledger, so that a short run has several lines
 STEPS, EVERY = 3, 2
@@ -43,16 +42,10 @@ MODES = ("experiment", "release")
 
 
 def config(mode: str, epochs: int = 1) -> dict[str, Any]:
-    return {
-        "mode": mode,
-        "epochs": epochs,
-        "threads": 1,
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {"scheme": "poisson", "batch_size": 8},
-        "checkpoint": {"every_steps": EVERY, "keep": 1},
-        "trainer": {"kind": "dfa"},
-        "protection": {"kind": "record", "noise_multiplier": 1.0},
-    }
+    options = {"mode": mode, "epochs": epochs, "checkpoint": {"every_steps": EVERY, "keep": 1}, "own": True}
+    record = {"protection": {"kind": "record", "noise_multiplier": 1.0}}
+    sampler = {"scheme": "poisson", "batch_size": 8}
+    return config_of({"kind": "dfa"}, **options, **record, sampler=sampler)
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

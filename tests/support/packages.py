@@ -1,7 +1,5 @@
 """Packages that look installed: metadata with entry points, in a folder on the search path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

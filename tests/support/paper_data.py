@@ -1,7 +1,5 @@
 """Small data sets under the names that the benchmarks read, and what the papers' page says of their results."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Callable
@@ -24,10 +22,8 @@ def write_mnist(root: Path, n: int) -> None:
     """Write the digits of scikit-learn, enlarged, under MNIST's names: n to train and 50 to test."""
     digits = load_digits()
     images = np.pad(digits.images.repeat(3, axis=1).repeat(3, axis=2) * 15, ((0, 0), (2, 2), (2, 2)))
-    parts = {
-        "train": (images[:n], digits.target[:n]),
-        "t10k": (images[n : n + 50], digits.target[n : n + 50]),
-    }
+    y = digits.target
+    parts = {"train": (images[:n], y[:n]), "t10k": (images[n : n + 50], y[n : n + 50])}
     write_labelled_images(root / "MNIST" / "raw", parts)
 
 
@@ -50,13 +46,8 @@ def take_committed(results: Path, name: str) -> None:
 
 def ours(paper: str, item: str) -> tuple[str, str]:
     """Return the state of a row of benchmarks/papers/README.md, and what it shows of ours."""
-    (found,) = (
-        each
-        for title, items in papers.PAPERS.items()
-        if paper in title
-        for each in items
-        if each.name == item
-    )
+    lists = [items for title, items in papers.PAPERS.items() if paper in title]
+    (found,) = (each for items in lists for each in items if each.name == item)
     return found.now()
 
 

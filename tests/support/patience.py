@@ -1,7 +1,5 @@
 """Waits and time limits of tests that a busy machine must not fail."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import time

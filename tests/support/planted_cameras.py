@@ -4,8 +4,6 @@ A fault changes the counts of the pixels, the numbers before the converter or th
 light, speckle, anchor and recovery, is the twin's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

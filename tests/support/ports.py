@@ -1,7 +1,5 @@
 """Ports for servers that tests start, or start again, a moment later."""
 
-from __future__ import annotations
-
 import os
 import socket
 from itertools import count

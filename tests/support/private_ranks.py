@@ -5,8 +5,6 @@ J. What process R of a loop found is written to FOLDER/NAME.R.pt, the records th
 FOLDER/NAME.R.steps (see `Numbered`), and what went wrong to FOLDER/NAME.R.error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -195,11 +193,7 @@ LOOPS: Mapping[str, Loop] = {
     "fixed": Loop(batch_size=8, options={"fixed_batches": True, "max_physical_batch_size": 4}),
     "users": Loop(
         batch_size=4,
-        options={
-            "user_ids": [n % 10 for n in range(30)],
-            "records_per_user": 2,
-            "max_physical_batch_size": 5,
-        },
+        options={"user_ids": [*range(10)] * 3, "records_per_user": 2, "max_physical_batch_size": 5},
     ),
     "other starts": Loop(model=differing),
     "feedback": Loop(model=with_feedback),

@@ -1,7 +1,5 @@
 """Fork processes that find each other like those that torchrun starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -14,11 +12,8 @@ from tests.support.ports import free_port
 
 PRELOADED = (
     *("torch._dynamo", "opusim.devices.simulated", "opusim.training.feedback.trainer"),
-    *(
-        "opusim.training.ulr.trainer",
-        "opusim.training.convex.trainer",
-        "opusim.training.protections.noisy_labels",
-    ),
+    *("opusim.training.ulr.trainer", "opusim.training.convex.trainer"),
+    "opusim.training.protections.noisy_labels",
 )
 """What forked processes would each import again."""
 

@@ -1,7 +1,5 @@
 """Small models with every way to use a parameter, and batches of records for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +10,8 @@ from torch.nn import functional
 
 def backward(name: str, change: Callable[[Tensor], Tensor]) -> Any:
     """The identity as a function of autograd of that name, whose backward pass changes the gradient."""
-    methods = {
-        "forward": staticmethod(lambda ctx, x: x.clone()),
-        "backward": staticmethod(lambda ctx, gradient: change(gradient)),
-    }
+    forward, backward = staticmethod(lambda ctx, x: x.clone()), staticmethod(lambda ctx, g: change(g))
+    methods = {"forward": forward, "backward": backward}
     return type(name, (torch.autograd.Function,), methods)
 
 

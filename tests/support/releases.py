@@ -5,8 +5,6 @@ by its stated standard deviation, read from what the run releases. The records o
 noise known: features that are 0 for all records, or a value that is computed here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -62,12 +60,8 @@ def private_steps(folder: Path, **options: Any) -> tuple[np.ndarray, list[list[i
     x, y = (torch.from_numpy(each) for each in _records(40))
     data = TensorDataset(x, y, torch.arange(len(x)))
     linear, clip, size, rate = nn.Linear(_USED + _UNUSED, _CLASSES), 0.7, 2, 0.5
-    given = (
-        linear,
-        torch.optim.SGD(linear.parameters(), lr=rate),
-        nn.CrossEntropyLoss(),
-        DataLoader(data, size),
-    )
+    optimizer = torch.optim.SGD(linear.parameters(), lr=rate)
+    given = (linear, optimizer, nn.CrossEntropyLoss(), DataLoader(data, size))
     chosen = {"mode": "release", "seed": None, "max_grad_norm": clip, "noise_multiplier": 1.3, **options}
     noise, batches = [], []
     with private_loop(folder, given, **chosen) as private:
@@ -98,9 +92,7 @@ def _last_iterate(folder: Path) -> np.ndarray:
     run = training.train(config, data=(x, y), model=model, folder=folder)
     weights = run.model.weight.detach().double().numpy()[_USED:]
     final = batches - 1  # squared, in units of a step's noise: what the default adds to the last step
-    return np.asarray(weights.ravel() / (rate * z * 0.3 / divisor * math.sqrt(batches + final))).reshape(
-        -1, 60
-    )
+    return np.asarray(weights / (rate * z * 0.3 / divisor * math.sqrt(batches + final))).reshape(-1, 60)
 
 
 def _labels_released(folder: Path, **section: Any) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Run folders: without the seconds of training, for tests of what only reads or removes them, and resumed ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A laboratory for tests: keys of a server and its users, and servers in this process or in one of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -16,12 +14,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
 from opusim.description.schema import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.devices.registry import open_device
 from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Users, make_key
@@ -119,6 +119,24 @@ def serving(
         assert not failures, failures
 
 
+@contextlib.contextmanager
+def clients(lab: Laboratory, served: dict[str, Any], *windows: Any, **options: Any) -> Iterator[Any]:
+    """Serve a Gaussian device with these overrides; yields clients of it, one for each window."""
+    with serving(lab, "gaussian", served, **options) as address, contextlib.ExitStack() as stack:
+        yield [stack.enter_context(open_device(address, **window)) for window in windows]
+
+
+@contextlib.contextmanager
+def served_and_local(
+    lab: Laboratory, name: str, overrides: dict[str, Any] | None = None, **window: Any
+) -> Iterator[tuple[NoisyDevice, NoisyDevice]]:
+    """Yields a window of a served device and the same of the local one."""
+    with serving(lab, name, overrides) as address, open_device(address, **window) as remote:
+        local = open_device(name, **(overrides or {}), **window)
+        with local:
+            yield remote, local
+
+
 class ForkedServer:
     """A server in a forked process, which is there in a moment and may be killed.
 
@@ -142,9 +160,7 @@ class ForkedServer:
         raise AssertionError("the server does not listen")
 
     def _serve(self, lab: Laboratory, name: str) -> None:
-        torch.set_num_threads(
-            1
-        )  # the parent's other threads are not in a forked process, and would be waited for
+        torch.set_num_threads(1)  # a forked process lacks the parent's other threads, and would wait for them
         instrument, bind = Instrument(load_description(name)), f"tcp://127.0.0.1:{self.port}"
         Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal)).run(threading.Event())
 
@@ -160,7 +176,7 @@ class ForkedServer:
             os.waitpid(self._child, 0)
             self._child = 0
 
-    def __enter__(self) -> ForkedServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -220,7 +236,7 @@ class ServerProcess:
             self.process.stdout.close()
         return code
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:

@@ -7,8 +7,6 @@ replayed and oversized messages. Faults last for SECONDS. FOLDER/notes.jsonl the
 and each calibration, compared with the same on local devices, and FOLDER/lab/server.log what the server said.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -125,9 +123,8 @@ def differences(run: Path, local: Path) -> list[str]:
         if key not in wanted or key not in found or not torch.equal(wanted[key], found[key])
     ]
     one, other = (json.loads((each / "summary.json").read_text()) for each in (local, run))
-    return sorted(different) + [
-        key for key in ("steps", "frames", "seconds", "joules") if one[key] != other[key]
-    ]
+    counted = ("steps", "frames", "seconds", "joules")
+    return sorted(different) + [key for key in counted if one[key] != other[key]]
 
 
 def train_until_done(folder: Path, device: object, seed: int, notes: Notes) -> None:
@@ -290,10 +287,8 @@ class Play:
 
     def runs(self, name: str) -> bool:
         """Whether a process has not ended."""
-        return (
-            name in self.children
-            and os.waitid(os.P_PID, self.children[name], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        )
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return name in self.children and os.waitid(os.P_PID, self.children[name], look) is None
 
     def serve(self) -> None:
         """Start the server."""
@@ -325,13 +320,8 @@ class Faults:
 
     def inject(self, until: float) -> None:
         """Let faults happen until a time of the monotonic clock, at least one of each kind."""
-        kinds = [
-            self.killed_run,
-            self.killed_server,
-            self.killed_client,
-            self.stopped_server,
-            self.frozen_server,
-        ]
+        kinds = [self.killed_run, self.killed_server, self.killed_client]
+        kinds += [self.stopped_server, self.frozen_server]
         often = [2, 2, 4, 1, 1]
         turns = list(kinds)
         while turns or time.monotonic() < until:

@@ -1,7 +1,5 @@
 """Checks of what several processes share: the law of their batches, and what they computed and paid for when killed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -105,10 +103,6 @@ def require_kills_are_paid(tmp_path: Path, what: str, *, seed: int, kills: int) 
         assert len(counts) >= min(end["after"] // 2, 1)
     assert not unpaid(ledger, attempts)
     assert sum(map(len, attempts)) > kills
-    short = LedgerContent(
-        mode="release",
-        delta=ledger.delta,
-        enforced=True,
-        payments=ledger.payments[: len(ledger.payments) // 2],
-    )
+    half = ledger.payments[: len(ledger.payments) // 2]
+    short = LedgerContent(mode="release", delta=ledger.delta, enforced=True, payments=half)
     assert unpaid(short, attempts)  # the planted fault: a payment is missing

@@ -4,8 +4,6 @@ Each scenario forks two processes. What process R found is written to FOLDER/SCE
 has the whole batch and the device for itself, to FOLDER/SCENARIO.single.pt.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -223,10 +221,7 @@ def write_private(rank: int) -> dict[str, Any]:
 
 
 def write_single() -> dict[str, Any]:
-    return {
-        "all": tape_gradients(Ranks.one(), slice(0, 12)),
-        "nothing": tape_gradients(Ranks.one(), slice(0, 0)),
-    }
+    return {key: tape_gradients(Ranks.one(), slice(0, n)) for key, n in (("all", 12), ("nothing", 0))}
 
 
 def timed(act: Callable[[], object]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ written to FOLDER/NAME.R.error, and the records that it computed in each step to
 step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

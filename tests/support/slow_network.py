@@ -1,7 +1,5 @@
 """A network between client and server that delays what it carries, and breaks on demand."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

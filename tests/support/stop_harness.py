@@ -8,8 +8,6 @@ JSON object: for each story the exit code of each process (negative: the signal 
 began, in order. The folder of a story bears its name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -25,6 +23,7 @@ from opusim.accounting.guarantee import BudgetExceeded
 from opusim.training.errors import RunInterrupted
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.runs.folder import RunFolder
+from tests.support.shared_runs import config_of
 
 STEPS = 24
 Stop = tuple[int, signal.Signals] | None
@@ -35,17 +34,11 @@ STORIES: dict[str, list[Stop]] = {
 }
 
 
-CONFIG: dict[str, Any] = {
-    "mode": "release",
-    "epochs": STEPS // 4,
-    "threads": 1,
-    "model": {"hidden": [8]},
-    "data": {"n_classes": 3, "validation_fraction": 0.0},
-    "sampler": {"scheme": "poisson", "batch_size": 16},
-    "trainer": {"kind": "dfa"},
-    "protection": {"kind": "record", "epsilon": 2.0},
-    "checkpoint": {"every_steps": 5},
-}
+RECORD: dict[str, Any] = {"protection": {"kind": "record", "epsilon": 2.0}}
+RECORD["sampler"] = {"scheme": "poisson", "batch_size": 16}
+CONFIG = config_of(
+    {"kind": "dfa"}, mode="release", epochs=STEPS // 4, checkpoint={"every_steps": 5}, **RECORD
+)
 
 
 def train(folder: Path) -> int:
@@ -106,10 +99,8 @@ def main() -> int:
     told: dict[str, Any] = {}
     for name, stops in STORIES.items():
         processes = [stopped(root / name, stop) for stop in stops]
-        told[name] = {
-            "codes": [code for code, _ in processes],
-            "begun": [step for _, steps in processes for step in steps],
-        }
+        begun = [step for _, steps in processes for step in steps]
+        told[name] = {"codes": [code for code, _ in processes], "begun": begun}
     print(json.dumps(told))
     return 0
 

@@ -1,7 +1,5 @@
 """An attack on float32 noise: subtract a guess of the sum, and see whether what is left can be noise (Mironov 2012)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,27 +1,12 @@
 """Tiny language models with random weights, made on the spot and saved to a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
-WORDS = [
-    "terrible",
-    "great",
-    "it",
-    "was",
-    "good",
-    "bad",
-    "film",
-    "a",
-    "the",
-    "very",
-    "dull",
-    "bright",
-    "plot",
-]
+WORDS = ["terrible", "great", "it", "was", "good", "bad", "film"]
+WORDS += ["a", "the", "very", "dull", "bright", "plot"]
 SPECIAL = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]"]
 
 

@@ -1,7 +1,5 @@
 """Small models of every kind of module that likelihood ratio training takes, and their records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

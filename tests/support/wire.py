@@ -1,7 +1,5 @@
 """Speak to a server without a client: messages of an authenticated socket that sends what it likes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What many zeroth-order steps from one point have in common."""
 
-from __future__ import annotations
-
 import math
 
 import torch

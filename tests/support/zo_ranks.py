@@ -4,8 +4,6 @@
 does runs of N processes each, forked from this one with the variables that torchrun sets, which imports libraries once.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch import nn
 
 from opusim import training
 from tests.support.ranks import run_ranks
+from tests.support.shared_runs import config_of
 
 
 def train(folder: str, mode: str) -> None:
@@ -24,19 +23,9 @@ def train(folder: str, mode: str) -> None:
     x = generator.normal(size=(80, 6)) + 2 * np.eye(6)[y]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) if mode == "experiment" else None
-    config: dict[str, object] = {
-        "mode": mode,
-        "epochs": 2,
-        "threads": 1,
-        "model": {"hidden": [8]},
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {"scheme": "poisson", "batch_size": 16},
-        "trainer": {"kind": "zo", "directions": 2},
-        "optimizer": {"lr": 0.05},
-        "protection": {"kind": "record", "noise_multiplier": 1.0},
-    }
-    if mode == "experiment":
-        config["seed"] = 3
+    options = {"mode": mode, "optimizer": {"lr": 0.05}, "sampler": {"scheme": "poisson", "batch_size": 16}}
+    protection = {"kind": "record", "noise_multiplier": 1.0}
+    config = config_of({"kind": "zo", "directions": 2}, **options, protection=protection)
     training.train(config, data=(x, y), model=model, folder=folder)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """Device noise by its law, also under fluctuating light: exact divergences, boxes, certificates, refusals."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations, product
 
@@ -154,11 +152,17 @@ def test_epsilon_is_zero_where_total_variation_proves_it() -> None:
     assert math.isinf(known_counts_guarantee(dark * [[1], [100]], delta=DELTA).epsilon)
 
 
-def test_a_rate_of_zero_is_infinite_with_its_reason() -> None:
+def test_zero_rates_are_infinite_and_laws_without_a_theorem_refused() -> None:
     noise = PhotonCountNoise(rate_low=np.array([1.0, 0.0]), rate_high=np.array([1.0, 0.1]))
     guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=1), DELTA)
     assert (guarantee.epsilon, guarantee.reason) == (math.inf, "a rate may be 0 in its box")
     assert guarantee.status is Status.NONE
+    with pytest.raises(NoGuarantee, match="noise law 'discrete': no theorem"):
+        device_readings_guarantee(DeviceReadings(noise=GRID, readings=1), DELTA)
+    law = GaussianNoise(std=1.0, n_outputs=1, beta=DELTA)
+    readings = DeviceReadings(noise=law, readings=1, distance=1.0)
+    with pytest.raises(NoGuarantee, match="must exceed beta"):
+        device_readings_guarantee(readings, DELTA)
 
 
 def test_gaussian_readings_compose_and_use_the_smallest_deviation() -> None:
@@ -177,15 +181,6 @@ def test_readings_of_extreme_noise_are_stated_without_a_warning(std: float) -> N
     guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=1, distance=1.0), 1e-12)
     assert math.isinf(guarantee.epsilon) == (std < 1)
     assert guarantee.status is (Status.NONE if std < 1 else Status.PROVEN_UNDER_DEVICE_MODEL)
-
-
-def test_laws_without_a_theorem_are_refused_by_name() -> None:
-    with pytest.raises(NoGuarantee, match="noise law 'discrete': no theorem"):
-        device_readings_guarantee(DeviceReadings(noise=GRID, readings=1), DELTA)
-    law = GaussianNoise(std=1.0, n_outputs=1, beta=DELTA)
-    readings = DeviceReadings(noise=law, readings=1, distance=1.0)
-    with pytest.raises(NoGuarantee, match="must exceed beta"):
-        device_readings_guarantee(readings, DELTA)
 
 
 COUNTS = np.arange(60)
@@ -251,9 +246,7 @@ def test_no_mixture_exceeds_the_theorem(seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", [{"beta_counts": False}, {"scaled_dark": True}])
-def test_a_bound_without_beta_or_with_scaled_dark_light_is_exceeded(
-    fault: dict[str, bool], seed: int
-) -> None:
+def test_a_bound_without_beta_or_of_scaled_dark_light_is_exceeded(fault: dict[str, bool], seed: int) -> None:
     """Dark light that scales is what homogeneity of the divergence would take for granted."""
     assert exceeds(np.random.default_rng(seed), **fault)
 

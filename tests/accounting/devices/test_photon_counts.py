@@ -1,7 +1,5 @@
 """Photon counts as the mechanism: the exact loss against enumeration, draws and limits; the argmax as a channel."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import permutations
@@ -30,12 +28,8 @@ from opusim.accounting.numerics.poisson_loss import polygon_below
 
 DELTA = 1e-5
 PAIRS = [
-    ((2.33, 6.34), (6.34, 2.33)),
-    ((50.0, 55.0), (60.0, 50.0)),
-    ((3.0, 5.0), (3.0, 4.0)),
-    ((0.5, 0.02), (0.3, 1.0)),
-    ((300.0, 310.0), (290.0, 310.0)),
-    ((1.0, 0.0), (2.0, 0.7)),
+    *(((2.33, 6.34), (6.34, 2.33)), ((50.0, 55.0), (60.0, 50.0)), ((3.0, 5.0), (3.0, 4.0))),
+    *(((0.5, 0.02), (0.3, 1.0)), ((300.0, 310.0), (290.0, 310.0)), ((1.0, 0.0), (2.0, 0.7))),
     ((1.0, 1e-6), (1.4, 0.0)),
 ]
 
@@ -57,18 +51,14 @@ def enumerated_epsilon(a: tuple[float, ...], b: tuple[float, ...], delta: float)
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 @pytest.mark.parametrize("delta", [DELTA, 1e-2])
-def test_the_bounds_enclose_two_enumerated_pixels(
-    a: tuple[float, ...], b: tuple[float, ...], delta: float
-) -> None:
+def test_the_bounds_enclose_two_enumerated(a: tuple[float, ...], b: tuple[float, ...], delta: float) -> None:
     exact, found = enumerated_epsilon(a, b, delta), numerics.poisson_bounds(np.array(a), np.array(b), delta)
     assert found.lower - 1e-9 <= exact <= found.upper + 1e-9
     assert found.upper <= exact * 1.01 + 1e-9
     assert found.lower >= exact * 0.9 - 1e-9
 
 
-def test_planted_fault_a_pixel_whose_parts_are_merged_is_below_the_exact_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planted_fault_a_merged_pixel_is_below_the_exact_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding every jump toward 0 forgets losses; the enumeration finds it."""
 
     def rounded(pair: poisson_loss._Pair, jumps: np.ndarray, interval: float) -> poisson_loss._OnGrid:
@@ -104,9 +94,7 @@ def speckle(seed: int, *, labels: int, pixels: int, light: float, dark: float) -
 
 
 @pytest.mark.parametrize(("light", "dark", "pixels"), [(0.4, 2.7, 60), (2.0, 6.0, 20), (0.05, 0.1, 90)])
-def test_delta_of_drawn_counts_is_the_one_that_is_stated(
-    light: float, dark: float, pixels: int, seed: int
-) -> None:
+def test_delta_of_drawn_counts_is_the_stated_one(light: float, dark: float, pixels: int, seed: int) -> None:
     a, b = speckle(3, labels=2, pixels=pixels, light=light, dark=dark)
     delta = 0.02
     bounds = numerics.poisson_bounds(a, b, delta)
@@ -135,9 +123,7 @@ def test_renyi_conversion_costs_some_per_cent_of_mu() -> None:
     for light in (0.5, 1.0, 3.0):
         at = 6.0 + light * (rates - 6.0)
         exact = numerics.pattern_bounds(at, DELTA).upper
-        renyi = epsilon_of_divergence(
-            lambda order, at=at: numerics.pattern_divergences(at, order).max(), DELTA
-        )
+        renyi = epsilon_of_divergence(lambda a, at=at: numerics.pattern_divergences(at, a).max(), DELTA)
         mus = [calibrated_mu(epsilon) for epsilon in (exact, renyi)]
         assert exact < renyi
         assert 1.04 < mus[1] / mus[0] < 1.09
@@ -307,12 +293,8 @@ def test_a_certified_matrix_holds_as_often_as_it_says(seed: int) -> None:
     """Coverage of all entries together at beta = 0.2, and of the epsilon; Clopper-Pearson is conservative."""
     n, beta, trials = 300, 0.2, 400
     law = np.array([[0.9, 0.07, 0.03], [0.1, 0.8, 0.1], [0.02, 0.08, 0.9]])
-    epsilon, generator, missed, below = (
-        argmax_epsilon(law, law, symmetrised=False),
-        np.random.default_rng(seed),
-        0,
-        0,
-    )
+    epsilon, generator = argmax_epsilon(law, law, symmetrised=False), np.random.default_rng(seed)
+    missed = below = 0
     for _ in range(trials):
         low, high = certified_confusion(np.stack([generator.multinomial(n, row) for row in law]), beta=beta)
         missed += not (np.all(low <= law) and np.all(law <= high))
@@ -323,9 +305,7 @@ def test_a_certified_matrix_holds_as_often_as_it_says(seed: int) -> None:
     sure = certified_confusion(np.array([[5, 0], [0, 5]]), beta=beta)
     assert (sure[0][0, 1], sure[1][0, 0]) == (0.0, 1.0)
     assert math.isinf(argmax_epsilon(*sure, symmetrised=False))
-    narrow = certified_confusion(
-        np.round(n * law).astype(int), beta=0.999999
-    )  # planted: limits without a margin
+    narrow = certified_confusion(np.round(n * law).astype(int), beta=0.999999)  # planted: no margin of limits
     assert argmax_epsilon(*narrow, symmetrised=False) < argmax_epsilon(
         *certified_confusion(np.round(n * law).astype(int), beta=1e-6), symmetrised=False
     )
@@ -335,9 +315,7 @@ def test_the_argmax_is_pure_but_for_beta() -> None:
     one = LabelArgmax(step_epsilon=1.3, n_classes=10)
     (found,) = guarantees([one], delta=0.0)
     assert (found.epsilon, found.status) == (1.3, Status.PROVEN_UNDER_DEVICE_MODEL)
-    assert any(
-        "an attacker who sees them is not covered" in assumption.text for assumption in found.assumptions
-    )
+    assert any("an attacker who sees them is not covered" in each.text for each in found.assumptions)
     assert any("permutation" in assumption.text for assumption in found.assumptions)
     plain = guarantees([replace(one, symmetrised=False)], delta=0.0)[0]
     assert not any("permutation" in assumption.text for assumption in plain.assumptions)
@@ -372,9 +350,7 @@ def test_one_certificate_costs_its_beta_once(one: CertifiedMechanism) -> None:
     named = replace(one, beta=4e-6, certificate="a" * 32)
     together = [named, named.repeated(2)]
     assert math.isfinite(guarantees(together, delta=DELTA)[0].epsilon)
-    unnamed = [
-        replace(each, certificate="") for each in together
-    ]  # each look may rest on its own calibration
+    unnamed = [replace(each, certificate="") for each in together]  # each look may have its own calibration
     assert math.isinf(guarantees(unnamed, delta=DELTA)[0].epsilon)
     assert named.taken_upfront
     old = {key: value for key, value in one.to_json().items() if key != "certificate"}

@@ -1,7 +1,5 @@
 """Labels under amplification: the statement against exact mixtures, and the strongest attack on the code that runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -51,9 +49,7 @@ def _delta(q: float, a: tuple[float, float], b: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize(("q", "clip"), [(0.05, 0.3), (0.3, 0.8), (1.0, 0.5)])
 @pytest.mark.parametrize("delta", [1e-2, 1e-4])
-def test_a_step_costs_what_its_worst_pair_of_labels_tells(
-    q: float, clip: float, delta: float, seed: int
-) -> None:
+def test_a_step_costs_what_its_worst_pair_tells(q: float, clip: float, delta: float, seed: int) -> None:
     """Exactly delta for opposite contributions of norm C, and no other pair tells more; 1e-7 is the sums' error."""
     epsilon, generator = _only(_step(q, 1 / clip), delta).epsilon, np.random.default_rng(seed)
     worst = _delta(q, (clip, 0.0), -clip, epsilon)
@@ -63,27 +59,20 @@ def test_a_step_costs_what_its_worst_pair_of_labels_tells(
         radius, b = clip * np.array([1.0, generator.choice([1.0, generator.uniform()])])
         assert _delta(q, (radius * np.cos(angle), radius * np.sin(angle)), b, epsilon) <= worst + 1e-7
     added = PoissonGaussian(noise_multiplier=1 / clip, sampling_probability=q)
-    for fault in (
-        added,
-        _step(q, 2 / clip),
-        _step(q, 1.05 / clip),
-    ):  # another relation, half of it, less noise
+    for fault in (added, _step(q, 2 / clip), _step(q, 1.05 / clip)):  # another relation, half, less noise
         assert _delta(q, (clip, 0.0), -clip, _only(fault, delta).epsilon) > 1.05 * delta
 
 
-def test_unsampled_single_step_is_a_gaussian_shifted_by_twice_the_clip() -> None:
+def test_one_whole_step_and_published_values() -> None:
     guarantee = _only(LabelAmplified(sampling_probability=1.0, steps=1, noise_multiplier=5))
     assert (guarantee.unit, guarantee.status) == (Unit.LABEL, Status.PROVEN)
     assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1 / 0.4, 1e-5), rel=1e-8)
-
-
-def test_published_values_of_replace_one() -> None:
     for multiplier, epsilon in ((5.0, 4.54), (15.0, 1.32)):
         mechanism = LabelAmplified(sampling_probability=1 / 60, steps=24_000, noise_multiplier=multiplier)
         assert _only(mechanism).epsilon == pytest.approx(epsilon, abs=7e-3)
 
 
-def test_weighted_contributions_stay_within_the_clip(seed: int) -> None:
+def test_weighted_contributions_stay_within_the_clip_by_true_leverages(seed: int) -> None:
     """The torch code that training runs: factors bring every whitened contribution, label by label, within the clip."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     rows = [torch.randn(50, d, generator=generator).exp() for d in (7, 5)]
@@ -94,9 +83,6 @@ def test_weighted_contributions_stay_within_the_clip(seed: int) -> None:
         scaled = [delta.double() * factors[:, None] for delta in deltas]
         assert whitened_norms(scaled, white).max() <= 1.7 * (1 + 1e-9)
         assert ((factors > 0) & (factors <= 1)).all()
-
-
-def test_the_leverages_of_public_rows_equal_those_by_the_inverse(seed: int) -> None:
     generator = np.random.default_rng(seed)
     h, base = generator.standard_normal((9, 5)), generator.standard_normal((20, 5))
     found = Metric.of_rows(torch.from_numpy(base), floor=0.2).leverages(torch.from_numpy(h)).numpy()
@@ -178,8 +164,6 @@ def test_the_strongest_attack_stays_within_the_account_and_reaches_it(case: int,
     assert norms[0] > CLIP  # so record 0 sits at the bound, with opposite contributions: the worst pair
     ratios = sum(_step_ratio(layers, metrics, weights, generator) for _ in range(STEPS))
     assert _excess(ratios, _claimed()) < 5
-    assert (
-        _excess(ratios, _claimed(NeighboringRelation.ADD_OR_REMOVE_ONE)) > 10
-    )  # planted: the wrong relation
+    assert _excess(ratios, _claimed(NeighboringRelation.ADD_OR_REMOVE_ONE)) > 10  # planted: another relation
     unclipped = sum(_step_ratio(layers, metrics, np.ones(8), generator) for _ in range(STEPS))
     assert _excess(unclipped, _claimed()) > 10  # planted: weights left out

@@ -1,7 +1,5 @@
 """Releases of labels: a noisy linear model, label readings, randomized response; laws, prices, posteriors."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -205,10 +203,8 @@ def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:
     codes, sigmas = [generator.standard_normal((4, 2)), generator.standard_normal((6, 2))], [2.0, 3.0]
     mu, n = label_readout_mu(codes, sigmas), 40_000
     assert label_distance(codes[0]) == pytest.approx(label_readout_mu(codes[:1], [1.0]))
-    readings = [
-        code[:, 0] + sigma * generator.standard_normal((n, len(code)))
-        for code, sigma in zip(codes, sigmas, strict=True)
-    ]
+    pairs = zip(codes, sigmas, strict=True)
+    readings = [code[:, 0] + sigma * generator.standard_normal((n, len(code))) for code, sigma in pairs]
     likelihood = reading_log_likelihood(readings, codes, sigmas)
     ratio = likelihood[:, 0] - likelihood[:, 1]
 
@@ -220,10 +216,14 @@ def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:
     assert deviation(label_readout_mu(codes[:1], sigmas[:1])) > 10
 
 
-def test_the_guarantee_of_a_mu() -> None:
+def test_a_mu_and_a_response_attain_their_epsilon() -> None:
     guarantee = _only(LabelReadout(mu=0.719))
     assert guarantee.epsilon == pytest.approx(3.0, abs=5e-3)
     assert (guarantee.unit, guarantee.status) == (Unit.LABEL, Status.PROVEN)
+    likelihood = np.exp(response_log_likelihood(np.arange(10), epsilon=1.3, n_labels=10))
+    np.testing.assert_allclose(likelihood.sum(axis=0), 1.0)
+    assert np.log(likelihood.max() / likelihood.min()) == pytest.approx(1.3)
+    assert keep_probability(0.0, 4) == 0.25
 
 
 def test_posterior_is_bayes_rule_by_hand() -> None:
@@ -242,13 +242,6 @@ def test_reading_likelihood_equals_the_gaussian_density(seed: int) -> None:
     density = np.array([[-np.sum((r - b) ** 2) / (2 * 1.7**2) for b in code.T] for r in reading])
     difference = likelihood - density
     np.testing.assert_allclose(difference, np.repeat(difference[:, :1], 3, axis=1), atol=1e-12)
-
-
-def test_response_law_attains_epsilon_and_its_likelihood_sums_to_one() -> None:
-    likelihood = np.exp(response_log_likelihood(np.arange(10), epsilon=1.3, n_labels=10))
-    np.testing.assert_allclose(likelihood.sum(axis=0), 1.0)
-    assert np.log(likelihood.max() / likelihood.min()) == pytest.approx(1.3)
-    assert keep_probability(0.0, 4) == 0.25
 
 
 def test_responses_follow_the_law(seed: int) -> None:

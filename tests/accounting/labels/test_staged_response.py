@@ -1,7 +1,5 @@
 """Responses among some labels: exact channels, sets, targets, and what a whole look in stages costs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -42,10 +40,7 @@ def largest_ratio(law: np.ndarray) -> float:
 
 
 @settings(max_examples=200)
-@given(
-    st.lists(st.floats(0, 1), min_size=2, max_size=12).filter(lambda masses: sum(masses) > 0),
-    st.floats(1e-6, 300),
-)
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12).filter(any), st.floats(1e-6, 300))
 def test_no_prior_makes_an_answer_tell_more_than_epsilon(masses: list[float], epsilon: float) -> None:
     prior = np.array(masses) / sum(masses)
     law = channel(telling_labels(prior[None], epsilon=epsilon)[0], epsilon)
@@ -87,10 +82,12 @@ def test_answers_have_the_law_that_is_accounted(size: int, seed: int) -> None:
     assert deviation(1.05 * epsilon) > limit
 
 
-def test_among_all_labels_it_is_randomized_response() -> None:
+def test_among_all_labels_it_is_randomized_response_as_with_a_flat_prior() -> None:
     observed = np.arange(4)
     everything = among_log_likelihood(observed, np.ones((4, 4), dtype=bool), epsilon=0.7)
     np.testing.assert_allclose(everything, response_log_likelihood(observed, epsilon=0.7, n_labels=4))
+    assert telling_labels(np.full((1, 10), 0.1), epsilon=3.0).all()
+    assert telling_labels(np.eye(10), epsilon=3.0).sum(axis=1).tolist() == [2] * 10
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 1.0, 3.0, 8.0])
@@ -107,11 +104,6 @@ def test_the_set_is_the_one_that_tells_most(epsilon: float) -> None:
         among = telling_labels(prior[None], epsilon=epsilon)[0]
         assert told[int(among.sum())] == pytest.approx(max(told.values()), abs=1e-12)
         assert set(np.flatnonzero(among)) == set(order[: among.sum()])
-
-
-def test_a_flat_prior_allows_every_label_and_a_sure_one_two() -> None:
-    assert telling_labels(np.full((1, 10), 0.1), epsilon=3.0).all()
-    assert telling_labels(np.eye(10), epsilon=3.0).sum(axis=1).tolist() == [2] * 10
 
 
 @pytest.mark.parametrize("epsilon", [0.2, 1.0, 5.0])
@@ -213,9 +205,8 @@ def test_the_pure_epsilon_and_the_exact_one_at_a_delta() -> None:
     assert delta == pytest.approx(DELTA, rel=1e-3)
     keep = 1 / (1 + math.exp(-1.7))
     two = RandomizedResponse(keep_probability=keep, n_classes=2, steps=6)
-    (both,) = guarantees(
-        [one.repeated(2), StagedResponse(step_epsilon=1.7, n_classes=3, stages=2, steps=4)], delta=DELTA
-    )
+    other = StagedResponse(step_epsilon=1.7, n_classes=3, stages=2, steps=4)
+    (both,) = guarantees([one.repeated(2), other], delta=DELTA)
     assert both.epsilon == pytest.approx(guarantees([two], delta=DELTA)[0].epsilon)
     (mixed,) = guarantees([one, StagedResponse(step_epsilon=0.5, n_classes=10, stages=4)], delta=DELTA)
     assert mixed.epsilon == pytest.approx(2.2)

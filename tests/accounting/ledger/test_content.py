@@ -1,7 +1,5 @@
 """What a ledger's lines may be, and which steps they cover."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,7 @@ def covered() -> Coverage:
     return Coverage([block(12, 2), ONCE, block(3, 4), block(14, 1)])
 
 
-def test_every_step_is_found_in_the_block_that_covers_it() -> None:
+def test_every_step_is_found_in_its_block_which_ends_before_the_next_paid_one() -> None:
     coverage = covered()
     for step in range(-1, 20):
         found = coverage.find(step)
@@ -40,9 +38,6 @@ def test_every_step_is_found_in_the_block_that_covers_it() -> None:
         if found is not None:
             assert found.first_step is not None
             assert found.first_step <= step < found.first_step + found.steps
-
-
-def test_a_block_ends_before_the_next_paid_step() -> None:
     coverage = covered()
     for step in set(range(20)) - PAID:
         for wanted in (1, 2, 5, 30):
@@ -62,9 +57,7 @@ def test_a_block_ends_before_the_next_paid_step() -> None:
         ([(0, 3), (3, 3), (7, 1), (6, 1)], 8),
     ],
 )
-def test_the_first_gap_is_the_first_step_that_no_block_covers(
-    blocks: list[tuple[int, int]], gap: int
-) -> None:
+def test_the_first_gap_is_the_first_step_outside_blocks(blocks: list[tuple[int, int]], gap: int) -> None:
     assert Coverage([ONCE, *(block(*one) for one in blocks)]).first_gap() == gap
 
 
@@ -85,9 +78,13 @@ def test_the_part_of_a_payment_before_a_step() -> None:
     assert replace(paid, mechanisms=(STEP.repeated(2), STEP)).total == [STEP.repeated(8), STEP.repeated(4)]
 
 
-def test_the_end_of_a_block_is_returned() -> None:
+def test_the_end_of_a_block_is_returned_and_truth_values_are_no_steps() -> None:
     assert shortened(block(3, 4), 4, 3) == block(3, 1)
     assert shortened(block(3, 4), 6, 1) == block(3, 3)
+    with pytest.raises(ValueError, match="returns True steps"):
+        shortened(block(0, 2), 1, True)
+    with pytest.raises(ValueError, match="not the end"):
+        shortened(ONCE, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +94,6 @@ def test_the_end_of_a_block_is_returned() -> None:
 def test_nothing_but_the_end_of_a_block_is_returned(first: Any, steps: Any) -> None:
     with pytest.raises(ValueError, match="are not the end of the block in the line before"):
         shortened(block(3, 4), first, steps)
-
-
-def test_truth_values_are_no_steps() -> None:
-    with pytest.raises(ValueError, match="returns True steps"):
-        shortened(block(0, 2), 1, True)
-    with pytest.raises(ValueError, match="not the end"):
-        shortened(ONCE, 0, 1)
 
 
 def read(*entries: dict[str, Any]) -> Any:
@@ -117,10 +107,8 @@ def test_a_ledger_is_read_line_by_line() -> None:
     assert content.payments == (block(0, 4), ONCE, block(4, 1))
     assert (content.mode, content.delta, content.enforced) == ("release", 1e-5, True)
     assert read(BLOCK, stop, {"resumed": {"checkpoint": None}}).payments == (block(0, 4),)
-    assert (
-        sum(payment.steps for payment in read(BLOCK, {"returned": {"first_step": 1, "steps": 3}}).payments)
-        == 1
-    )
+    found = read(BLOCK, {"returned": {"first_step": 1, "steps": 3}})
+    assert sum(payment.steps for payment in found.payments) == 1
     assert {one.steps for one in content.mechanisms} == {5, 1}
 
 
@@ -160,10 +148,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "line 3: returns steps, but the line before reserves none",
     ),
-    "a delta of another type": (
-        lambda: content_of(Path("l"), [{**OPENING, "delta": True}]),
-        "line 1: delta = ",
-    ),
+    "a delta of another type": (lambda: content_of(Path(), [{**OPENING, "delta": True}]), "line 1: delta = "),
     "a return without its steps": (lambda: read(BLOCK, {"returned": {"first_step": 1}}), "line 3: 'steps'"),
 }
 

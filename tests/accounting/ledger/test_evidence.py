@@ -1,7 +1,5 @@
 """Certificates and alarms in a ledger: a certificate costs its beta once, and an alarm divides a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -63,9 +61,7 @@ def epsilon(mechanisms: Sequence[CertifiedMechanism], delta: float = DELTA) -> f
 
 
 @pytest.mark.parametrize("mechanism", EVERY, ids=lambda one: one.kind)
-def test_a_certificate_costs_its_beta_once_for_all_steps_and_mechanisms(
-    mechanism: CertifiedMechanism,
-) -> None:
+def test_a_certificate_costs_its_beta_once_for_all_steps_and_kinds(mechanism: CertifiedMechanism) -> None:
     plain = replace(mechanism, beta=0.0, certificate="")
     steps = [replace(mechanism, steps=3), replace(mechanism, steps=2)]
     without = [replace(plain, steps=5)]
@@ -73,9 +69,8 @@ def test_a_certificate_costs_its_beta_once_for_all_steps_and_mechanisms(
     assert found == pytest.approx(epsilon(without, DELTA - BETA), rel=1e-9)
     assert found > epsilon(without)  # a beta that is ignored would give this
     other = replace(mechanism, certificate="b" * 32, beta=2 * BETA)
-    assert epsilon([mechanism, other]) == pytest.approx(
-        epsilon([replace(plain, steps=2)], DELTA - 3 * BETA), rel=1e-9
-    )
+    wanted = epsilon([replace(plain, steps=2)], DELTA - 3 * BETA)
+    assert epsilon([mechanism, other]) == pytest.approx(wanted, rel=1e-9)
     useless = guarantees([replace(mechanism, beta=DELTA)], delta=DELTA)[0]
     assert (useless.status, useless.epsilon) == (Status.NONE, math.inf)
     assert "must exceed beta" in str(useless.reason)
@@ -156,9 +151,7 @@ def test_an_alarm_at_sound_noise_leaves_the_guarantee(tmp_path: Path, alarm: Ala
 
 
 @pytest.mark.parametrize(("since", "covered"), [(0, True), (7, True), (-1, False)])
-def test_labels_that_were_read_before_a_check_in_order_stay_covered(
-    tmp_path: Path, since: int, covered: bool
-) -> None:
+def test_labels_read_before_a_check_in_order_stay_covered(tmp_path: Path, since: int, covered: bool) -> None:
     readout = LabelReadout(mu=0.7, device_law=True, beta=BETA, certificate=CERTIFICATE.digest)
     with Ledger(tmp_path / "ledger.jsonl", mode="release", delta=DELTA) as ledger:
         ledger.note_certificate(CERTIFICATE)
@@ -191,9 +184,7 @@ def test_a_ledger_whose_mechanism_hides_its_certificates_error_is_refused(tmp_pa
     assert read_ledger(tmp_path).guarantees()
 
 
-def test_a_planted_line_that_hides_the_error_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_line_that_hides_an_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opusim.accounting.ledger.require_certified", lambda *_: None)
     with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=DELTA) as ledger:
         ledger.pay(0, RECORD)

@@ -1,7 +1,5 @@
 """A ledger pays before a step is computed, notices changes, and replays to the run's own guarantee."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -160,9 +158,8 @@ def test_a_step_whose_noise_is_not_repeated_is_charged_again(tmp_path: Path) -> 
     for repeatable, wanted in ((True, 10), (False, 14)):
         path = tmp_path / f"{repeatable}.jsonl"
         for start in (0, 6):  # killed after step 9, with a checkpoint of 6 steps
-            with Ledger(
-                path, mode="experiment", delta=1e-5, block=1 if start else 10, repeatable=repeatable
-            ) as ledger:
+            options = {"delta": 1e-5, "block": 1 if start else 10, "repeatable": repeatable}
+            with Ledger(path, mode="experiment", **options) as ledger:
                 for step in range(start, 10):
                     ledger.pay(step, STEP, until=10)
         assert paid(path) == wanted
@@ -250,9 +247,7 @@ def test_a_run_that_fits_is_accounted_for_once_each_time_it_is_opened(
     assert asked == [2]
 
 
-def test_a_part_of_a_block_is_reserved_if_no_more_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_of_a_block_is_reserved_if_no_more_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Budget, "spent", lambda _, mechanisms: 0.1 * sum(one.steps for one in mechanisms))
     budget = Budget(epsilon=0.65, delta=1e-5)
     with Ledger(tmp_path / "l", mode="release", delta=1e-5, block=4, budget=budget) as ledger:
@@ -273,9 +268,7 @@ def test_a_part_of_a_block_is_reserved_if_no_more_fits(
         ({"delta": -1e-9}, "delta = -1e-09"),
     ],
 )
-def test_a_ledger_that_cannot_be_is_not_created(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
+def test_a_wrong_ledger_is_not_created(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Ledger(tmp_path / "l", **{"mode": "experiment", "delta": 1e-5, **changes})  # type: ignore[arg-type]
     assert not (tmp_path / "l").exists()

@@ -1,7 +1,5 @@
 """`opusim account run --json`: one versioned document that says what the text says, and reads back to itself."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -78,9 +76,7 @@ Document: Any = part(
 def validated(content: dict[str, Any]) -> Any:
     """The document, validated; `schema` is renamed because pydantic has a method of that name."""
     assert list(content) == ["schema", *list(Document.model_fields)[1:]]
-    return Document.model_validate(
-        {"schema_name" if key == "schema" else key: content[key] for key in content}
-    )
+    return Document.model_validate({"schema_name" if k == "schema" else k: content[k] for k in content})
 
 
 def stated(folder: Path, mode: str, *mechanisms: Mechanism, steps: int = 3) -> dict[str, Any]:
@@ -91,9 +87,7 @@ def stated(folder: Path, mode: str, *mechanisms: Mechanism, steps: int = 3) -> d
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_the_document_says_what_the_text_says(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_document_says_what_texts_do(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", WIDTH)  # that of the command
     content = stated(tmp_path, mode, STEP)
     found = validated(content)
@@ -103,11 +97,8 @@ def test_the_document_says_what_the_text_says(
     assert all(hypothesis.text in text for hypothesis in guarantee.assumptions)
     assert {None, True} == {hypothesis.holds for hypothesis in guarantee.assumptions}
     assert f"theorem {guarantee.theorem.name} (" in guarantee.source
-    assert (found.mechanisms[0].kind, found.mechanisms[0].steps, found.ledger.steps_paid) == (
-        "record_central",
-        3,
-        3,
-    )
+    first = found.mechanisms[0]
+    assert (first.kind, first.steps, found.ledger.steps_paid) == ("record_central", 3, 3)
     warned = {warning.code for warning in found.warnings}
     assert ("experiment" in warned) is ("This run stored its seed" in text) is (mode == "experiment")
     assert "unwitnessed" in warned

@@ -1,7 +1,5 @@
 """Proposition 3 as published: where it fails, what it says, and the direction that it leaves out."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -51,16 +49,13 @@ def _one_hidden(**changes: float) -> PublishedPdfa:
     return replace(run, **changes)
 
 
-def test_tanh_and_relu_have_no_finite_epsilon_and_the_hypothesis_is_named() -> None:
+def test_tanh_relu_and_a_second_hidden_layer_have_no_finite_epsilon() -> None:
     guarantee = published_guarantee([_paper(gamma_min=0.0)], DELTA)
     assert math.isinf(guarantee.epsilon)
     assert guarantee.status is Status.CLAIMED
     assert guarantee.reason is not None
     for name in ("layer 1: gamma_min > 0", "layer 2: entrywise lower bound", "positive definiteness"):
         assert name in guarantee.reason
-
-
-def test_a_second_hidden_layer_fails_by_its_signed_input_even_with_a_bounded_slope() -> None:
     guarantee = published_guarantee([_paper(gamma_min=1.0)], DELTA)
     assert math.isinf(guarantee.epsilon)
     assert guarantee.reason == (
@@ -68,7 +63,7 @@ def test_a_second_hidden_layer_fails_by_its_signed_input_even_with_a_bounded_slo
     )
 
 
-def test_the_formula_exceeds_a_million_at_the_papers_settings() -> None:
+def test_the_formula_exceeds_a_million_and_whole_records_have_no_guarantee() -> None:
     run = _paper()
     assert published_rdp(run, 2.0) / 2 == pytest.approx(1.11e6, rel=3e-3)
     assert published_rdp(run, 2.0, noised_only=True) / 2 == pytest.approx(0.80e6, rel=5e-3)
@@ -76,6 +71,13 @@ def test_the_formula_exceeds_a_million_at_the_papers_settings() -> None:
     assert guarantee.formula_value is not None
     assert guarantee.formula_value > 1e6
     assert published_value([run], DELTA, noised_only=True) < 1e6  # the two layers that carry noise
+    none, claimed = guarantees([_one_hidden()], delta=DELTA)
+    assert (none.status, none.epsilon) == (Status.NONE, math.inf)
+    assert claimed.status is Status.CLAIMED
+    lacking = PdfaWithoutFormula(missing="a clip of the projected error", steps=10)
+    (none,) = guarantees([lacking], delta=DELTA)
+    assert (none.status, none.epsilon) == (Status.NONE, math.inf)
+    assert len(guarantees([_one_hidden(), lacking], delta=DELTA)) == 1  # nothing is claimed of a part
 
 
 def test_one_hidden_layer_with_bounded_slope_and_positive_inputs_is_finite_and_its_gaps_are_listed() -> None:
@@ -86,15 +88,12 @@ def test_one_hidden_layer_with_bounded_slope_and_positive_inputs_is_finite_and_i
     assert guarantee.formula_value <= guarantee.epsilon
 
 
-def test_an_order_beyond_positive_definiteness_is_infinite() -> None:
+def test_an_order_beyond_positive_definiteness_is_infinite_and_a_negative_logarithm_named() -> None:
     limit = 1 + 256 * 0.4096 / (1 - 0.4096)
     assert math.isfinite(published_guarantee([_one_hidden(order=0.99 * limit)], DELTA).epsilon)
     beyond = published_guarantee([_one_hidden(order=1.01 * limit)], DELTA)
     assert beyond.reason is not None
     assert "positive definiteness" in beyond.reason
-
-
-def test_a_negative_log_denominator_is_named() -> None:
     guarantee = published_guarantee([_one_hidden(batch_size=1)], DELTA)
     assert guarantee.reason is not None
     assert "positive log denominator" in guarantee.reason
@@ -134,16 +133,6 @@ def test_two_sided_bound_is_never_below_the_exact_divergence(seed: int) -> None:
         assert exact <= column_bound_two_sided(alpha, **arguments) * (1 + 1e-9)
         caught += exact > column_bound_published(alpha, **arguments) * (1 + 1e-9)
     assert caught > 0
-
-
-def test_whole_records_have_no_guarantee_whatever_the_paper_claims() -> None:
-    none, claimed = guarantees([_one_hidden()], delta=DELTA)
-    assert (none.status, none.epsilon) == (Status.NONE, math.inf)
-    assert claimed.status is Status.CLAIMED
-    lacking = PdfaWithoutFormula(missing="a clip of the projected error", steps=10)
-    (none,) = guarantees([lacking], delta=DELTA)
-    assert (none.status, none.epsilon) == (Status.NONE, math.inf)
-    assert len(guarantees([_one_hidden(), lacking], delta=DELTA)) == 1  # nothing is claimed of a part
 
 
 def test_runs_compose_at_a_common_order() -> None:

@@ -1,7 +1,5 @@
 """Noise that is correlated over steps: its price against dense matrices, an independent accountant, and exact laws."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product
@@ -49,9 +47,7 @@ def dense(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
         pytest.param((2.0, 0.0, -1.5), 42, marks=pytest.mark.slow),
     ],
 )
-def test_epsilon_is_that_of_another_accountant_at_the_dense_sensitivity(
-    correlation: tuple[float, ...], steps: int
-) -> None:
+def test_epsilon_is_another_accountants_at_the_dense_sensitivity(correlation: tuple, steps: int) -> None:
     found = only(replace(RUN, correlation=correlation, steps=steps))
     bands = len(correlation)
     sensitivity = float(np.linalg.norm(dense(correlation, steps), axis=0).max())
@@ -65,39 +61,26 @@ def test_epsilon_is_that_of_another_accountant_at_the_dense_sensitivity(
     assert lower - 1e-3 <= expected <= found.epsilon * 1.002 + 1e-6
 
 
-def test_independent_noise_costs_what_it_did_and_old_ledgers_are_read() -> None:
+def test_independent_noise_and_replacement_cost_what_they_did() -> None:
     plain = replace(RUN, correlation=(1.0,))
     kept = plain.to_json()
     del kept["correlation"]
     assert mechanism_from_json(kept) == plain
     assert mechanism_from_json(RUN.to_json()) == RUN
-    flat = replace(
-        plain, sampling_probability=0.15, steps=14, noise_multiplier=2.0 / math.hypot(0.8, 0.5, 0.3)
-    )
+    flat = replace(plain, sampling_probability=0.15, steps=14, noise_multiplier=2 / math.hypot(0.8, 0.5, 0.3))
     assert only(RUN).epsilon == pytest.approx(only(flat).epsilon, rel=1e-6)
     assert only(plain).source.startswith("theorem clipped-records ")
     assert only(RUN).source.startswith("theorem banded-records ")
     assert "correlated over 3 steps" in RUN.describe()
     assert "correlated" not in plain.describe()
-
-
-def test_replacing_a_record_is_priced_by_the_same_blocks() -> None:
     values: dict[str, Any] = {"noise_multiplier": 2.0, "clip_norm": 1.0, "divisor": 1}
     banded = RecordReplaced(**values, sampling_probability=0.05, steps=11, correlation=(0.8, 0.6))
     flat = RecordReplaced(**values, sampling_probability=0.1, steps=6)
     assert only(banded).epsilon == pytest.approx(only(flat).epsilon, rel=1e-6)
-
-
-def test_who_knows_the_batch_knows_the_subset() -> None:
     known = replace(RUN, steps=1).known_batch()
     assert known.as_noise().probability == 1.0
-    assert known.as_noise().scale == pytest.approx(
-        2.0 / 0.8
-    )  # one step alone: only c_0 of its column has run
-
-
-def test_runs_are_not_merged_into_one() -> None:
-    """Two runs of 4 steps with 3 bands are 2 + 2 releases, and 8 steps of one run are 3."""
+    assert known.as_noise().scale == pytest.approx(2.0 / 0.8)  # one step: only c_0 of its column has run
+    # Two runs of 4 steps with 3 bands are 2 + 2 releases, and 8 steps of one run are 3.
     four = replace(RUN, steps=4)
     assert only(four, four).epsilon == pytest.approx(only(replace(RUN, steps=12)).epsilon, rel=1e-6)
     assert only(four, four).epsilon > only(replace(RUN, steps=8)).epsilon
@@ -183,15 +166,12 @@ def test_the_exact_law_stays_below_the_stated_epsilon(delta: float) -> None:
     assert gap <= delta + 5 * error
 
 
-def test_the_bound_is_tight_for_the_worst_subset() -> None:
+def test_the_bound_is_tight_for_the_worst_subset_and_planted_faults_exceed_it() -> None:
     """Two whole blocks of the first subset are the accounted mechanism itself, so its gap is delta."""
     worst = drawn(COEFFICIENTS, batches((0, 2), 2 * Q))
     gap, error = largest_gap(worst, stated(COEFFICIENTS, 0.05), n=200_000)
     assert abs(gap - 0.05) <= 5 * error + 1e-4  # the stated epsilon is discretised from above
-
-
-def test_planted_faults_exceed_the_stated_epsilon() -> None:
-    """All subsets at every step; columns of norm above 1; both cost more than is stated."""
+    # All subsets at every step; columns of norm above 1; both cost more than is stated.
     delta = 0.05
     epsilon = stated(COEFFICIENTS, delta)
     everywhere = drawn(COEFFICIENTS, batches(tuple(range(STEPS)), 2 * Q))

@@ -1,7 +1,5 @@
 """Adding or removing a record, and a record against an empty place: what is stated, and why the numbers agree."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -13,19 +11,13 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from opusim.accounting import Gaussian, PoissonGaussian, PoissonLaplace, RecordCentral, RecordReplaced
 from opusim.accounting.composition import guarantees
 from opusim.accounting.explanation import explain, guarantee_rows
 from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
 from opusim.accounting.journal import Journal
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
-from opusim.accounting.mechanisms.records import (
-    Gaussian,
-    PoissonGaussian,
-    PoissonLaplace,
-    RecordCentral,
-    RecordReplaced,
-)
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 
@@ -123,9 +115,7 @@ def test_replaced_records_have_no_relation_to_choose() -> None:
 @pytest.mark.parametrize(
     "mechanism",
     [
-        lambda relation: PoissonGaussian(
-            noise_multiplier=1.1, sampling_probability=0.05, steps=40, adjacency=relation
-        ),
+        lambda r: PoissonGaussian(noise_multiplier=1.1, sampling_probability=0.05, steps=40, adjacency=r),
         lambda relation: Gaussian(noise_multiplier=4.0, steps=3, adjacency=relation),
         lambda relation: PoissonLaplace(scale=2.0, sampling_probability=0.05, steps=9, adjacency=relation),
     ],

@@ -1,7 +1,5 @@
 """Charging only accepted updates, as DPSUR does, charges less than the accepted updates release."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.special import ndtr

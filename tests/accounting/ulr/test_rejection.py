@@ -1,7 +1,5 @@
 """The sampled Gaussian mechanism with rejection: the bound against quadrature in both directions, and known values."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise, product
 
@@ -74,10 +72,8 @@ def test_hockey_sticks_stay_below_the_mixture_that_is_composed(case: tuple[int, 
     mixture, z = run_of(case[0], case[1], case[2], 1.0).as_mixture(), case[3]
     for others, new in product(ALL_VALUES, (-1.0, 1.0)):
         step, without, with_new = densities(*case, others, new)
-        for direction, p, q in (
-            (AdjacencyType.REMOVE, with_new, without),
-            (AdjacencyType.ADD, without, with_new),
-        ):
+        remove, add = AdjacencyType.REMOVE, AdjacencyType.ADD
+        for direction, p, q in ((remove, with_new, without), (add, without, with_new)):
             for epsilon in (0.0, 0.05, 0.3, 1.0):
                 exact = float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * step)
                 bound = sum(
@@ -99,9 +95,8 @@ def test_the_reference_cases() -> None:
         step, without, with_new = densities(*case, others, new)
         found += [renyi(4.0, step, without, with_new), renyi(4.0, step, with_new, without)]
     assert max(found) == pytest.approx(1.59e-2, rel=5e-3)
-    assert numerics.mixture_renyi_curve(run_of(*case).as_mixture(), (4.0,))[0] == pytest.approx(
-        2.28e-2, rel=5e-3
-    )
+    curve = numerics.mixture_renyi_curve(run_of(*case).as_mixture(), (4.0,))
+    assert curve[0] == pytest.approx(2.28e-2, rel=5e-3)
     paper = PublishedUlr(
         target_std=4,
         sampling_probability=0.2,
@@ -153,11 +148,17 @@ def test_composed_epsilon_is_at_most_the_references(z: float, renyi_value: float
     assert (guarantee.status, guarantee.adjacency) == (Status.PROVEN, Adjacency.ADD_OR_REMOVE_ONE)
 
 
-def test_no_rejection_is_the_plain_sampled_gaussian() -> None:
+def test_no_rejection_rare_batches_and_failing_orders(caplog: pytest.LogCaptureFixture) -> None:
     mixture = run_of(1000, 0.1, 1, 1.0).as_mixture()
     assert mixture.probability == pytest.approx(0.1, rel=1e-9)
     assert mixture.share < 1e-9
     assert run_of(50, 1.0, 20, 1.0).as_mixture().share == 0
+    # P(X >= N_B) is below 1e-308: no sampling, and 2 C apart, so a Gaussian of half the noise.
+    (guarantee,) = guarantees([run_of(1000, 1e-100, 10, 8.0)], delta=1e-5)
+    (plain,) = guarantees([Gaussian(noise_multiplier=4.0)], delta=1e-5)
+    assert plain.epsilon <= guarantee.epsilon <= 1.01 * plain.epsilon
+    guarantees([run_of(1000, 0.5, 10, 1e5)], delta=1e-5)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("q", "least"), [(0.01, 10), (0.05, 50), (0.2, 150), (0.5, 480)])
@@ -178,15 +179,3 @@ def test_parameters_against_sums_over_batch_sizes() -> None:
     mixture = run_of(n, q, least, 1.0).as_mixture()
     assert mixture.probability == pytest.approx(q * near / (q * near + (1 - q) * above), rel=1e-9)
     assert mixture.share == pytest.approx(mean - mean_near, rel=1e-9)
-
-
-def test_batches_too_rare_for_doubles_count_as_the_worst_pair() -> None:
-    """P(X >= N_B) is below 1e-308: no sampling, and 2 C apart, so a Gaussian of half the noise."""
-    (guarantee,) = guarantees([run_of(1000, 1e-100, 10, 8.0)], delta=1e-5)
-    (plain,) = guarantees([Gaussian(noise_multiplier=4.0)], delta=1e-5)
-    assert plain.epsilon <= guarantee.epsilon <= 1.01 * plain.epsilon
-
-
-def test_orders_that_fail_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    guarantees([run_of(1000, 0.5, 10, 1e5)], delta=1e-5)
-    assert not caplog.records

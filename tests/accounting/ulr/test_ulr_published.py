@@ -1,7 +1,5 @@
 """Eq. 11 of the DP-ULR paper: the printed numbers, its conditions by name, and what its proof leaves out."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -156,9 +156,8 @@ def test_sums_over_some_pixels_are_those_of_their_groups(seed: int) -> None:
     means = frames[:, kept].mean(axis=0)
     np.testing.assert_allclose(found[:, 1], [means[kept % 10 == group].sum() for group in range(10)])
     rest = frames[:, kept] - frames[:, kept].mean(axis=1, keepdims=True)
-    assert found[:, 2].sum() / kept.size == pytest.approx(
-        rest.var(axis=0, ddof=1).mean() * kept.size / (kept.size - 1)
-    )
+    wanted = rest.var(axis=0, ddof=1).mean() * kept.size / (kept.size - 1)
+    assert found[:, 2].sum() / kept.size == pytest.approx(wanted)
 
 
 def test_the_smallest_beta_that_is_taken_gives_limits(seed: int) -> None:

@@ -18,33 +18,28 @@ SMALL = ["--outputs", "600", "--inputs", "8", "--frames", "12", "--readings", "6
 
 
 def test_a_camera_is_calibrated_and_checked(tmp_path: Path) -> None:
-    result = RUNNER.invoke(
-        app, ["calibrate", "camera_low_light", "--out", str(tmp_path), *SMALL, "--warm-c", "40"]
-    )
+    words = ["calibrate", "camera_low_light", "--out", str(tmp_path), *SMALL, "--warm-c", "40"]
+    result = RUNNER.invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert all(
-        word in result.stdout
-        for word in ("gain_dn_per_e", "DN/e⁻", "doubling_k", "certified noise: photon count")
-    )
+    words = ("gain_dn_per_e", "DN/e⁻", "doubling_k", "certified noise: photon count")
+    assert all(word in result.stdout for word in words)
     assert (tmp_path / "report.html").stat().st_size > 20_000
     certificate = tmp_path / "camera_low_light.certificate.toml"
-    checked = RUNNER.invoke(
-        app, ["check", "camera_low_light", str(certificate), "--frames", "12", "--readings", "60"]
-    )
+    words = ["check", "camera_low_light", str(certificate), "--frames", "12", "--readings", "60"]
+    checked = RUNNER.invoke(app, words)
     assert checked.exit_code == 0, checked.output
     assert "the certified noise is there" in checked.stdout
     other = RUNNER.invoke(app, ["check", "camera", str(certificate)])
     assert isinstance(other.exception, ConfigError)
 
 
-def test_a_calibration_that_certifies_no_law_ends_with_3(tmp_path: Path) -> None:
+def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_is_gone(
+    tmp_path: Path,
+) -> None:
     result = RUNNER.invoke(app, ["calibrate", "ideal", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 3, result.output
     assert "this does not hold: each output is Gaussian (constant outputs)" in result.stdout
     assert (tmp_path / "ideal.certificate.toml").exists()
-
-
-def test_a_check_fails_where_the_noise_is_gone(tmp_path: Path) -> None:
     RUNNER.invoke(app, ["calibrate", "gaussian", "--out", str(tmp_path), *SMALL])
     certificate = tmp_path / "gaussian.certificate.toml"
     text = certificate.read_text()
@@ -70,9 +65,8 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
     result = RUNNER.invoke(app, [*words, "--temperature-c", "30", "--title", "My bench"])
     assert result.exit_code == 0, result.output
-    assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in " ".join(
-        result.stdout.split()
-    )
+    told = " ".join(result.stdout.split())
+    assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in told
     assert "gain_dn_per_e" in (out / "camera.txt").read_text()
     assert (out / "camera.png").stat().st_size > 20_000
     content = json.loads((out / "camera.json").read_text())
@@ -125,9 +119,8 @@ def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:
     charge = 600 * (limits["gain_dn_per_e"]["high"] - limits["gain_dn_per_e"]["low"])
     assert abs(found.camera.sensor.black_level_dn - sensor.black) < 2 * (width + charge)
     assert abs(found.camera.sensor.read_noise_e**2 - sensor.read**2) < 30
-    assert "less the 600 e⁻ that camera_low_light describes" in (
-        found.provenance["camera.sensor.black_level_dn"].source
-    )
+    source = found.provenance["camera.sensor.black_level_dn"].source
+    assert "less the 600 e⁻ that camera_low_light describes" in source
 
 
 def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:
@@ -136,9 +129,8 @@ def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, recorded).exit_code == 0
     result = RUNNER.invoke(app, ["calibrate", "--recorded", str(folder), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "EMVA 1288 folder, 72 frames of 1,600 pixels at 21 levels, 12 bits" in " ".join(
-        result.stdout.split()
-    )
+    told = " ".join(result.stdout.split())
+    assert "EMVA 1288 folder, 72 frames of 1,600 pixels at 21 levels, 12 bits" in told
     assert "to write a description, name the camera" in result.stdout
     gain = json.loads((tmp_path / "out" / "camera.json").read_text())["constants"]["gain_dn_per_e"]
     assert abs(gain["value"] - 1.0) < gain["high"] - gain["low"] < 0.2

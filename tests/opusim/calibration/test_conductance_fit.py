@@ -1,7 +1,5 @@
 """Fits of memory devices to measurements: constants, limits, faults that must be noticed, and the command."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

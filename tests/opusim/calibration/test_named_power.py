@@ -1,7 +1,5 @@
 """Certificates under a light whose law is named: certified about the truth, or refused for what is wrong with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -48,12 +48,7 @@ def test_the_limits_cover_each_configured_constant_at_their_rate(name: str, seed
     for key in runs[0][1]:
         hits = np.array([found[key].covers(truth[key]) for found, truth in runs])
         assert rate_fits(hits, CONFIDENCE), (key, hits.mean())
-        wrong = np.array(
-            [
-                found[key].covers(truth[key] + 2.0 * (found[key].high - found[key].low))
-                for found, truth in runs
-            ]
-        )
+        wrong = np.array([f[key].covers(truth[key] + 2.0 * (f[key].high - f[key].low)) for f, truth in runs])
         assert not rate_fits(wrong, CONFIDENCE), key
 
 

@@ -61,19 +61,13 @@ def test_limits_cover_the_presets_dark_noise_at_their_rate(name: str, seed: int)
     assert planted < CONFIDENCE - TOLERANCE, planted
 
 
-def test_without_a_converter_the_variance_tells(seed: int) -> None:
+def test_without_a_converter_the_variance_tells_or_frames_are_refused(seed: int) -> None:
     frames = 0.2 * np.random.default_rng(seed).standard_normal((12, 1200))
     found = dark_noise_dn(frames, confidence=1 - 1e-6, is_rounded=False)
     assert found.covers(0.2)
     assert not found.covers(0.2 * 1.1)
-
-
-def test_frames_that_hardly_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="fewer than 30 pixels show more than one code"):
         dark_noise_dn(np.full((12, 1200), 4.0), confidence=0.9)
-
-
-def test_codes_about_one_step_are_refused(seed: int) -> None:
     random = np.random.default_rng(seed)
     with pytest.raises(ValueError, match="both sides of one step only"):
         dark_noise_dn(rounded(0.1, 4.5, 0.05, random), confidence=0.9)

@@ -1,7 +1,5 @@
 """Noise that is missing, cut, slow or repeated: refused where readings show it, else named under trust by size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -87,12 +85,9 @@ def test_a_cut_at_the_stated_distance_shows(seed: int) -> None:
     assert far_out(normal(random)) > LEVEL
 
 
-def test_a_share_of_silent_readings_is_met_with_probability_099() -> None:
+def test_silent_readings_and_stretches_show_with_probability_099(seed: int) -> None:
     share = missing_readings(1000).size
     assert (1 - share) ** 1000 == pytest.approx(0.01)
-
-
-def test_one_silent_reading_and_one_silent_stretch_show(seed: int) -> None:
     random = np.random.default_rng(seed)
     one, stretch = (random.standard_normal((N, P)) for _ in range(2))
     one[20] = 0
@@ -112,9 +107,7 @@ def test_a_value_that_outputs_share_shows_where_others_are_as_fine_as_their_type
 IN_CI = ("a tenth of the noise at bright inputs", "one number in 1,000 without noise")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in RARE]
-)
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in RARE])
 def test_noise_that_readings_show_to_be_faulty_is_refused(name: str) -> None:
     broken, bright = RARE[name]
     assert asked(broken, 9000, bright=bright, readings=500).noise is None
@@ -148,9 +141,8 @@ def test_a_certificate_without_trust_keeps_its_digest_and_words() -> None:
     )
     assert "trust" not in plain.dump()
     assert plain.assumptions == ("a",)
-    entry = TrustedProperty(
-        text="noise does not repeat", fault="a repeat after up to", size=2500.0, unit="readings"
-    )
+    facts = {"fault": "a repeat after up to", "size": 2500.0, "unit": "readings"}
+    entry = TrustedProperty(text="noise does not repeat", **facts)
     more = plain.model_copy(update={"trust": [entry]})
     assert Certificate.model_validate(more.dump()) == more
     assert more.digest != plain.digest

@@ -17,10 +17,8 @@ from opusim.calibration.reading_noise import (
 from opusim.p_values import FAMILY_ALARM, PropertyTest, decide
 
 OUTPUTS, READINGS = "outputs do not correlate", "readings do not repeat or follow from earlier ones"
-SIZES, SIZES_IN_TIME = (
-    "sizes of the outputs' noises do not correlate",
-    "sizes of noise do not follow from earlier ones",
-)
+SIZES = "sizes of the outputs' noises do not correlate"
+SIZES_IN_TIME = "sizes of noise do not follow from earlier ones"
 LAW, GRID, INPUTS = ("each output is Gaussian", "readings lie on no grid", "noise is the same at every input")
 N = 500
 Random = np.random.Generator
@@ -134,13 +132,11 @@ def test_sound_readings_fail_none(seed: int) -> None:
     random = np.random.default_rng(seed)
     for number_type in (np.float64, np.float32):
         for shape in ((N, 600), (4, 60, 100), (30, 1), (2, 200, 3)):
-            found = evaluate_readings(
-                (3 + 2.7 * random.standard_normal(shape)).astype(number_type), beta=1e-6
-            )
+            found = evaluate_readings((3 + 2.7 * normal(random, *shape)).astype(number_type), beta=1e-6)
             assert found.is_gaussian, [test for test in found.tests if not test.holds]
 
 
-def test_noise_that_depends_on_the_input_is_seen(seed: int) -> None:
+def test_noise_that_depends_on_the_input_or_is_used_again_is_seen(seed: int) -> None:
     """Of all outputs by 4 %, of each output by 10 % up or down, of one output by half."""
     random = np.random.default_rng(seed)
     sound = normal(random, 4, N, 100)
@@ -151,9 +147,6 @@ def test_noise_that_depends_on_the_input_is_seen(seed: int) -> None:
         faulty = sound.copy()
         faulty[2] *= factor
         assert not property_of(evaluate_readings(faulty, beta=1e-6), INPUTS).holds
-
-
-def test_noise_used_again_at_another_input_is_seen(seed: int) -> None:
     sound = normal(np.random.default_rng(seed), 3, N, 100)
     faulty = np.concatenate([sound, 3 * sound[1:2] + 10])
     found = evaluate_readings(faulty, beta=1e-6)
@@ -169,14 +162,11 @@ def test_the_certified_deviation_is_the_quietest_inputs(seed: int) -> None:
     assert found.smallest_std_low == alone.smallest_std_low
 
 
-def test_what_readings_cannot_bound_is_said(seed: int) -> None:
+def test_constant_outputs_and_what_readings_cannot_bound_are_named(seed: int) -> None:
     random = np.random.default_rng(seed)
     few, many = (evaluate_readings(normal(random, *shape), beta=1e-6) for shape in ((60, 100), (200, 20)))
     assert "60 readings cannot bound the smallest eigenvalue of 100 outputs" in few.assumptions[0]
     assert "the limit holds for correlated outputs too" in many.assumptions[0]
-
-
-def test_constant_outputs_are_refused_by_name(seed: int) -> None:
     values = normal(np.random.default_rng(seed), 60, 20)
     values[:, 3] = 1.0
     assert "constant outputs" in property_of(evaluate_readings(values, beta=1e-6), LAW).text
@@ -260,14 +250,11 @@ def test_the_limit_is_passed_with_probability_beta() -> None:
 
 
 def test_the_smallest_direction_is_below_the_smallest_output(seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal((40, 3)) @ np.array(
-        [[1, 0.9, 0], [0, 0.4, 0], [0, 0, 2]]
-    )
+    values = np.random.default_rng(seed).standard_normal((40, 3)) @ [[1, 0.9, 0], [0, 0.4, 0], [0, 0, 2]]
     output = smallest_variance(values, independent_outputs=True)
     assert output == pytest.approx(values.var(axis=0, ddof=1).min())
-    assert smallest_variance(values, independent_outputs=False) == pytest.approx(
-        np.linalg.eigvalsh(np.cov(values.T))[0]
-    )
+    least = np.linalg.eigvalsh(np.cov(values.T))[0]
+    assert smallest_variance(values, independent_outputs=False) == pytest.approx(least)
     assert smallest_variance(values, independent_outputs=False) < 0.5 * output
     with pytest.raises(ValueError, match="readings = 4.*3 outputs need as many"):
         smallest_variance(values[:4], independent_outputs=False)

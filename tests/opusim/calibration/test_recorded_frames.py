@@ -129,12 +129,9 @@ def test_packed_numbers_are_unpacked(bits: int, arrays: Arrays, tmp_path: Path) 
     assert same(read_frames(as_npz(tmp_path, stored), packing=f"mono{bits}p"), plain)
 
 
-def test_the_published_example_of_packing_is_read(tmp_path: Path) -> None:
+def test_packing_is_the_published_one_and_wide_words_are_shifted_down(tmp_path: Path, arrays: Arrays) -> None:
     # two pixels of 12 bits, 0xABC and 0x123: bytes BC 3A 12
     assert packed(np.array([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
-
-
-def test_numbers_at_the_upper_end_of_their_words_are_shifted_down(arrays: Arrays, tmp_path: Path) -> None:
     stored = arrays | {kind: arrays[kind] << 4 for kind in ("dark", "flat")}
     del stored["bits"]
     found = read_frames(as_npz(tmp_path, stored))
@@ -235,9 +232,7 @@ def damaged(folder: Path, arrays: Arrays) -> Path:
         ([], "", "holds 0 files of frames"),
     ],
 )
-def test_what_cannot_be_read_is_named(
-    writers: list[Writer], file: str, words: str, arrays: Arrays, tmp_path: Path
-) -> None:
+def test_files_of_no_use(writers: list, file: str, words: str, arrays: Arrays, tmp_path: Path) -> None:
     for write in writers:
         write(tmp_path, arrays)
     with pytest.raises(ConfigError, match=words):

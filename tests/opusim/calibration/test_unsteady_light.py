@@ -115,11 +115,17 @@ def test_steady_light_is_certified_about_the_truth(seed: int) -> None:
         assert found.certificate.estimates["light_noise"].high < 1e-3
 
 
-def test_a_bent_photon_transfer_is_refused(seed: int) -> None:
+def test_bent_transfers_and_drifts_are_seen_and_a_steady_drift_moves_no_slope(seed: int) -> None:
     """Light that varies at each pixel by itself: nothing is common, only the curvature tells."""
     found, _ = calibrated("camera_low_light", seed, spread=0.03, by_pixel=True, where=("flat",))
     assert found.certificate.noise is None
     assert any(text.startswith("the variance is a straight line in the mean") for text in failed(found))
+    # Levels are visited there and back, so a linear drift in time does not look like dark current.
+    still, drifting = (transfer_of(seed, 0.0, common=True, drift_dn=d) for d in (0.0, 2.0))
+    slopes = [np.polyfit(np.arange(6), part.dark.means(), 1)[0] for part in (still, drifting)]
+    assert abs(slopes[1] - slopes[0]) < 0.1  # a drift of 2 DN a level, unseen, adds 2
+    assert drifting.light_noise().p_value < 1e-9
+    assert still.light_noise().p_value > 1e-5
 
 
 def transfer_of(
@@ -159,24 +165,12 @@ def test_limits_hold_at_their_rate_whatever_the_light_does(runs: int, seed: int)
         assert bool(abs(straight_rate - confidence) < tolerance) is common, straight_rate
 
 
-def test_a_steady_drift_moves_no_slope_and_a_bent_one_is_seen(seed: int) -> None:
-    """Levels are visited there and back, so a linear drift in time does not look like dark current."""
-    still, drifting = (transfer_of(seed, 0.0, common=True, drift_dn=d) for d in (0.0, 2.0))
-    slopes = [np.polyfit(np.arange(6), part.dark.means(), 1)[0] for part in (still, drifting)]
-    assert abs(slopes[1] - slopes[0]) < 0.1  # a drift of 2 DN a level, unseen, adds 2
-    assert drifting.light_noise().p_value < 1e-9
-    assert still.light_noise().p_value > 1e-5
-
-
-def test_dark_levels_off_their_line_are_seen(seed: int) -> None:
+def test_dark_levels_off_their_line_and_uneven_dark_current_are_seen(seed: int) -> None:
     text = "the dark mean is a straight line in the exposure"
     steady, varying = (transfer_of(seed, spread, common=True) for spread in (0.0, 0.5))
     assert steady.property_p_values()[text]["residuals"] > 1e-5
     assert varying.property_p_values()[text]["residuals"] < 1e-9
-
-
-def test_dark_current_that_differs_over_pixels_is_seen(seed: int) -> None:
-    """The certified dark charge is a mean; a pixel with less would be less private."""
+    # The certified dark charge is a mean; a pixel with less would be less private.
     text = "dark current is the same at all pixels"
     same, varied = (transfer_of(seed, 0.0, common=True, dark_spread=s) for s in (0.0, 0.2))
     assert same.property_p_values()[text]["spread over pixels"] > 1e-5

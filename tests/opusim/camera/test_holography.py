@@ -1,7 +1,5 @@
 """Phase-shifting holography: what is read, its noise, its errors, its law, and who may rest on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -48,10 +46,7 @@ def ternary(rows: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"mirrors": MIRRORS},
-        {"pixels": {"crosstalk": 0.05}},
-        {"beam": {"step_error": 0.05}},
+        *({}, {"mirrors": MIRRORS}, {"pixels": {"crosstalk": 0.05}}, {"beam": {"step_error": 0.05}}),
         {"light": {"bias_flux_per_s": 40.0, "ambient_flux_per_s": 40.0}},
     ],
 )

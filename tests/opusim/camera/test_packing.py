@@ -1,7 +1,5 @@
 """Numbers on a link of few bits: which bits arrive, how long they take, and what law they have."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -89,9 +87,8 @@ def test_calibration_finds_the_gain_of_the_numbers_that_arrive() -> None:
         found = calibrate(twin, plan=Plan(frames=64), readings=30, beta=1e-6, confidence=1 - 1e-6)
     gain = found.certificate.estimates["gain_dn_per_e"]
     assert 0.24 < gain.low <= 0.25 <= gain.high < 0.26
-    digests = {
-        digest_of(load_description("camera_low_light", {"frames": {"packing": packing}})) for packing in BITS
-    }
+    described = [load_description("camera_low_light", {"frames": {"packing": each}}) for each in BITS]
+    digests = {digest_of(each) for each in described}
     assert len(digests) == len(BITS)
 
 

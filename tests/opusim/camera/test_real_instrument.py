@@ -1,7 +1,5 @@
 """The faults of a real instrument: what each does to B, to moments and to the law is what the twin states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -119,10 +117,7 @@ def test_frames_of_the_anchor_and_of_patterns_show_their_expected_electrons(effe
         field = twin.speckle.fields(torch.eye(20)[:1]).double().numpy()[:, 0]
         light = {
             "anchor": (twin.anchor_frames(400), twin.anchor_light_e),
-            "pattern": (
-                twin.intensities(torch.eye(20)[:1].expand(400, -1)).numpy(),
-                exposure.light_of((field**2).sum(0)),
-            ),
+            "one": (twin.intensities(torch.eye(20)[[0] * 400]).numpy(), exposure.light_of((field**2).sum(0))),
         }
         for frames, expected in light.values():
             electrons = (frames.mean(axis=0, dtype=np.float64) - 100) / exposure.gain_dn
@@ -134,10 +129,12 @@ def test_frames_of_the_anchor_and_of_patterns_show_their_expected_electrons(effe
             assert np.abs(off + 0.3 * expected / errors).max() > 6
 
 
-def test_ambient_light_earns_no_privacy() -> None:
+def test_ambient_light_earns_no_privacy_and_fluctuating_power_has_no_law() -> None:
     with device(LINEAR["ambient"]) as lit, device({}) as dark:
         np.testing.assert_array_equal(np.asarray(lit.noise.rate_low), np.asarray(dark.noise.rate_low))
         assert np.all(np.asarray(lit.noise.rate_high) > np.asarray(dark.noise.rate_high))
+    with device(NOISY["power"]) as twin, pytest.raises(ConfigError, match=r"camera\.light\.power"):
+        twin.count_law(torch.eye(20))
 
 
 @pytest.mark.parametrize("power_law", ["log_normal", "gaussian"])
@@ -148,14 +145,11 @@ def test_one_power_scales_all_pixels_of_a_frame(power_law: str) -> None:
         exposure = twin.exposure
         assert isinstance(exposure, ImperfectExposure)
         black = 100 + exposure.offset_e.mean() + exposure.dark_e.mean()
-        shown = (
-            twin.intensities(torch.ones(2000, 20)).numpy(),
-            twin.speckle.fields(torch.ones(1, 20)).double(),
-        )
+        seen = twin.intensities(torch.ones(2000, 20)).numpy(), twin.speckle.fields(torch.ones(1, 20)).double()
         light = {
             "anchor": (twin.anchor_frames(2000), twin.anchor_light_e.mean()),
             "uniform": (twin.flat_frames(2000, photons=400.0), 320.0),
-            "pattern": (shown[0], float(exposure.light_of((shown[1] ** 2).sum(0).numpy()).mean())),
+            "pattern": (seen[0], float(exposure.light_of((seen[1] ** 2).sum(0).numpy()).mean())),
         }
         assert light["anchor"][1] > light["pattern"][1]
         for frames, mean in light.values():
@@ -262,11 +256,6 @@ def test_bad_settings_are_named(camera: dict[str, Any], message: str) -> None:
         device(camera)
 
 
-def test_a_power_that_fluctuates_has_no_law_of_counts() -> None:
-    with device(NOISY["power"]) as twin, pytest.raises(ConfigError, match=r"camera\.light\.power"):
-        twin.count_law(torch.eye(20))
-
-
 @pytest.mark.compiled
 def test_a_vibrating_image_moves_all_pixels_together_by_its_law(seed: int) -> None:
     """Frames of the anchor: (1 - |D|) L_j + |D| L_(j +- 1), one D for a frame, correlated from frame to frame."""
@@ -346,13 +335,8 @@ def test_pixels_share_the_noise_of_their_row_and_column_and_jump_between_two_lev
 
 @pytest.mark.parametrize("unlike", ["gain_spread", "prnu"])
 def test_unlike_gains_show_in_variance_over_mean_and_sensitivities_do_not(unlike: str, seed: int) -> None:
-    sensor: dict[str, Any] = {
-        "adc_bits": None,
-        "read_noise_e": 0.0,
-        "dsnu_e": 0.0,
-        "prnu": 0.0,
-        "gain_dn_per_e": 0.7,
-    }
+    sensor: dict[str, Any] = dict.fromkeys(("read_noise_e", "dsnu_e", "prnu"), 0.0)
+    sensor |= {"adc_bits": None, "gain_dn_per_e": 0.7}
     camera: dict[str, Any] = {"sensor": sensor}
     if unlike == "prnu":
         sensor["prnu"] = 0.1
@@ -370,7 +354,7 @@ def test_unlike_gains_show_in_variance_over_mean_and_sensitivities_do_not(unlike
     assert abs(np.var(mean / mean.mean(), ddof=1) - 0.01) < 5 * 0.01 * np.sqrt(2 / outputs) + 1e-4
 
 
-def test_read_noises_have_their_root_mean_square() -> None:
+def test_read_noises_have_their_root_mean_square_and_too_short_exposures_are_refused() -> None:
     faults = {"pixels": {"read_noise_spread": 0.5}}
     with device(faults, n_outputs=20_000, n_inputs=4) as twin:
         scale = twin.exposure.uneven.read_scale
@@ -378,6 +362,10 @@ def test_read_noises_have_their_root_mean_square() -> None:
     assert abs(np.mean(scale**2) - 1) < 5 * error
     spread = np.log1p(0.25)
     assert abs(np.var(np.log(scale)) - spread) < 5 * spread * np.sqrt(2 / scale.size)
+    with device({"light": {"shortest_exposure_us": 1000.0}}) as twin:
+        assert twin.flat_frames(2, exposure_us=1000.0).shape == (2, 400)
+        with pytest.raises(ValueError, match="exposure_us = 900: is shorter than shortest_exposure_us"):
+            twin.flat_frames(2, exposure_us=900.0)
 
 
 @pytest.mark.parametrize("tau_us", [20.0, 300.0, 4e4])
@@ -405,13 +393,6 @@ def test_an_exposure_averages_the_power_of_the_laser(tau_us: float, seed: int) -
     )
     a = 200.0 / tau_us  # half the exposure sees more of the power's noise
     assert half == pytest.approx(np.sqrt(2 * (a - 1 + np.exp(-a)) / a**2), rel=1e-6)
-
-
-def test_exposures_shorter_than_the_cameras_are_refused() -> None:
-    with device({"light": {"shortest_exposure_us": 1000.0}}) as twin:
-        assert twin.flat_frames(2, exposure_us=1000.0).shape == (2, 400)
-        with pytest.raises(ValueError, match="exposure_us = 900: is shorter than shortest_exposure_us"):
-            twin.flat_frames(2, exposure_us=900.0)
 
 
 def test_leaked_light_has_a_speckle_of_its_own(seed: int) -> None:

@@ -1,7 +1,5 @@
 """Crossbars, ours and that of docs/extending.md, keep to the contract; their noise is worth no privacy."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,7 +128,7 @@ def test_a_broken_crossbar_is_found(broken: type[NoisyDevice], changed: dict[str
         getattr(Contract(), test)()
 
 
-def test_a_chip_holds_the_same_matrix_whenever_it_is_opened() -> None:
+def test_a_chip_holds_its_matrix_until_it_is_programmed_again() -> None:
     for mode in ("experiment", "release"):
         with open_device("pcm", n_inputs=20, n_outputs=30, mode=mode, seed=1) as one:
             with open_device("pcm", n_inputs=20, n_outputs=30, mode=mode, seed=2) as other:
@@ -138,9 +136,6 @@ def test_a_chip_holds_the_same_matrix_whenever_it_is_opened() -> None:
                 assert torch.equal(one.wait(3600.0), other.wait(3600.0))
             with open_device("pcm", n_inputs=20, n_outputs=30, medium={"seed": 5}) as another:
                 assert not torch.equal(one.matrix(), another.matrix())
-
-
-def test_programming_again_draws_again_and_starts_the_clock() -> None:
     matrix = torch.linspace(-1, 1, 600).reshape(30, 20)
     with open_device("pcm", n_inputs=20, n_outputs=30) as device:
         first = device.program(matrix)

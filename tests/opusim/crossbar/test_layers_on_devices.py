@@ -1,7 +1,5 @@
 """Layers whose product runs on a device: forward, straight-through backward, drift, programming and noise injection."""
 
-from __future__ import annotations
-
 import io
 import math
 import tempfile
@@ -50,7 +48,7 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
-def test_a_network_on_an_exact_crossbar_is_the_network() -> None:
+def test_a_network_on_an_exact_crossbar_is_the_network_with_its_gradients() -> None:
     model = network()
     with convert(model, "pcm", crossbar=EXACT) as analog:
         assert [
@@ -62,10 +60,7 @@ def test_a_network_on_an_exact_crossbar_is_the_network() -> None:
         tokens = analog.model[3](torch.randn(2, 9, 120))
         assert tokens.shape == (2, 9, 7)
     assert all(not layer.device.is_open for layer in analog.layers)
-
-
-def test_the_backward_pass_is_straight_through() -> None:
-    """Gradients at an exact device are those of the digital network."""
+    # Gradients at an exact device are those of the digital network.
     model = network()
     with convert(model, "pcm", crossbar=EXACT) as analog:
         for net in (model, analog):
@@ -146,9 +141,7 @@ def test_a_state_is_for_its_own_chip_and_digital_weights_load_without_one() -> N
             with pytest.raises(ConfigError, match="medium.seed: is that of another chip"):
                 target.load_state_dict((analog if target is other else analog.model).state_dict())
         held = other.model[3].device.matrix()
-        digital = {
-            key: value for key, value in analog.state_dict().items() if not key.endswith("_extra_state")
-        }
+        digital = {key: each for key, each in analog.state_dict().items() if not key.endswith("_extra_state")}
         other.load_state_dict(digital)
         assert torch.equal(other.model[3].weight, analog.model[3].weight)
         assert torch.equal(other.model[3].device.matrix(), held)
@@ -167,9 +160,7 @@ def test_a_device_of_another_package_is_programmed_again() -> None:
         assert float((device.matrix() - matrix).abs().max()) < 0.5
 
 
-def test_corrections_end_with_the_conductances_that_they_were_measured_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_corrections_end_with_the_conductances_of_their_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that is programmed again, gains and offsets of outputs would correct errors that are gone."""
     x = batch()
     for same in (True, False):
@@ -358,22 +349,16 @@ def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() ->
         noise_aware(nn.Linear(2, 2), 0.1, clip=0.0)
 
 
-def test_rows_of_equal_weights_are_not_limited() -> None:
+def test_noise_keeps_rows_of_equal_weights_and_what_is_no_number_and_types() -> None:
     one, equal = nn.Linear(1, 4), nn.Linear(300, 2)
     nn.init.constant_(equal.weight, 0.1)
     for layer in (one, equal):
         before = layer.weight.detach().clone()
         assert torch.equal(noise_aware(layer, 0.1, clip=2.0).eval().weight, before)
-
-
-def test_weights_that_are_no_numbers_stay_none() -> None:
     layer = noise_aware(nn.Linear(3, 2), "pcm").train()
     with torch.no_grad():
         layer.parametrizations["weight"].original[0, 0] = torch.nan
     assert bool(layer(torch.ones(1, 3)).isnan().all())
-
-
-def test_noise_keeps_the_type_of_the_weights() -> None:
     layer = noise_aware(nn.Linear(3, 2, dtype=torch.bfloat16), "pcm", clip=2.0).train()
     assert layer(torch.ones(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 

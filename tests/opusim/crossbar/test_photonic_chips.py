@@ -1,7 +1,5 @@
 """Meshes of interferometers and banks of rings against published laws; larger matrices are put on several chips."""
 
-from __future__ import annotations
-
 import math
 import sys
 from itertools import pairwise
@@ -238,11 +236,7 @@ def transmission(wanted: torch.Tensor, amplitude: float) -> float:
 def test_the_limit_is_a_quarter_of_a_photon_in_each_quadrature() -> None:
     """Var of an amplitude in square roots of photons, with bandwidth 1 / (2 t) and a quantum efficiency of 1."""
     seconds, photon_j = 1e-9, 6.62607015e-34 * 299_792_458.0 / 1550e-9
-    detector = {
-        "responsivity_a_per_w": CHARGE / photon_j,
-        "bandwidth_hz": 1 / (2 * seconds),
-        "load_ohm": None,
-    }
+    detector = {"responsivity_a_per_w": CHARGE / photon_j, "bandwidth_hz": 0.5 / seconds, "load_ohm": None}
     light = {"laser_w": 1e-6, "local_oscillator_w": 1.0, "detector": detector}
     with mesh_of(16, 16, **light) as device:
         device.require("program").program(torch.eye(16))
@@ -303,9 +297,8 @@ def test_weights_are_drop_minus_through(finesse: float, kelvin: float, crosstalk
 def test_channel_cross_talk_grows_as_the_channels_near_the_finesse() -> None:
     wanted, errors = matrix(5, 8), []
     for finesse in (2000.0, 400.0, 80.0, 16.0):
-        with open_device(
-            "microring_bank", n_inputs=8, n_outputs=5, rings={**ONE_CHIP, "finesse": finesse}
-        ) as device:
+        rings = {**ONE_CHIP, "finesse": finesse}
+        with open_device("microring_bank", n_inputs=8, n_outputs=5, rings=rings) as device:
             realised = device.require("program").program(wanted)
         errors.append(float((realised - wanted).square().mean().sqrt()))
     assert all(later > 2 * former for former, later in pairwise(errors))
@@ -391,11 +384,17 @@ def test_a_description_that_contradicts_itself_is_refused(name: str, changes: di
         open_described(load_description(name, changes))
 
 
-def test_light_goes_one_way_and_nothing_drifts() -> None:
+def test_light_goes_one_way_and_an_instrument_is_not_opened_several_times() -> None:
     with open_device("mzi_mesh", n_inputs=4, n_outputs=4) as device:
         for capability in ("multiply_transposed", "wait"):
             with pytest.raises(CapabilityMissing):
                 device.require(capability)
+    small = load_description(PACKAGE / "lab_crossbar.toml", {"n_inputs": 64})
+    with pytest.raises(ConfigError, match="n_inputs: a window of 100 is wanted, the device has 64"):
+        Instrument.for_window(small, n_inputs=100, n_outputs=10)
+    locked = small.model_copy(update={"access": AccessSettings(exclusive=True)})
+    with LabCrossbar.for_window(locked, n_inputs=100, n_outputs=10) as device:  # one lock for all chips
+        assert device.project(torch.ones(2, 100)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("name", ["mzi_mesh", "microring_bank"])
@@ -448,15 +447,6 @@ class Instrument(LabCrossbar):
 
     def _open(self) -> None:
         self.connected = True
-
-
-def test_an_instrument_is_not_opened_several_times() -> None:
-    small = load_description(PACKAGE / "lab_crossbar.toml", {"n_inputs": 64})
-    with pytest.raises(ConfigError, match="n_inputs: a window of 100 is wanted, the device has 64"):
-        Instrument.for_window(small, n_inputs=100, n_outputs=10)
-    locked = small.model_copy(update={"access": AccessSettings(exclusive=True)})
-    with LabCrossbar.for_window(locked, n_inputs=100, n_outputs=10) as device:  # one lock for all chips
-        assert device.project(torch.ones(2, 100)).shape == (2, 10)
 
 
 def test_noise_for_a_mesh_is_that_of_its_chips(seed: int) -> None:

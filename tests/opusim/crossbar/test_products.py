@@ -1,7 +1,5 @@
 """Conductances against the published formulas, products of a crossbar against a plain loop and every code's mass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -79,10 +77,12 @@ def test_a_product_is_that_of_the_plain_loop() -> None:
     assert (np.abs(wrong.read(x, Given(normal)).numpy() - expected) > 1e-5).sum() > 5
 
 
-def test_without_converters_and_noise_the_product_is_exact() -> None:
+def test_without_imperfections_products_and_short_sums_are_exact() -> None:
     x, w, _ = data()
     found = TiledProduct(w, Converter(), ProductSettings()).read(x, SeededStream(1, "t"))
     assert torch.allclose(found, x @ w.T, atol=1e-5)
+    weights = Pairs(torch.rand(8, 700) * 2 - 1, settings_of("hermes"), chip=3, number=0).weights(5.0, 1)
+    assert torch.equal(weights * 2**14, (weights * 2**14).round())
 
 
 @pytest.mark.parametrize("bits", [None, 7])
@@ -298,8 +298,3 @@ def test_1_over_f_noise_is_new_at_each_look_and_the_rest_stays() -> None:
     assert torch.equal(still.weights(60.0, 1), still.weights(60.0, 2))
     together = float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
     assert together > 0.5  # programming and drift are shared
-
-
-def test_realised_weights_are_exact_in_short_sums() -> None:
-    weights = Pairs(torch.rand(8, 700) * 2 - 1, settings_of("hermes"), chip=3, number=0).weights(5.0, 1)
-    assert torch.equal(weights * 2**14, (weights * 2**14).round())

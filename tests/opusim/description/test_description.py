@@ -65,11 +65,7 @@ def test_a_path_loads_and_each_number_has_its_source(tmp_path: Path) -> None:
         ("schema = 1", "schema = 2", "schema: must be 1, got 2"),
         ("sigma = 0.1", "", "noise: give exactly one of sigma and temperature_law"),
         ('"noise.sigma" =', '"noise.sigmas" =', "description: no provenance for noise.sigma; add to"),
-        (
-            "[noise]\nsigma = 0.1",
-            "",
-            "description: provenance for noise.sigma, which is no number of this file",
-        ),
+        ("[noise]\nsigma = 0.1", "", "description: provenance for noise.sigma, which is no number of this"),
         ('"a guess"', '""', "provenance.noise.sigma.source: String should have at least 1 character"),
         ('"assumed", source = "a', '"guessed", source = "a', "provenance.noise.sigma.status: must be"),
         ("schema = 1", "schema =", "syntax: not a TOML file"),
@@ -116,14 +112,11 @@ def test_bad_overrides_are_named(overrides: dict[str, object], message: str) -> 
     assert str(caught.value).startswith(message)
 
 
-def test_unknown_names_and_paths_are_told() -> None:
+def test_unknown_names_and_paths_and_temperatures_out_of_range_are_told() -> None:
     with pytest.raises(ConfigError, match="gausian: name: no such device; known are .*; did you mean"):
         load_description("gausian")
     with pytest.raises(ConfigError, match=r"none.toml: path: cannot be read \(No such file"):
         load_description("none.toml")
-
-
-def test_a_temperature_outside_the_sensors_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"noise.temperature_law: temperature_c = 90: must lie between"):
         load_description("gaussian_temperature", {"noise": {"temperature_law": {"temperature_c": 90.0}}})
 
@@ -136,9 +129,7 @@ def test_a_temperature_outside_the_sensors_range_is_refused() -> None:
         ("pcm", "crossbar", "converter", "dac_bits", ()),
     ],
 )
-def test_a_converter_of_0_bits_is_left_out(
-    name: str, section: str, part: str, bits: str, also: tuple[str, ...]
-) -> None:
+def test_0_bits_are_no_converter(name: str, section: str, part: str, bits: str, also: tuple) -> None:
     found = load_description(name, {section: {part: {bits: 0}}})
     assert found == load_description(name, {section: {part: dict.fromkeys((bits, *also))}})
     held = getattr(getattr(found, section), part)

@@ -1,7 +1,5 @@
 """Patience with devices: time-outs, reconnection, one holder, and checks of what they return."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import subprocess
@@ -88,30 +86,24 @@ def test_a_drivers_own_error_is_a_devices(error: OSError, kind: type[DeviceError
             impatient.project(X)
 
 
-def test_a_drivers_error_at_opening_is_a_devices() -> None:
+def test_a_drivers_error_at_opening_is_a_devices_and_hidden_methods_are_named() -> None:
     class Unplugged(Scripted):
         def _open(self) -> None:
             raise OSError("no such camera")
 
     with pytest.raises(DeviceUnavailable, match="no such camera"):
         Unplugged(load_description("gaussian"), n_inputs=12, n_outputs=40).open()
-
-
-def test_an_attribute_that_hides_a_method_is_named() -> None:
     device = Scripted(load_description("gaussian"), n_inputs=12, n_outputs=40)
     device._read = 0.5  # type: ignore[assignment,method-assign]  # planted: read noise, say
     with pytest.raises(TypeError, match=r"Scripted sets self\._read, .*rename the attribute"):
         device.open()
 
 
-def test_a_failure_that_stays_is_reported_with_its_tries() -> None:
+def test_a_failure_is_reported_with_its_tries_and_a_fault_is_not_tried_again() -> None:
     with scripted(attempts=3, backoff_s=0.0) as device:
         device.before = Failing(DeviceUnavailable("gone"), 3)
         with pytest.raises(DeviceUnavailable, match=r"gone \(tried 3 times\)"):
             device.project(X)
-
-
-def test_a_fault_is_not_tried_again() -> None:
     with scripted(attempts=3, backoff_s=0.0) as device:
         device.before = Failing(DeviceFault("broken"), 1)
         with pytest.raises(DeviceFault, match="broken$"):
@@ -285,11 +277,14 @@ def test_calls_are_split_so_that_none_takes_longer_than_the_time_out(act: str) -
         assert device.usage.frames == 600
 
 
-def test_an_error_behind_a_time_out_keeps_its_kind() -> None:
+def test_an_error_behind_a_time_out_keeps_its_kind_and_huge_readings_are_no_fault() -> None:
     with scripted(timeout_s=30.0) as device:
         device.before = Failing(ValueError("as it was"), 1)
         with pytest.raises(ValueError, match="as it was"):
             device.project(X)
+    with scripted() as device:
+        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
+        assert device.project(X).max() == torch.tensor(3e38)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +302,6 @@ def test_impossible_readings_are_refused(spoil: Any, message: str) -> None:
         device.after = spoil
         with pytest.raises(DeviceFault, match=message):
             device.project(X)
-
-
-def test_huge_readings_are_no_fault() -> None:
-    with scripted() as device:
-        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
-        assert device.project(X).max() == torch.tensor(3e38)
 
 
 def test_one_holder_whose_name_the_next_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

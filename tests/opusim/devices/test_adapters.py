@@ -3,8 +3,6 @@
 They run in an environment of their own (`make adapters`).
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -64,10 +62,7 @@ def test_the_documented_command_calibrates_slmsuites_camera_from_its_frames(pair
     assert calibrated.returncode == 0, calibrated.stderr
     found = load_description("calibrated/camera_low_light_measured.toml").camera
     assert found is not None
-    for key, error in (
-        ("gain_dn_per_e", 0.0028),
-        ("read_noise_e", 0.0073),
-    ):  # standard errors, as the table told
+    for key, error in (("gain_dn_per_e", 0.0028), ("read_noise_e", 0.0073)):  # standard errors of the table
         assert getattr(found.sensor, key) == pytest.approx(getattr(SENSOR.sensor, key), abs=5 * error)
 
 

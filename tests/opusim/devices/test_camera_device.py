@@ -27,10 +27,7 @@ def ternary(rows: int, width: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "extra",
     [
-        {},
-        {"grain_correlation": 0.3},
-        {"grain_pixels": 3},
-        {"speckle_modes": 3},
+        *({}, {"grain_correlation": 0.3}, {"grain_pixels": 3}, {"speckle_modes": 3}),
         {"anchor": {"frames": 0, "reference_share": 0.0}},
     ],
 )
@@ -248,9 +245,8 @@ def test_modes_lower_the_contrast_and_keep_readings_linear(seed: int) -> None:
     modes, x = 3, ternary(30, 60, seed)
     limits = {"lowest": 1e-3, "highest": None, "frames": 0}
     with silent(speckle_modes=modes, anchor=limits, n_outputs=4000) as device:
-        light = device.exposure.light_of(
-            device.speckle.fields((x > 0).float()).double().square().sum(0).numpy()
-        )
+        power = device.speckle.fields((x > 0).float()).double().square().sum(0)
+        light = device.exposure.light_of(power.numpy())
         contrast = light.var(axis=1) / light.mean(axis=1) ** 2
         error = np.sqrt(contrast.var() / contrast.size)
         assert abs(contrast.mean() - 1 / modes) < 5 * error + 1e-3

@@ -1,7 +1,5 @@
 """LightOn's OPU through lightonml: its own simulated device for real, and every failure by its name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -39,9 +37,14 @@ def simulated(**options: Any) -> Any:
     return open_device("lightonml_simulated", n_inputs=12, n_outputs=40, **options)
 
 
-def test_without_noise_it_is_the_product_with_its_matrix() -> None:
+def test_one_fitted_object_serves_all_and_reads_the_product_without_noise() -> None:
     with simulated(noise={"sigma": 0.0}) as device:
         torch.testing.assert_close(device.project(X), X.float() @ device.matrix().T, rtol=1e-5, atol=1e-5)
+    with simulated() as device:
+        first = device._opu, device._opu._runner
+        device.project(X)
+        device.project(X[:1])
+        assert (device._opu, device._opu._runner) == first
 
 
 def test_its_matrix_is_lightonml_s_own_of_our_seed_with_unit_entries() -> None:
@@ -56,20 +59,9 @@ def test_its_matrix_is_lightonml_s_own_of_our_seed_with_unit_entries() -> None:
         assert not np.array_equal(other.matrix().numpy(), matrix)
 
 
-def test_one_fitted_object_serves_all_readings() -> None:
-    with simulated() as device:
-        first = device._opu, device._opu._runner
-        device.project(X)
-        device.project(X[:1])
-        assert (device._opu, device._opu._runner) == first
-
-
-def test_hardware_without_its_driver_is_one_clear_line() -> None:
+def test_hardware_without_its_driver_is_one_clear_line_and_states_no_law() -> None:
     with pytest.raises(DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device"):
         open_device("lighton_appliance", n_inputs=12, n_outputs=40)
-
-
-def test_hardware_states_no_law_that_nobody_measured() -> None:
     from opusim.description.schema import load_description
     from opusim.devices.lighton import LightonDevice
 

@@ -1,7 +1,5 @@
 """The monitor: healthy devices pass, every fault is found within its rate, and data frames are never looked at."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -80,13 +78,18 @@ def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
         other.compare_with(Baseline.from_array(kept))
 
 
-def test_a_baseline_is_kept_whole() -> None:
+def test_a_baseline_is_kept_whole_and_one_of_another_shape_refused() -> None:
     with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
         found = device.monitor.baseline
     again = Baseline.from_array(found.to_array())
     for name in ("reference", "weights", "variance", "reference_variance"):
         np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
     assert (again.power, again.spread, again.repeat) == (found.power, found.spread, found.repeat)
+    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
+        with pytest.raises(ValueError, match="another version kept it"):
+            Baseline.from_array(device.monitor.baseline.to_array()[:5])
+        with pytest.raises(ValueError, match="reference vectors where monitor.reference_vectors = 8"):
+            device.compare_with(Baseline.from_array(device.monitor.baseline.to_array()[1:]))
 
 
 def test_a_saturated_camera_is_found() -> None:
@@ -250,11 +253,7 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
         ("camera_holography", {"vibration": {"phase_rms_rad": 0.4}}, "fluctuates: the noise of all its"),
         ("camera_low_light", {"light": {"ambient_flux_per_s": 150.0}}, "ambient light or the sensor's temp"),
         ("camera_low_light", {"dark": {"temperature_c": 45.0}}, "ambient light or the sensor's temp"),
-        (
-            "camera_low_light",
-            {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1}},
-            "mirrors are stuck|mirrors stuck",
-        ),
+        ("camera_low_light", {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1}}, "mirrors (are )?stuck"),
         ("camera_low_light", {"mirrors": {"stuck_off": 0.2}}, "mirrors stuck that were shown singly"),
         ("camera_low_light", {"mirrors": {"contrast": 5.0}}, "the contrast of its mirrors"),
         ("camera_low_light", {"pixels": {"crosstalk": 0.05}}, "at each of its neighbours: cross-talk"),
@@ -369,14 +368,6 @@ def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[st
     camera = {**camera, "anchor": {"most_saturated": 1.0}}
     with open_device(name, n_inputs=10, n_outputs=400, camera=camera) as device:
         assert device.is_open
-
-
-def test_a_baseline_of_another_shape_is_refused() -> None:
-    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
-        with pytest.raises(ValueError, match="another version kept it"):
-            Baseline.from_array(device.monitor.baseline.to_array()[:5])
-        with pytest.raises(ValueError, match="reference vectors where monitor.reference_vectors = 8"):
-            device.compare_with(Baseline.from_array(device.monitor.baseline.to_array()[1:]))
 
 
 @pytest.mark.parametrize(

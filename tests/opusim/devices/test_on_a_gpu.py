@@ -1,7 +1,5 @@
 """Media, devices and noise on an NVIDIA GPU against the CPU."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

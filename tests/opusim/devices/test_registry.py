@@ -38,9 +38,17 @@ def mirror_file(folder: Path, kind: str) -> Path:
     return path
 
 
-def test_packaged_devices_are_listed() -> None:
+def test_devices_are_listed_and_tell_what_they_can_do_before_they_are_opened() -> None:
     assert [entry.name for entry in list_devices()] == list(packaged_names())
     assert {"gaussian", "ideal"} <= set(device_kinds())
+    can = {entry.name: capabilities_of(entry) for entry in list_devices()}
+    assert can["gaussian"] == ("project", "draw", "intensities", "matrix")
+    assert can["camera"] == ("project", "draw", "intensities", "matrix")
+    assert can["lighton_appliance"] == ("project", "draw", "intensities")
+    assert can["lightonml_simulated"] == ("project", "draw", "intensities", "matrix")
+    assert "lighton_appliance" not in devices_that("matrix")
+    assert devices_that("program") == ("hermes", "microring_bank", "mzi_mesh", "pcm", "reram")
+    assert can["pcm"] == ("project", "draw", "matrix", "program", "multiply", "multiply_transposed", "wait")
 
 
 def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,17 +72,6 @@ def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         register_device("other", None)
 
 
-def test_devices_tell_what_they_can_do_before_they_are_opened() -> None:
-    can = {entry.name: capabilities_of(entry) for entry in list_devices()}
-    assert can["gaussian"] == ("project", "draw", "intensities", "matrix")
-    assert can["camera"] == ("project", "draw", "intensities", "matrix")
-    assert can["lighton_appliance"] == ("project", "draw", "intensities")
-    assert can["lightonml_simulated"] == ("project", "draw", "intensities", "matrix")
-    assert "lighton_appliance" not in devices_that("matrix")
-    assert devices_that("program") == ("hermes", "microring_bank", "mzi_mesh", "pcm", "reram")
-    assert can["pcm"] == ("project", "draw", "matrix", "program", "multiply", "multiply_transposed", "wait")
-
-
 def test_a_capability_that_is_missing_is_refused_by_name() -> None:
     with open_device("gaussian", n_inputs=2, n_outputs=3) as device:
         assert torch.equal(device.require("matrix").matrix(), device.matrix())
@@ -84,9 +81,7 @@ def test_a_capability_that_is_missing_is_refused_by_name() -> None:
             device.require("fly")
 
 
-def test_a_device_without_noise_readings_does_not_draw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_noise_readings_draws_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Blind(IdealDevice):
         can = frozenset({"project"})
 
@@ -120,7 +115,7 @@ def test_windows_and_sections_are_checked() -> None:
         open_device(3)
 
 
-def test_the_meter_counts_seconds_and_joules() -> None:
+def test_the_meter_counts_seconds_and_joules_of_calls() -> None:
     meter = UsageMeter(FrameSettings(frame_period_us=270.0, power_w=30.0), 1)
     meter.count(1000)
     before = meter.snapshot()
@@ -131,10 +126,7 @@ def test_the_meter_counts_seconds_and_joules() -> None:
     assert Usage.from_json(json.loads(json.dumps(before.to_json()))) == before
     with pytest.raises(ValueError, match="frames = -1"):
         meter.count(-1)
-
-
-def test_a_call_of_a_thousand_vectors_takes_what_the_hardware_took() -> None:
-    """4.27 to 4.40 s on a real OPU, for widths from 100 to 32,000 (opu-kernel-experiments, opu_time.npy)."""
+    # 4.27 to 4.40 s on a real OPU, for widths from 100 to 32,000 (opu-kernel-experiments, opu_time.npy).
     for name in ("camera", "camera_fitted"):
         with open_device(name, n_inputs=100, n_outputs=100) as device:
             before = device.usage
@@ -160,7 +152,7 @@ def test_descriptions_predict_the_measured_call_within_a_factor_of_two(
     assert "opu_time.npy" in source["source"]
 
 
-def test_the_host_adds_to_frames_and_calls() -> None:
+def test_the_host_and_wide_windows_take_their_time() -> None:
     settings = FrameSettings(
         frame_period_us=100.0, power_w=1.0, host_us_per_frame=10.0, host_us_per_call=500.0
     )
@@ -169,9 +161,6 @@ def test_the_host_adds_to_frames_and_calls() -> None:
     meter.count(0)
     assert meter.snapshot().host_seconds == pytest.approx(20 * 10e-6 + 2 * 500e-6)
     assert meter.snapshot().seconds == pytest.approx(2e-3)
-
-
-def test_frames_of_wide_windows_take_as_long_as_their_read_out() -> None:
     frames = {"readout_us_per_output": 0.5}
     seconds = []
     for outputs in (100, 20_000):

@@ -1,7 +1,5 @@
 """One device for several processes against one process with the whole batch; locks never write through a link."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
@@ -71,10 +69,14 @@ def test_data_parallel_training_is_that_of_one_process(folder: Path, case: str) 
     assert both[0][1] == both[1][1] == usage
 
 
-def test_other_noise_would_be_seen(folder: Path) -> None:
+def test_other_noise_would_be_seen_and_a_lost_process_ends_the_call_of_the_others(folder: Path) -> None:
     """The planted fault: codes or noise of other rows move the parameters by far more than rounding."""
     single = found(folder, "train.single")
     assert distance(single["ternary"][0], single["stochastic"][0]) > 1e-3
+    for name, limit in (("hang.0", 6.0), ("first dies.1", 30.0), ("second dies.0", 30.0)):
+        end = found(folder, name)
+        assert end["error"][0] == "ProcessLost"
+        assert end["seconds"] < limit
 
 
 def test_readings_are_those_of_one_process_in_the_order_of_ranks(folder: Path) -> None:
@@ -107,13 +109,6 @@ def test_an_error_of_one_process_is_raised_in_both(folder: Path) -> None:
     assert "x holds 2" in both[0]["rows of rank 1"][1]
 
 
-def test_a_process_that_hangs_or_dies_ends_the_call_of_the_others(folder: Path) -> None:
-    for name, limit in (("hang.0", 6.0), ("first dies.1", 30.0), ("second dies.0", 30.0)):
-        end = found(folder, name)
-        assert end["error"][0] == "ProcessLost"
-        assert end["seconds"] < limit
-
-
 @pytest.mark.parametrize("case", [*PARTS, "no records", "nothing"])
 def test_private_gradients_from_a_tape_are_those_of_one_process(folder: Path, case: str) -> None:
     """Each process clips its records; the first adds the noise to the sum of all, with records or without."""
@@ -124,7 +119,7 @@ def test_private_gradients_from_a_tape_are_those_of_one_process(folder: Path, ca
     assert max(float(gradient.abs().max()) for gradient in single) > 0.01
 
 
-def test_sums_are_those_in_the_order_of_ranks_to_the_bit(folder: Path) -> None:
+def test_sums_are_in_the_order_of_ranks_and_a_session_ends_with_one_error(folder: Path) -> None:
     every = [found(folder, f"exchange.{rank}") for rank in range(3)]
     first, second, third = (rank_tensors(rank) for rank in range(3))
     for number, (a, b, c) in enumerate(zip(first, second, third, strict=True)):
@@ -137,9 +132,6 @@ def test_sums_are_those_in_the_order_of_ranks_to_the_bit(folder: Path) -> None:
         parts = [one["part"][count] for one in every]
         assert [n for part in parts for n in range(count)[part]] == list(range(count))
         assert count == 0 or len(range(count)[parts[0]]) > 0
-
-
-def test_a_session_ends_in_all_processes_with_the_same_error(folder: Path) -> None:
     every = [found(folder, f"exchange.{rank}") for rank in range(3)]
     for one in every:
         assert one["first_computes"] == ("ZeroDivisionError", "division by zero")
@@ -149,16 +141,13 @@ def test_a_session_ends_in_all_processes_with_the_same_error(folder: Path) -> No
     assert {one["last_leaves_early"][0] for one in every} == {"ProcessLost"}
 
 
-def test_it_states_the_law_of_the_held_device_or_that_it_is_unknown() -> None:
+def test_it_states_the_law_of_the_held_device_and_monitors_only_that() -> None:
     with open_shared_device("gaussian", n_inputs=2, n_outputs=3, noise={"sigma": 0.5}) as device:
         assert isinstance(device.noise, GaussianNoise)
         device._law = None
         assert device.stated_noise is None
         with pytest.raises(NoiseUnknown, match="states no law"):
             _ = device.noise
-
-
-def test_only_the_held_device_is_monitored() -> None:
     window: dict[str, Any] = {"n_inputs": 8, "n_outputs": 32, "monitor": {"every_steps": 1}}
     with open_device("gaussian", **window) as device, open_shared_device("gaussian", **window) as shared:
         for each in (device, shared):

@@ -1,7 +1,5 @@
 """Simulated devices beyond the contract: matrix, variances, single outputs against a certified law, |R x|^2."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -80,15 +78,12 @@ def test_noise_seed_changes_noise_but_not_the_medium() -> None:
         assert not torch.equal(one.project(X), two.project(X))
 
 
-def test_noise_scales_with_sigma() -> None:
+def test_noise_scales_with_sigma_and_is_none_at_zero() -> None:
     with (
         open_device("gaussian", n_inputs=12, n_outputs=40, noise={"sigma": 1.0}) as one,
         open_device("gaussian", n_inputs=12, n_outputs=40, noise={"sigma": 2.7}) as two,
     ):
         torch.testing.assert_close(two.draw((3, 40)), one.draw((3, 40)) * 2.7, rtol=1e-6, atol=0)
-
-
-def test_zero_sigma_is_the_ideal_device() -> None:
     with (
         open_device("ideal", n_inputs=12, n_outputs=40) as ideal,
         open_device("gaussian", n_inputs=12, n_outputs=40, noise={"sigma": 0.0}) as silent,
@@ -157,7 +152,7 @@ def frames(rows: int = 6) -> np.ndarray:
     return np.random.default_rng(7).integers(0, 2, size=(rows, N_INPUTS), dtype=np.uint8)
 
 
-def test_the_ideal_device_gives_the_square_of_its_complex_medium() -> None:
+def test_intensities_are_squares_of_a_complex_medium_with_their_mean() -> None:
     x = torch.from_numpy(frames()).float()
     with open_device("ideal", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS) as device:
         found = device.intensities(x)
@@ -165,9 +160,6 @@ def test_the_ideal_device_gives_the_square_of_its_complex_medium() -> None:
     p, q = (Medium(N_INPUTS, N_OUTPUTS, medium.seed, plane=n).dense() for n in (REAL_PLANE, IMAGINARY_PLANE))
     field = torch.complex(x @ p, x @ q) / 2**0.5
     torch.testing.assert_close(found, field.abs().square(), rtol=1e-6, atol=1e-6)
-
-
-def test_an_intensity_has_the_mean_of_the_squared_norm() -> None:
     x = np.ones((1, N_INPUTS), dtype=np.uint8)
     with open_device("ideal", n_inputs=N_INPUTS, n_outputs=20_000) as device:
         numbers = device.intensities(x)[0].astype(np.float64) / N_INPUTS

@@ -87,13 +87,12 @@ class TestBench(DeviceContract):
         return open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, **options)
 
 
-def test_a_noise_that_its_class_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_options_and_noise_that_does_nothing_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
     with pytest.raises(ConfigError, match="noise: does nothing: the kind 'lab_bench' does not read"):
         open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, noise={"sigma": 3.0})
-
-
-def test_a_missing_option_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
     lines = (PACKAGE / "bench.toml").read_text().splitlines()
     text = "\n".join(

@@ -1,7 +1,5 @@
 """Encoders under lightonml's names: compared with lightonml's own, and what is refused here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -33,17 +31,14 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 SAME: list[tuple[str, dict[str, Any], np.ndarray]] = [
-    ("BinaryThresholdEncoder", {}, REALS),
-    ("BinaryThresholdEncoder", {"threshold_enc": 25}, BYTES),
+    *(("BinaryThresholdEncoder", {}, REALS), ("BinaryThresholdEncoder", {"threshold_enc": 25}, BYTES)),
     ("BinaryThresholdEncoder", {"threshold_enc": 25, "greater_is_one": False}, BYTES),
-    ("BinaryThresholdEncoder", {"greater_is_one": False}, REALS),
-    ("MultiThresholdEncoder", {}, REALS),
+    *(("BinaryThresholdEncoder", {"greater_is_one": False}, REALS), ("MultiThresholdEncoder", {}, REALS)),
     ("MultiThresholdEncoder", {"n_bins": 5, "columnwise": True}, REALS.astype(np.float64)),
     ("MultiThresholdEncoder", {"thresholds": [-0.5, 0.1, 1.0]}, REALS),
     ("MultiThresholdEncoder", {"thresholds": np.arange(14).reshape(7, 2) / 9, "columnwise": True}, REALS),
     ("ConcatenatedBitPlanEncoder", {}, BYTES),
-    ("ConcatenatedBitPlanEncoder", {"n_bits": 3, "starting_bit": 2}, BYTES),
-    ("Float32Encoder", {}, REALS),
+    *(("ConcatenatedBitPlanEncoder", {"n_bits": 3, "starting_bit": 2}, BYTES), ("Float32Encoder", {}, REALS)),
     ("Float32Encoder", {"sign_bit": False, "exp_bits": 2, "mantissa_bits": 0}, REALS),
     ("ConcatenatedFloat32Encoder", {"exp_bits": 3, "mantissa_bits": 4}, REALS),
     ("SequentialBaseTwoEncoder", {}, REALS),
@@ -52,8 +47,7 @@ SAME: list[tuple[str, dict[str, Any], np.ndarray]] = [
     ("SeparatedBitPlanEncoder", {"precision": 8}, BYTES.astype(np.int64)),
     ("SeparatedBitPlanEncoder", {"precision": 3}, BYTES.astype(np.int64) - 99),
     ("SeparatedBitPlanEncoder", {"precision": 4}, np.abs(REALS)),
-    ("SeparatedBitPlanEncoder", {"precision": 4}, -np.abs(REALS)),
-    ("NoEncoding", {}, BYTES),
+    *(("SeparatedBitPlanEncoder", {"precision": 4}, -np.abs(REALS)), ("NoEncoding", {}, BYTES)),
 ]
 
 
@@ -76,7 +70,7 @@ def test_the_code_is_lightonmls(theirs: Any, name: str, arguments: dict[str, Any
     np.testing.assert_array_equal(tensor.numpy(), wanted)
 
 
-def test_a_given_constant_needs_no_fit() -> None:
+def test_a_given_constant_needs_no_fit_and_a_second_fit_learns_again() -> None:
     for encoder, x in (
         (base.BinaryThresholdEncoder(threshold_enc=25), BYTES),
         (base.MultiThresholdEncoder([0.1, 0.2]), REALS),
@@ -86,9 +80,6 @@ def test_a_given_constant_needs_no_fit() -> None:
         np.testing.assert_array_equal(encoder.transform(x), clone(encoder).fit(x).transform(x))
     images = BYTES.reshape(3, 3, 7)
     np.testing.assert_array_equal(base.BinaryThresholdEncoder(25).transform(images), images > 25)
-
-
-def test_a_second_fit_learns_again() -> None:
     encoder = base.BinaryThresholdEncoder().fit(REALS)
     np.testing.assert_array_equal(encoder.fit(REALS + 3).threshold_, np.median(REALS + 3, axis=0))
     assert encoder.threshold_enc == "auto"
@@ -178,13 +169,10 @@ def test_learnt_codes_need_a_fit(encoder: Any) -> None:
         encoder.fit(REALS).transform(REALS[:, :5])
 
 
-def test_the_largest_byte_does_not_wrap() -> None:
+def test_the_largest_byte_does_not_wrap_and_512_levels_are_distinct() -> None:
     """lightonml adds 1 to it in uint8, and returns ones for every number."""
     x = np.array([[0, 1, 128, 255]], dtype=np.uint8)
     np.testing.assert_array_equal(base.SeparatedBitPlanEncoder(8).transform(x), np.unpackbits(x.T, axis=1).T)
-
-
-def test_more_than_256_levels_are_distinct() -> None:
     ramp = np.linspace(0, 1, 512)[:, None]
     ones = base.SequentialBaseTwoEncoder(512).fit(ramp).transform(ramp).sum(axis=1)
     np.testing.assert_array_equal(ones, np.arange(512))

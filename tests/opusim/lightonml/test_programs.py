@@ -1,7 +1,5 @@
 """Programs of lightonml's users, written anew and small: they differ from theirs in their import lines only."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -67,9 +65,7 @@ def test_a_pipeline_in_cross_validation() -> None:
         ("classifier", RidgeClassifier(alpha=1e3)),
     ]
     pipe = Pipeline(steps=steps)
-    assert (
-        pipe.fit(IMAGES[:400], LABELS[:400]).score(IMAGES[400:600], LABELS[400:600]) > 0.75
-    )  # by chance 0.1
+    assert pipe.fit(IMAGES[:400], LABELS[:400]).score(IMAGES[400:600], LABELS[400:600]) > 0.75  # chance: 0.1
     grid = {"classifier__alpha": 10.0 ** np.arange(3, 5), "mapping__n_components": [200, 400]}
     search = GridSearchCV(
         pipe, grid, cv=ShuffleSplit(n_splits=2, test_size=0.15, random_state=0), refit=False
@@ -85,9 +81,7 @@ def test_random_projections_approximate_their_kernel() -> None:
     opu = OPU(n_components=40_000, simulated=True)
     features = opu.fit_transform1d(x)
     kernel = opu_kernel(x)
-    spread = 3 * np.sqrt(
-        np.outer(np.diag(kernel), np.diag(kernel)) / 40_000
-    )  # sd of a product is below 3 of its mean
+    spread = 3 * np.sqrt(np.outer(np.diag(kernel), np.diag(kernel)) / 40_000)  # sd of a product: < 3 means
     assert np.all(np.abs(np.array(features) @ features.T / 40_000 - kernel) < 5 * spread)
     with pytest.raises(AssertionError):
         assert np.all(np.abs(np.array(features) @ features.T / 40_000 - 1.2 * kernel) < 5 * spread)
@@ -144,13 +138,15 @@ def test_maps_that_share_an_opu_keep_their_fits() -> None:
     assert list(own.fit(narrow).get_feature_names_out()[:2]) == ["opumap0", "opumap1"]
 
 
-def test_wrong_maps_are_refused() -> None:
+def test_wrong_maps_and_sparse_matrices_are_refused() -> None:
     with pytest.raises(TypeError, match="opu = 'camera': must be OPU"):
         OPUMap(30, opu="camera")
     with pytest.raises(ValueError, match="simulated=True, and the given OPU is hardware"):
         OPUMap(30, opu=OPU(open_at_init=False), simulated=True)
     with pytest.raises(ValueError, match="ndims = 3: must be one of 1, 2"):
         OPUMap(30, simulated=True, ndims=3).fit(random_bits(2, 3, 4))
+    with pytest.raises(TypeError, match=r"X is sparse \(csr_array\): must be dense; give X.toarray\(\)"):
+        OPUMap(20, simulated=True).fit(scipy.sparse.csr_array(np.eye(3)))
 
 
 _BINARY = "a device shows 0 or 1, and the check gives it real numbers; an encoder stands before the map"
@@ -158,19 +154,11 @@ _LIGHTONML = "as lightonml's: one vector is taken, and the number of features is
 NOT_MET = {
     **dict.fromkeys(
         (
-            "check_fit_score_takes_y",
-            "check_estimators_dtypes",
-            "check_dtype_object",
-            "check_pipeline_consistency",
-            "check_estimators_pickle",
-            "check_f_contiguous_array_estimator",
-            "check_transformer_data_not_an_array",
-            "check_transformer_general",
-            "check_transformer_preserve_dtypes",
-            "check_methods_sample_order_invariance",
-            "check_methods_subset_invariance",
-            "check_dict_unchanged",
-            "check_fit_idempotent",
+            *("check_fit_score_takes_y", "check_estimators_dtypes", "check_dtype_object"),
+            *("check_pipeline_consistency", "check_estimators_pickle", "check_f_contiguous_array_estimator"),
+            *("check_transformer_data_not_an_array", "check_transformer_general"),
+            *("check_transformer_preserve_dtypes", "check_methods_sample_order_invariance"),
+            *("check_methods_subset_invariance", "check_dict_unchanged", "check_fit_idempotent"),
         ),
         _BINARY,
     ),
@@ -187,14 +175,8 @@ NOT_MET = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*occurred during set_params of param:UserWarning")
 def test_estimator_checks_pass_but_for_those_that_have_a_reason() -> None:
-    found = check_estimator(
-        OPUMap(20, simulated=True), expected_failed_checks=NOT_MET, on_fail="raise", on_skip=None
-    )
+    options = {"expected_failed_checks": NOT_MET, "on_fail": "raise", "on_skip": None}
+    found = check_estimator(OPUMap(20, simulated=True), **options)
     failed = {each["check_name"] for each in found if each["status"] == "xfail"}
     assert failed == set(NOT_MET)  # a reason whose check passes leaves
     assert sum(each["status"] == "passed" for each in found) > 20
-
-
-def test_a_sparse_matrix_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"X is sparse \(csr_array\): must be dense; give X.toarray\(\)"):
-        OPUMap(20, simulated=True).fit(scipy.sparse.csr_array(np.eye(3)))

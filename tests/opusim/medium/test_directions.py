@@ -1,7 +1,5 @@
 """Counter-based directions: their entries, their independence of everything else, and moving along them in place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -61,7 +59,7 @@ def test_kernel_and_torch_path_agree_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(both, ((start.float() + z * back) * keep + z * move).to(dtype))
 
 
-def test_one_pass_gives_the_bits_of_three() -> None:
+def test_one_pass_and_parts_give_the_bits_of_the_whole() -> None:
     start = torch.linspace(-1, 1, 10_000)
     fused, apart = start.clone(), start.clone()
     Direction(1).return_and_move(fused, 0, back=1e-3, keep=1 - 1e-4, move=-2.7e-3)
@@ -69,9 +67,6 @@ def test_one_pass_gives_the_bits_of_three() -> None:
     apart.mul_(np.float32(1 - 1e-4).item())
     Direction(1).add_to(apart, 0, -2.7e-3)
     assert torch.equal(fused, apart)
-
-
-def test_a_part_is_moved_as_within_the_whole() -> None:
     whole = _moved(10_000, 0.7)
     for dtype in (torch.float32, torch.float16):
         part = torch.zeros(10_000 - 4096, dtype=dtype)

@@ -18,12 +18,9 @@ def ternary(batch: int, width: int, seed: int) -> torch.Tensor:
     return torch.randint(-1, 2, (batch, width), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def test_the_table_is_pinned() -> None:
+def test_the_table_is_pinned_and_has_its_stated_moments() -> None:
     digest = hashlib.sha256(gaussian_table().astype("<f4").tobytes()).hexdigest()
     assert digest == "f32b3e374f6a48d0fce3070d6080b730cb169189d32f1e8ddc2fe121196ba3c2"
-
-
-def test_the_table_has_the_moments_that_its_docstring_states() -> None:
     table = gaussian_table().astype(np.float64)
     assert np.all(table == -table[::-1])
     assert np.all(table / TABLE_STEP == np.rint(table / TABLE_STEP))
@@ -72,9 +69,7 @@ def test_a_ternary_projection_is_exact_for_every_tiling(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("limit", [0, 1024])
-def test_a_long_projection_pauses_and_can_be_stopped(
-    monkeypatch: pytest.MonkeyPatch, seed: int, limit: int
-) -> None:
+def test_a_long_projection_pauses_and_stops(monkeypatch: pytest.MonkeyPatch, seed: int, limit: int) -> None:
     x, paused = ternary(40, 300, seed), list[int]()
     exact = Medium(300, 90, seed).project(x)
     monkeypatch.setattr(medium_module, "PRODUCTS_PER_BLOCK", 90 * 300 * 7)

@@ -49,19 +49,10 @@ def test_torch_version_broadcasts() -> None:
 
 
 def test_derived_seeds_differ_by_seed_label_and_type() -> None:
-    seeds = [
-        derive_seed(1),
-        derive_seed(2),
-        derive_seed(1, "a"),
-        derive_seed(1, "b"),
-        derive_seed(1, "a", "b"),
-    ]
+    seeds = [derive_seed(n, *names) for n, *names in ((1,), (2,), (1, "a"), (1, "b"), (1, "a", "b"))]
     seeds += [derive_seed(1, "a|s1:b"), derive_seed(1, 3), derive_seed(1, "3"), derive_seed(1, "b", "a")]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= value < 2**64 for value in seeds)
     assert derive_seed(1, "a") == 7844556216126916469  # pinned: runs recorded on disk rest on it
-
-
-def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="seed = -1"):
         derive_seed(-1)

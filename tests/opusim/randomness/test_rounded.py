@@ -1,7 +1,5 @@
 """Exactly rounded noise: its law, its error bound, border cases, and that a release fits every value equally well."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any
@@ -112,9 +110,7 @@ def test_the_grid_does_not_follow_the_value(value: float) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_a_number_next_to_an_edge_is_decided_exactly(
-    seed: int, law: Law, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_next_to_an_edge_is_exact(seed: int, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
     """The value puts the middle of the drawn digits as near to an edge as float64 can: interval arithmetic decides."""
     decided: list[int] = []
     original = ExactNoise._exact
@@ -131,15 +127,12 @@ def test_a_number_next_to_an_edge_is_decided_exactly(
         assert found in (5 * h, 6 * h)
 
 
-def test_digits_that_are_all_zero_are_extended_and_tails_have_no_end() -> None:
+def test_digits_that_are_all_zero_are_extended_and_seeded_ones_have_a_naive_twin() -> None:
     digits = iter([0, 0, 2**63, 0])
     noise = ExactNoise(np.zeros((1, 2), dtype=np.uint64), lambda _: next(digits), 1.0, "laplace")
     found = -float(noise.added_to(torch.zeros(1)))
     assert list(digits) == []
     assert found == pytest.approx(129 * math.log(2), abs=2.0**-10)
-
-
-def test_seeded_digits_are_the_blocks_of_the_naive_twin() -> None:
     words = np.empty((5, 2), dtype=np.uint64)
     digits_from_philox(words, 7, 3, 5, 11, 13)
     for number, row in enumerate(words.tolist()):
@@ -170,7 +163,7 @@ def test_experiments_repeat_and_releases_do_not(law: Law) -> None:
     assert torch.equal(short, long[:2])  # a shorter draw is the beginning of a longer one
 
 
-def test_further_digits_of_a_release_are_fresh_and_uniform() -> None:
+def test_further_digits_are_fresh_and_finished_numbers_on_the_grid() -> None:
     """Each draws 64 new bits: six standard errors of the ones among them; a constant, the fault, repeats."""
     stream = SystemStream()
     noise = stream.rounded(2, 1.0)
@@ -180,6 +173,12 @@ def test_further_digits_of_a_release_are_fresh_and_uniform() -> None:
     assert len(set(digits)) == len(digits)
     ones = sum(word.bit_count() for word in digits)
     assert abs(ones - 32 * len(digits)) < 6 * math.sqrt(16 * len(digits))
+    numbers = torch.tensor([0.5, -1.25, 3.0])
+    found = NormalNoise(numbers, 2.0, "gaussian").added_to(torch.tensor([[0.1], [0.2], [1e4]]))
+    assert found.flatten().tolist() == pytest.approx([1.1, -2.3, 10_006.0], abs=grid_of(2.0) / 2)
+    assert (found / grid_of(2.0) % 1 == 0).all()
+    four = NormalNoise(torch.tensor([[3.0, 1.0, 2.0, 0.0]]), 1.0, "laplace").added_to(torch.zeros(1))
+    assert four.tolist() == [3.0]
 
 
 def test_a_forked_process_rounds_with_other_noise() -> None:
@@ -196,15 +195,6 @@ def test_a_forked_process_rounds_with_other_noise() -> None:
     assert there.startswith("[")
     here = str(drawn())
     assert not set(there.strip("[]").split(", ")) & set(here.strip("[]").split(", "))
-
-
-def test_finished_numbers_are_rounded_to_the_grid() -> None:
-    numbers = torch.tensor([0.5, -1.25, 3.0])
-    found = NormalNoise(numbers, 2.0, "gaussian").added_to(torch.tensor([[0.1], [0.2], [1e4]]))
-    assert found.flatten().tolist() == pytest.approx([1.1, -2.3, 10_006.0], abs=grid_of(2.0) / 2)
-    assert (found / grid_of(2.0) % 1 == 0).all()
-    four = NormalNoise(torch.tensor([[3.0, 1.0, 2.0, 0.0]]), 1.0, "laplace").added_to(torch.zeros(1))
-    assert four.tolist() == [3.0]
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.05, 3e-7, 1e30])
@@ -225,12 +215,9 @@ def test_contributions_never_grow_and_their_sums_are_exact(seed: int, bound: flo
 @pytest.mark.parametrize(
     ("values", "scale", "message"),
     [
-        ([math.nan], 1.0, "must be finite and at most"),
-        ([math.inf], 1.0, "must be finite and at most"),
-        ([2.0**41], 1.0, "bound them first"),
-        ([0.0, 0.0], 1.0, "noise was drawn for 1; give as many"),
-        ([0.0], 0.0, "scale = 0: must lie in"),
-        ([0.0], math.nan, "rescale the values"),
+        *(([math.nan], 1.0, "must be finite and at most"), ([math.inf], 1.0, "must be finite and at most")),
+        *(([2.0**41], 1.0, "bound them first"), ([0.0, 0.0], 1.0, "noise was drawn for 1; give as many")),
+        *(([0.0], 0.0, "scale = 0: must lie in"), ([0.0], math.nan, "rescale the values")),
     ],
 )
 def test_values_and_scales_out_of_range_are_refused(values: list[float], scale: float, message: str) -> None:

@@ -1,12 +1,9 @@
 """Exactly rounded noise on long arrays: the two tiers decide as exact arithmetic does, and no digit tells of a sum."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import mpmath
 import numba
@@ -77,9 +74,7 @@ def near_edges(digits: np.ndarray, seed: int, std: float) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         noise = std * np.nan_to_num(_standard(digits[:, 0], digits[:, 1], "gaussian")[0], posinf=0.0)
     offsets = rng.choice([-1.0, 1.0], n) * 10.0 ** rng.uniform(-7, -0.5, n) * grid
-    near = (
-        (np.floor(noise / grid) + 0.5) * grid - noise + offsets
-    )  # below a cell, of which float32 holds 2^-25
+    near = (np.floor(noise / grid) + 0.5) * grid - noise + offsets  # below a cell: float32 holds 2^-25 of it
     return np.where(np.arange(n) % 2, near, rng.normal(0, 100 * std, n)).astype(np.float32)
 
 
@@ -148,24 +143,14 @@ def test_both_numbers_of_a_pair_get_the_same_further_digits() -> None:
     fresh = iter(range(10))
     kept = kept_digits(lambda: next(fresh))
     first, second = kept(7), kept(7)
-    assert [next(first), next(first), next(second), next(second), next(second), next(kept(8))] == [
-        0,
-        1,
-        0,
-        1,
-        2,
-        3,
-    ]
+    found = [next(each) for each in (first, first, second, second, second, kept(8))]
+    assert found == [0, 1, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sine", [False, True])
 def test_the_turn_of_a_pair_is_its_point(sine: bool, seed: int) -> None:
     for word in [
-        0,
-        2**61,
-        2**62,
-        2**63,
-        2**64 - 1,
+        *(0, 2**61, 2**62, 2**63, 2**64 - 1),
         *np.random.default_rng(seed).integers(0, 2**64, 50, np.uint64).tolist(),
     ]:
         pair = naive_philox.normal_pair(2**31, 0, word >> 32)
@@ -203,9 +188,7 @@ def test_seeded_numbers_are_exact_functions_of_their_digits(seed: int) -> None:
     np.testing.assert_array_equal(found, exact(digits, values.astype(np.float64), STD))
 
 
-def test_release_numbers_are_exact_functions_of_the_ciphers_words(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_numbers_follow_from_the_ciphers_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams.os, "urandom", random.Random(seed).randbytes)
     count, chunks = 9 * CHUNK + 5, 16  # two calls of the cipher
     cipher = SystemStream()._current_cipher()
@@ -379,15 +362,18 @@ def test_values_of_every_size_keep_their_noise(mode: str) -> None:
     assert torch.equal(found[values.abs() > 1e9], values[values.abs() > 1e9])
 
 
-def test_sources_of_finished_numbers_add_as_before() -> None:
+def test_sources_of_finished_numbers_add_as_before_by_the_same_constants() -> None:
     """A device's numbers and correlated ones carry a rounding of their own, which nothing undoes."""
     coefficients = (0.8, 0.6)
-    rounded, added = (
-        CorrelatedStream(SeededStream(1, "a"), coefficients, size=100, stored=False) for _ in range(2)
-    )
+    options = {"size": 100, "stored": False}
+    rounded, added = (CorrelatedStream(SeededStream(1, "a"), coefficients, **options) for _ in "ra")
     for stream in (rounded, added):
         stream.seek(0)
     assert torch.equal(rounded.add_rounded(torch.ones(100), 2.7), added.add_to(torch.ones(100), 2.7))
+    from opusim.randomness import rounded
+
+    assert rounded._PAIRS == PAIRS
+    assert CHUNK % kernels._GROUP == PAIRS % kernels._GROUP == 0
 
 
 @pytest.mark.parametrize(
@@ -399,9 +385,7 @@ def test_sources_of_finished_numbers_add_as_before() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_bad_arguments_are_named(
-    mode: str, change: Callable[[Any], Any], error: type[Exception], message: str
-) -> None:
+def test_bad_arguments_are_named(mode: str, change: Callable, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         change(noise_stream(mode, 1, "a"))
 
@@ -420,10 +404,3 @@ def test_subtracting_names_the_sum_of_added_noise_and_of_rounded_noise_nothing(m
     middle = sum(shares) / 2
     assert abs(shares[0] - shares[1]) < 5 * math.sqrt(2 * max(middle * (1 - middle), 1 / n) / n)
     assert (released.astype(np.float64) / grid_of(std) % 1 == 0).all()
-
-
-def test_constants_of_the_kernels_agree() -> None:
-    from opusim.randomness import rounded
-
-    assert rounded._PAIRS == PAIRS
-    assert CHUNK % kernels._GROUP == PAIRS % kernels._GROUP == 0

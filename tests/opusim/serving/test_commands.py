@@ -1,7 +1,5 @@
 """Commands of served devices, examples of a service, waiting for local devices, many connections and calls."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re
@@ -47,9 +45,8 @@ def test_keys_are_made_by_one_command(tmp_path: Path) -> None:
 
 
 def test_a_server_without_keys_says_how_to_make_them(tmp_path: Path) -> None:
-    done = opusim(
-        *("device", "serve", "gaussian", "--bind", "tcp://127.0.0.1:*", "--keys", tmp_path), cwd=tmp_path
-    )
+    words = ("device", "serve", "gaussian", "--bind", "tcp://127.0.0.1:*", "--keys", tmp_path)
+    done = opusim(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert "server.key: is missing; make it with: opusim device keys new server --folder" in done.stderr
 
@@ -61,11 +58,8 @@ def test_an_address_stands_for_a_device(lab: Laboratory, tmp_path: Path) -> None
         assert "can: project, draw, intensities, matrix" in shown.stdout
         assert "noise: as the kind 'remote' defines it" not in shown.stdout
         assert noise_line(load_description("camera"))[:60] in shown.stdout
-        for text in (
-            "serves 'camera' of kind 'camera'",
-            "certificate: none",
-            "medium: simulated, seed 20210603",
-        ):
+        told = ("serves 'camera' of kind 'camera'", "certificate: none", "medium: simulated, seed 20210603")
+        for text in told:
             assert text in shown.stdout
         arguments = ("--out", tmp_path / "refused", "--outputs", 40, "--readings", 60)
         refused = opusim("device", "calibrate", f"{address}?exclusive", *arguments, cwd=tmp_path)
@@ -147,11 +141,8 @@ def test_the_steps_of_the_container_lead_to_a_server(tmp_path: Path, monkeypatch
     subprocess.run([python, "-m", "pip", *install, *offline], check=True, capture_output=True)
     lab = new_laboratory(tmp_path / "lab", "alice")
     lab.become("alice", monkeypatch)
-    here = {
-        "/keys": str(lab.keys),
-        "/state/usage.jsonl": str(lab.journal),
-        "tcp://*:5555": "tcp://127.0.0.1:*",
-    }
+    here = {"/keys": str(lab.keys), "/state/usage.jsonl": str(lab.journal)}
+    here["tcp://*:5555"] = "tcp://127.0.0.1:*"
     words = [here.get(word, word) for word in json.loads(container.split("CMD ")[1])]
     environment = {
         "PATH": f"{place / 'bin'}:/usr/bin:/bin",
@@ -196,9 +187,7 @@ def test_the_unit_is_one(tmp_path: Path) -> None:
 EXCLUSIVE = {"access": {"exclusive": True}, "n_inputs": 4, "n_outputs": 6}
 
 
-def test_a_local_device_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     holder = ExclusiveUse("gaussian")
     holder.acquire()
@@ -222,17 +211,8 @@ def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
     holder = ExclusiveUse("gaussian")
     holder.acquire()
-    arguments = (
-        "device",
-        "calibrate",
-        description,
-        "--out",
-        tmp_path / "out",
-        "--outputs",
-        40,
-        "--readings",
-        60,
-    )
+    arguments = ("device", "calibrate", description, "--out", tmp_path / "out")
+    arguments += ("--outputs", 40, "--readings", 60)
     refused = opusim(*arguments, cwd=tmp_path)
     assert (refused.returncode, refused.stderr.count("\n")) == (3, 1)
     threading.Timer(0.5, holder.release).start()
@@ -268,9 +248,7 @@ WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40}
 @pytest.mark.parametrize("connections", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_connections_at_once_are_served_or_refused_in_one_line(lab: Laboratory, connections: int) -> None:
     places = connections // 10
-    with serving(
-        lab, limits=Limits(clients=places, clients_per_user=connections, silence_s=120.0)
-    ) as address:
+    with serving(lab, limits=Limits(clients=places, clients_per_user=connections, silence_s=99.0)) as address:
         host, _, port = address.removeprefix("remote://").partition(":")
         context = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 2 * connections)

@@ -1,7 +1,5 @@
 """Clients, servers and networks that fail: nothing is lost, nothing hangs, and no reading changes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -25,7 +23,7 @@ from opusim.serving.sessions import TURN_S, Work
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
 from tests.support.killing import start_child
 from tests.support.patience import eventually, patient
-from tests.support.served import ForkedServer, Laboratory, serving
+from tests.support.served import ForkedServer, Laboratory, clients, served_and_local, serving
 from tests.support.slow_network import slow_network
 
 X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
@@ -156,11 +154,7 @@ def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
 
     register_device("noted", Noted)
     served = {"kind": "noted", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
-    with (
-        serving(lab, "gaussian", served) as address,
-        open_device(address) as greedy,
-        open_device(address) as modest,
-    ):
+    with clients(lab, served, {}, {}) as (greedy, modest):
         read.clear()
         long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200 * MOST_ROWS, 12)))
         long_call.start()
@@ -212,9 +206,7 @@ def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory, pace
     assert used == {"gone": 2 * sum(read[:-1]), "next": 2 * len(X)}
 
 
-def test_a_suspended_call_reads_what_a_local_one_reads(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspended_call_reads_as_a_local_one(lab: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation is read in one; other clients have their turn between the tiles of its medium."""
     monkeypatch.setattr("opusim.serving.server.TURN_S", 0.005)
     medium, window = {"dense_limit_mib": 0}, {"n_inputs": 20_000, "n_outputs": 2048, "seed": 9}
@@ -234,14 +226,12 @@ def test_a_suspended_call_reads_what_a_local_one_reads(
         def read(name: str, device: NoisyDevice) -> None:
             found[name] += [device.project(x), device.project(x)]
 
-        threads = [
-            threading.Thread(target=read, args=pair) for pair in (("greedy", greedy), ("other", other))
-        ]
-        for thread in threads:
+        jobs = [threading.Thread(target=read, args=each) for each in (("greedy", greedy), ("other", other))]
+        for thread in jobs:
             thread.start()
         modest.seek(0)
         small = [modest.project(X) for _ in range(20)]
-        for thread in threads:
+        for thread in jobs:
             thread.join(60)
         usage = greedy.usage.frames, other.usage.frames, modest.usage.frames
     assert len(resumed) >= 4
@@ -405,11 +395,7 @@ def test_a_client_with_its_own_baseline_stops_alone(lab: Laboratory, faulty: Non
     """It may have made the baseline up."""
     options = {"kind": "gaussian", "fault": "noise halved", "at_step": 3}
     served = {"kind": KIND, "options": options, "monitor": {"every_steps": 1}}
-    with (
-        serving(lab, "gaussian", served) as address,
-        open_device(address, **WINDOW) as one,
-        open_device(address, **{**WINDOW, "seed": 1}) as other,
-    ):
+    with clients(lab, served, WINDOW, {**WINDOW, "seed": 1}) as (one, other):
         assert one.monitor.baseline is not None
         one.compare_with(one.monitor.baseline)
         with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
@@ -423,11 +409,7 @@ def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None
     access, monitor = {"exclusive": True}, {"every_steps": 1}
     sizes = {"n_inputs": 12, "n_outputs": 256, "noise": {"sigma": 0.1}}
     served = {"kind": KIND, "options": options, "access": access, "monitor": monitor, **sizes}
-    with (
-        serving(lab, "gaussian", served) as address,
-        open_device(address) as one,
-        open_device(address) as other,
-    ):
+    with clients(lab, served, {}, {}) as (one, other):
         assert one.monitor.baseline is None
         with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
             train(30, one, other)
@@ -440,11 +422,7 @@ def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faul
     options = {"kind": "gaussian", "fault": "NaN", "at_step": 0}
     access, sizes = {"exclusive": True}, {"n_inputs": 12, "n_outputs": 40}
     served = {"kind": KIND, "options": options, "access": access, **sizes}
-    with (
-        serving(lab, "gaussian", served) as address,
-        open_device(address) as one,
-        open_device(address) as other,
-    ):
+    with clients(lab, served, {}, {}) as (one, other):
         one.seek(0)
         with pytest.raises(DeviceFault, match="returned NaN or infinity"):
             one.project(X)
@@ -453,23 +431,12 @@ def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faul
 
 
 @patient
-def test_a_shared_device_that_hangs_does_not_hang_its_server(
-    lab: Laboratory, faulty: None, pace: float
-) -> None:
+def test_a_shared_device_that_hangs_leaves_its_server_up(lab: Laboratory, faulty: None, pace: float) -> None:
     FaultyDevice.repaired, limit = False, 0.5 * pace
     options = {"kind": "gaussian", "fault": "time-out", "at_step": 0}
-    served = {
-        "kind": KIND,
-        "options": options,
-        "access": {"exclusive": True},
-        "n_inputs": 12,
-        "n_outputs": 40,
-    }
-    with (
-        serving(lab, "gaussian", served, call_timeout_s=limit) as address,
-        open_device(address) as one,
-        open_device(address) as other,
-    ):
+    window = {"n_inputs": 12, "n_outputs": 40}
+    served = {"kind": KIND, "options": options, "access": {"exclusive": True}, **window}
+    with clients(lab, served, {}, {}, call_timeout_s=limit) as (one, other):
         one.seek(0)
         with pytest.raises(DeviceTimeout, match=f"did not answer within {limit:g} s; check its cables"):
             one.project(X)
@@ -479,11 +446,7 @@ def test_a_shared_device_that_hangs_does_not_hang_its_server(
 
 def test_the_monitor_of_a_simulation_is_that_of_the_local_device(lab: Laboratory) -> None:
     monitor = {"monitor": {"every_steps": 2}}
-    with (
-        serving(lab, "gaussian", monitor) as address,
-        open_device(address, **WINDOW) as remote,
-        open_device("gaussian", **monitor, **WINDOW) as local,
-    ):
+    with served_and_local(lab, "gaussian", monitor, **WINDOW) as (remote, local):
         assert np.array_equal(remote.monitor.baseline.to_array(), local.monitor.baseline.to_array())
         for device in (remote, local):
             device.compare_with(local.monitor.baseline)

@@ -1,7 +1,5 @@
 """The script that serves LightOn's OPU without opusim, beside the double of the driver, to a client of opusim."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

@@ -1,7 +1,5 @@
 """The pieces of a served device, each without the network: keys, messages, turns, places, the journal."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import os
@@ -12,16 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opusim import ConfigError, DeviceError
 from opusim.devices.usage import Usage
-from opusim.errors import (
-    ConfigError,
-    DeviceBusy,
-    DeviceError,
-    DeviceFault,
-    DeviceTimeout,
-    NoiseBelowCertificate,
-    NoiseUnknown,
-)
+from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, NoiseBelowCertificate, NoiseUnknown
 from opusim.noise import (
     ConverterLatticeNoise,
     FluctuatingCountNoise,
@@ -163,7 +154,7 @@ ARRAYS = (
 )
 
 
-def test_a_message_comes_back() -> None:
+def test_a_message_and_errors_of_other_classes_come_back() -> None:
     message = Message(kind="call", values={"a": 1, "b": [True, None]}, arrays=ARRAYS)
     found = read_message(message.frames(), limit=10_000)
     assert (found.kind, found.values) == (message.kind, message.values)
@@ -171,6 +162,13 @@ def test_a_message_comes_back() -> None:
     assert [array.dtype.str for array in found.arrays] == ["|i1", "<f4", "<f4", "<f8"]
     with pytest.raises(TypeError, match="array has dtype int64"):
         Message(kind="call", arrays=(np.arange(3),)).frames()
+
+    class Odd(DeviceError):
+        pass
+
+    assert type(told_error(error_message(Odd("odd")))) is DeviceError
+    told = told_error(error_message(RuntimeError("a\nb")))
+    assert (type(told), str(told)) == (DeviceFault, "the server failed: a b")
 
 
 def header(arrays: str = "[]", schema: int = 1, rest: str = '"kind": "call", "values": {}') -> bytes:
@@ -180,12 +178,8 @@ def header(arrays: str = "[]", schema: int = 1, rest: str = '"kind": "call", "va
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
-        ([], "no header"),
-        ([b""], "not JSON"),
-        ([b"\x00\xff" * 50], "not JSON"),
-        ([b"[" * 100_000], "oversized|no header"),
-        ([b"[" * 5000], "not JSON"),
-        ([b"[]"], "schema"),
+        *(([], "no header"), ([b""], "not JSON"), ([b"\x00\xff" * 50], "not JSON")),
+        *(([b"[" * 100_000], "oversized|no header"), ([b"[" * 5000], "not JSON"), ([b"[]"], "schema")),
         ([header(schema=2)], "schema: this side speaks 1"),
         ([header(rest='"kind": 1, "values": {}')], "lacks kind"),
         ([header('[["|i1", [2]]]')], "1 arrays are announced, 0 came"),
@@ -195,8 +189,7 @@ def header(arrays: str = "[]", schema: int = 1, rest: str = '"kind": "call", "va
         ([header('[["|i1", [true]]]'), b"x"], "impossible shape"),
         ([header('[["<f4", [1000000000, 1000000000]]]'), b"xxxx"], "an array of 4 bytes is announced"),
         ([header('[["|O", [1]]]'), b"x" * 8], "unknown dtype"),
-        ([header('["|i1"]'), b"x"], "without dtype and shape"),
-        ([b"x"] * 18, "no header"),
+        *(([header('["|i1"]'), b"x"], "without dtype and shape"), ([b"x"] * 18, "no header")),
         ([header('[["|i1", [9000]]]'), b"x" * 9000], "oversized: 9,"),
     ],
 )
@@ -208,28 +201,13 @@ def test_bytes_that_are_no_message_are_refused(frames: list[bytes], message: str
 @pytest.mark.parametrize(
     "error",
     [
-        DeviceFault("broken"),
-        DeviceBusy("taken"),
-        DeviceTimeout("late"),
-        NoiseBelowCertificate("weak"),
-        NoiseUnknown("no law"),
-        ConfigError("file", "key", "reason"),
-        ValueError("x = 3"),
-        TypeError("x"),
+        *(DeviceFault("broken"), DeviceBusy("taken"), DeviceTimeout("late"), NoiseBelowCertificate("weak")),
+        *(NoiseUnknown("no law"), ConfigError("file", "key", "reason"), ValueError("x = 3"), TypeError("x")),
     ],
 )
 def test_errors_come_back_as_they_were(error: Exception) -> None:
     told = told_error(read_message(error_message(error, request="r1").frames(), limit=9000))
     assert (type(told), str(told)) == (type(error), str(error))
-
-
-def test_an_error_of_another_class_becomes_its_kin_or_a_fault() -> None:
-    class Odd(DeviceError):
-        pass
-
-    assert type(told_error(error_message(Odd("odd")))) is DeviceError
-    told = told_error(error_message(RuntimeError("a\nb")))
-    assert (type(told), str(told)) == (DeviceFault, "the server failed: a b")
 
 
 def test_laws_cross_without_loss() -> None:

@@ -1,7 +1,5 @@
 """What a server refuses, in one line each, while it serves the others."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -73,9 +71,7 @@ def test_a_server_with_another_key_is_not_trusted(tmp_path: Path, monkeypatch: p
         open_device(f"{address}?silence_s=1", **WINDOW)
 
 
-def test_each_server_of_a_process_knows_its_own_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_server_of_a_process_has_its_own_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = new_laboratory(tmp_path / "one", "alice"), new_laboratory(tmp_path / "two", "bob")
     one.become("alice", monkeypatch)
     shutil.copy(one.keys / "server.pub", two.keys / "server.pub")
@@ -111,22 +107,26 @@ def test_only_encrypted_messages_are_answered(lab: Laboratory, mechanism: str) -
             context.destroy(linger=0)
 
 
-def test_a_missing_server_is_one_line(lab: Laboratory) -> None:
+def test_a_missing_server_and_wrong_options_are_one_line(lab: Laboratory) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"remote://127.0.0.1:{taken.getsockname()[1]}?silence_s=1"
         with pytest.raises(DeviceUnavailable, match="no answer from its server for 1 s; check that it runs"):
             open_device(address)
+    with serving(lab) as address:
+        with pytest.raises(ConfigError, match="options.silence_s"):
+            open_device(f"{address}?silence_s=0", **WINDOW)
+        with pytest.raises(ConfigError, match="options.speed"):
+            open_device(address, options={"speed": 3}, **WINDOW)
+        with open_device(address, options={"outputs_from": 3, "run": "seven"}, **WINDOW) as device:
+            assert device.description.options["run"] == "seven"
 
 
 def test_garbage_on_the_wire_disturbs_no_client(lab: Laboratory, caplog: pytest.LogCaptureFixture) -> None:
     with serving(lab) as address:
         host, _, port = address.removeprefix("remote://").partition(":")
-        for garbage in (
-            b"GET / HTTP/1.0\r\n\r\n",
-            bytes(range(256)) * 40,
-            b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53),
-        ):
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)
+        for garbage in (b"GET / HTTP/1.0\r\n\r\n", bytes(range(256)) * 40, greeting):
             with socket.create_connection((host, int(port))) as wire:
                 wire.sendall(garbage)
         assert eventually(lambda: "refused a connection: it spoke no CURVE" in caplog.messages)
@@ -254,9 +254,8 @@ def test_a_session_is_its_users_only(lab: Laboratory, monkeypatch: pytest.Monkey
         lab.become("bob", monkeypatch)
         with raw_socket(address) as bob:
             assert answer(bob, call(session, 1).frames()).values["class"] == "SessionLost"
-            assert (
-                opened_session(bob, ticket="t").values["session"] != session
-            )  # the same ticket, another user
+            own = opened_session(bob, ticket="t").values["session"]  # the same ticket, another user
+            assert own != session
         assert answer(alice, call(session, 1).frames()).kind == "answer"
 
 
@@ -390,16 +389,6 @@ def test_reserved_outputs_are_read_by_one_client(lab: Laboratory) -> None:
                 open_device(f"{address}?outputs_from=79", n_inputs=12, n_outputs=1)
         with open_device(f"{address}?outputs_from=39", n_inputs=12, n_outputs=1):
             pass
-
-
-def test_options_of_an_address_are_checked(lab: Laboratory) -> None:
-    with serving(lab) as address:
-        with pytest.raises(ConfigError, match="options.silence_s"):
-            open_device(f"{address}?silence_s=0", **WINDOW)
-        with pytest.raises(ConfigError, match="options.speed"):
-            open_device(address, options={"speed": 3}, **WINDOW)
-        with open_device(address, options={"outputs_from": 3, "run": "seven"}, **WINDOW) as device:
-            assert device.description.options["run"] == "seven"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """A served device is a device: the contract, and the readings of the local one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
@@ -18,9 +16,10 @@ from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium
 from opusim.serving.remote import RemoteDevice
 from opusim.testing.contract import DeviceContract
-from tests.support.served import Laboratory, serving
+from tests.support.served import Laboratory, served_and_local, serving
 
 X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
+SHARED = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
 
 
 class OverLoopback(DeviceContract):
@@ -53,11 +52,7 @@ class TestSharedPcm(OverLoopback):
     """A chip that its clients share; one that programs it has it to itself."""
 
     name = "pcm"
-    overrides: ClassVar[dict[str, Any] | None] = {
-        "access": {"exclusive": True},
-        "n_inputs": 12,
-        "n_outputs": 40,
-    }
+    overrides: ClassVar[dict[str, Any] | None] = SHARED
     replayable = False
 
     @pytest.fixture(autouse=True)
@@ -74,22 +69,14 @@ class TestSharedGaussian(OverLoopback):
     """One device for all clients, as hardware is, of which each sees a part."""
 
     name = "gaussian"
-    overrides: ClassVar[dict[str, Any] | None] = {
-        "access": {"exclusive": True},
-        "n_inputs": 20,
-        "n_outputs": 64,
-    }
+    overrides: ClassVar[dict[str, Any] | None] = SHARED | {"n_inputs": 20, "n_outputs": 64}
     replayable = False
 
 
 @pytest.mark.parametrize("name", ["gaussian", "camera", "ideal"])
 def test_readings_are_those_of_the_local_device(lab: Laboratory, name: str) -> None:
     options: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 7}
-    with (
-        serving(lab, name) as address,
-        open_device(address, **options) as remote,
-        open_device(name, **options) as local,
-    ):
+    with served_and_local(lab, name, **options) as (remote, local):
         for step in (0, 3, 3):
             remote.seek(step)
             local.seek(step)
@@ -130,15 +117,12 @@ def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory)
 
 
 def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: Laboratory) -> None:
-    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
     matrix = torch.linspace(-1, 1, 480).reshape(40, 12)
-    with serving(lab, "pcm", served) as address, open_device(address) as other:
+    with serving(lab, "pcm", SHARED) as address, open_device(address) as other:
         assert other.project(X).shape == (16, 40)
         before = other.description
-        for act in (
-            lambda: other.require("program").program(matrix),
-            lambda: other.require("wait").wait(60.0),
-        ):
+        programming, waiting = other.require("program"), other.require("wait")
+        for act in (lambda: programming.program(matrix), lambda: waiting.wait(60.0)):
             with pytest.raises(CapabilityMissing, match="changes the device for its other clients"):
                 act()
         with (
@@ -162,9 +146,8 @@ def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: La
 def test_what_a_user_programmed_is_not_shown_to_another(
     lab: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
     secret, other = torch.linspace(-1, 1, 480).reshape(40, 12), torch.zeros(40, 12)
-    with serving(lab, "pcm", served) as address:
+    with serving(lab, "pcm", SHARED) as address:
         with open_device(f"{address}?exclusive") as device:
             device.require("program").program(secret)
         with open_device(address) as device:
@@ -172,9 +155,8 @@ def test_what_a_user_programmed_is_not_shown_to_another(
             assert device.require("matrix").matrix().shape == (40, 12)  # its own, which it finds again
         lab.become("bob", monkeypatch)
         with open_device(f"{address}?exclusive") as device:
-            assert not same_medium(
-                str(device.description.options["fingerprint"]), str(before.options["fingerprint"])
-            )
+            held, former = (str(each.options["fingerprint"]) for each in (device.description, before))
+            assert not same_medium(held, former)
             for act in (
                 lambda: device.project(X),
                 lambda: device.require("matrix").matrix(),
@@ -215,16 +197,10 @@ def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
 def test_products_are_those_of_the_local_device(lab: Laboratory) -> None:
     options: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 7}
     x, matrix = X / 2, torch.linspace(-1, 1, 480).reshape(40, 12)
-    with (
-        serving(lab, "pcm") as address,
-        open_device(address, **options) as remote,
-        open_device("pcm", **options) as local,
-    ):
+    with served_and_local(lab, "pcm", **options) as (remote, local):
         for device in (remote, local):
             device.seek(3)
-        assert torch.equal(
-            remote.require("program").program(matrix), local.require("program").program(matrix)
-        )
+        assert torch.equal(*(each.require("program").program(matrix) for each in (remote, local)))
         assert remote.noise == local.noise
         assert torch.equal(remote.require("multiply").multiply(x), local.require("multiply").multiply(x))
         rows = torch.linspace(-1, 1, 80).reshape(2, 40)
@@ -239,19 +215,12 @@ def test_products_are_those_of_the_local_device(lab: Laboratory) -> None:
 
 def test_a_served_device_tells_which_products_met_a_bound(lab: Laboratory) -> None:
     """A layer on it shows such inputs again at half their size, as on the local device."""
-    overrides: dict[str, Any] = {
-        "n_inputs": 12,
-        "n_outputs": 40,
-        "crossbar": {"converter": {"adc_bound": 2.0}},
-    }
+    overrides: dict[str, Any] = {"crossbar": {"converter": {"adc_bound": 2.0}}}
+    overrides |= {"n_inputs": 12, "n_outputs": 40}
     torch.manual_seed(1)
     linear, x = torch.nn.Linear(12, 40), torch.rand(6, 12) * torch.tensor([0.01, 1.0]).repeat(3)[:, None]
     matrix, sizes = torch.ones(40, 12), torch.linspace(0, 1, 2500)[:, None].expand(-1, 12)
-    with (
-        serving(lab, "pcm", overrides) as address,
-        open_device(address) as remote,
-        open_device("pcm", **overrides) as local,
-    ):
+    with served_and_local(lab, "pcm", overrides) as (remote, local):
         layers = [DeviceLinear(linear, device) for device in (remote, local)]
         assert torch.equal(layers[0](x), layers[1](x))
         assert remote.usage == local.usage

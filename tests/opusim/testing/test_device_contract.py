@@ -1,7 +1,5 @@
 """Every packaged device keeps to the published contract, and the contract finds devices that do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -240,16 +238,13 @@ class Incoherent(CameraDevice):
         return super()._intensities(x) * (1 + x.sum(1, keepdim=True) ** 2)
 
 
-def test_a_camera_whose_fields_do_not_add_is_found() -> None:
+def test_a_camera_whose_fields_do_not_add_is_found_and_scatter_judged_on_both_sides() -> None:
     class Contract(DeviceContract):
         def open_window(self, **options: Any) -> NoisyDevice:
             return Incoherent(load_description("camera"), n_inputs=12, n_outputs=40, **options).open()
 
     with pytest.raises(AssertionError):
         Contract().test_intensities_are_those_of_one_field()
-
-
-def test_scatter_is_judged_on_both_sides() -> None:
     noise = np.random.default_rng(1).normal(size=(500, 40))
     ones = np.ones(40)
     assert scatter_fits(noise, ones, ones)

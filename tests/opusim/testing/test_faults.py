@@ -1,7 +1,5 @@
 """Faults in cameras, and cameras of other kinds."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -71,9 +69,8 @@ def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_installed_kind_of_camera_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(
-        monkeypatch, tmp_path / "lab", "bench", "opusim.devices", {"bench_camera": f"{__name__}:BenchCamera"}
-    )
+    points = {"bench_camera": f"{__name__}:BenchCamera"}
+    install(monkeypatch, tmp_path / "lab", "bench", "opusim.devices", points)
     monkeypatch.setattr(kinds, "_registered", {})
     with open_device(file(tmp_path, "bench_camera"), **WINDOW) as device:
         assert isinstance(device, BenchCamera)
@@ -154,12 +151,21 @@ def test_a_share_of_the_outputs_stops_to_respond(fault: Fault) -> None:
     assert np.all(frame[silent] == 255 if fault is Fault.HOT_OUTPUTS else frame[silent] < 10)
 
 
-def test_a_faulty_cameras_frames_are_counted_once() -> None:
+def test_faulty_frames_are_counted_once_and_long_exposures_take_their_time() -> None:
     with broken(Fault.FROZEN) as device:
         opened = device.usage.frames
         assert opened == 200  # anchor and blank frames
         device.project(X.repeat(3, 1))
         assert device.usage.frames - opened == 12
+    with open_device("camera", **WINDOW) as device:
+        assert isinstance(device, CameraDevice)
+        opened = device.usage
+        device.flat_frames(10)
+        device.flat_frames(10, exposure_us=4000.0)
+        spent = device.usage - opened
+    assert spent.frames == 20
+    assert spent.seconds == pytest.approx(10 * 500e-6 + 10 * 4000e-6)
+    assert spent.joules == pytest.approx(30 * spent.seconds)
 
 
 def test_noise_faults_and_frozen_frames_are_in_readings() -> None:
@@ -190,15 +196,3 @@ def test_a_fault_that_needs_a_matrix_is_refused_where_there_is_none(monkeypatch:
         FaultyDevice(description.model_copy(update={"kind": KIND, "options": options}), **WINDOW)
     with pytest.raises(ConfigError, match="give kind, fault and at_step"):
         faulty_device(description.model_copy(update={"options": {"kind": "camera"}}))
-
-
-def test_long_exposures_take_their_time() -> None:
-    with open_device("camera", **WINDOW) as device:
-        assert isinstance(device, CameraDevice)
-        opened = device.usage
-        device.flat_frames(10)
-        device.flat_frames(10, exposure_us=4000.0)
-        spent = device.usage - opened
-    assert spent.frames == 20
-    assert spent.seconds == pytest.approx(10 * 500e-6 + 10 * 4000e-6)
-    assert spent.joules == pytest.approx(30 * spent.seconds)

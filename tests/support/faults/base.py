@@ -11,8 +11,6 @@ break a guarantee that the ledger still states. A test of a detector plants ever
 Faults are planted in the running process; start no other process inside `planted`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Faults of the draw of batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

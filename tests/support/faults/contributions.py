@@ -1,7 +1,5 @@
 """Faults of what a record contributes to a step: clips, sums and divisors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

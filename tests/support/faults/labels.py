@@ -1,7 +1,5 @@
 """Faults of labels that are read once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of the noise that guarantees rest on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Faulty sources of the noise that guarantees rest on, for faults that go in wherever a run makes such a source."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

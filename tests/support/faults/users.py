@@ -3,8 +3,6 @@
 They are no entries of the registry, whose runs protect records.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -93,10 +93,7 @@ class OpuDevice:
             medium = np.random.default_rng(11)  # the same after each opening, and for each window
             shape, outputs = (int(np.prod(MIRRORS)), 2), max(n_outputs, 2048)
             self._medium = np.stack(
-                [
-                    medium.standard_normal(shape, dtype=np.float32).view(np.complex64)[:, 0]
-                    for _ in range(outputs)
-                ],
+                [medium.standard_normal(shape, np.float32).view(np.complex64)[:, 0] for _ in range(outputs)],
                 axis=1,
             )
         shown = np.unpackbits(mirrors[: len(output)], axis=1).astype(np.float32)

@@ -41,16 +41,9 @@ QUICK = {"zo": ("trainer.directions=41",)}
 
 
 def self_test(
-    kind: str,
-    mode: str,
-    seed: int,
-    *,
-    level: float | None = None,
-    protection: str = "record",
-    steps: int = 40,
-    settings: Sequence[str] = (),
-    single_records: bool = False,
-) -> MechanismAudit:
+    kind: str, mode: str, seed: int, *, level: float | None = None, protection: str = "record", steps: int = 40,
+    settings: Sequence[str] = (), single_records: bool = False,
+) -> MechanismAudit:  # fmt: skip
     return training.audit_mechanism(
         kind, mode=mode, steps=steps, settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
         seed=seed if mode == "experiment" else None, level=LEVELS[mode] if level is None else level,

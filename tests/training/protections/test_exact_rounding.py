@@ -114,13 +114,8 @@ def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
     ],
 )
 def test_the_noise_of_a_release_counts_the_rounding_of_its_sum(
-    kind: str,
-    protection: dict[str, Any],
-    counts: bool,
-    mode: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind: str, protection: dict[str, Any], counts: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """By the bound of the largest batch that public numbers allow; an experiment's numbers are as they were."""
     drawn: list[float] = []
     for stream in (SystemStream, SeededStream):

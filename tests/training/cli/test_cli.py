@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from opusim.training.cli import app, doctor
-from opusim.training.cli.train import small_batch, unused_records
+from opusim.training.cli.train import Announced, small_batch, unused_records
 from opusim.training.config.run import RunConfig
 from opusim.training.data.formats import IMAGE_FILES
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
@@ -245,6 +245,16 @@ def test_a_small_batch_under_record_is_said_before_training() -> None:
     users = {"kind": "record", "unit": "user", "records_per_user": 5, "epsilon": 3.0}
     config = RunConfig.model_validate({**record, "protection": users, "sampler": {"batch_size": 64}})
     assert "batch_size = 64 users" in str(small_batch(config))
+
+
+def test_what_is_said_before_training_is_as_wide_as_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Announced("several hundred records and fewer steps often learn more; " * 4).on_start(
+        step=0, total_steps=1
+    )
+    assert 60 < max(map(len, capsys.readouterr().err.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class TestArrays:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [
-            ({"x": X.tolist()}, TypeError, "x must be a numpy array or a torch tensor, got"),
+            ({"x": X.tolist()}, TypeError, "x must be a numpy array or a torch tensor, got list.*numpy.asarray"),
             ({"x": X.astype(str)}, TypeError, "x must hold numbers, got dtype <U"),
             ({"x": X.astype(np.longdouble)}, TypeError, "torch lacks.*astype"),
             ({"x": X + 1j}, TypeError, "x must be real"),
@@ -109,29 +109,28 @@ class TestArrays:
             ({"x": np.where(X > 50, np.inf, X)}, ValueError, "3 of 20 records.*first at position 17"),
             ({"x": X * 1e38}, ValueError, "must be finite as float32.*too large"),
             ({"x": X[:19]}, ValueError, "x has 19 records and y 20 labels"),
-            ({"y": Y.astype(float)}, TypeError, "y must hold whole numbers, got"),
+            ({"y": Y.astype(float)}, TypeError, "y must hold whole numbers, got torch.float64.*astype('int64')"),
             ({"y": Y.reshape(-1, 1)}, ValueError, "y must have shape (n,).*y.reshape(-1).*argmax(1)"),
             ({"y": Y - 1}, ValueError, "y holds 4 different labels from -1 to 2: .*numpy.unique"),
-            ({"y": Y + 1, "n_classes": 4}, ValueError, "labels from 0 to 3, got 1 to 4: number the classes"),
+            ({"y": Y + 1, "n_classes": 4}, ValueError, "labels from 0 to 3, got 1 to 4: number the classes from 0"),
             ({"y": Y * 0}, ValueError, "n_classes = 1: must be at least 2; it counts all classes"),
             ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
             ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
             ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),
-            ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features per record; the training records"),
+            ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features per record; the training records have 3"),
             ({"test": (X, Y[:3])}, ValueError, "test[0] has 20 records and test[1] 3 labels"),
             ({"test": (X, Y + 1)}, ValueError, "test[1] must hold labels from 0 to 3, got 1 to 4"),
-            ({"validation_fraction": 1.0}, ValueError, "validation_fraction must be at least 0 and below"),
+            ({"validation_fraction": 1.0}, ValueError, "validation_fraction must be at least 0 and below 1, got 1.0"),
             ({"validation_fraction": float("nan")}, ValueError, "validation_fraction must be at least 0"),
             ({"validation_fraction": 0.01}, ValueError, "of 20 records holds out 0 and leaves 20"),
             ({"validation_fraction": 0.99}, ValueError, "of 20 records holds out 20 and leaves 0"),
             ({"split_seed": -1}, ValueError, "split_seed = -1: must be an integer in [0, "),
             (
-                {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")},
-                ValueError,
+                {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")}, ValueError,
                 "the constants () are for 2 features, x has shape (20, 3)",
             ),
         ],
-    )
+    )  # fmt: skip
     def test_bad_input_has_a_remedy(
         self, changes: dict[str, Any], error: type[Exception], message: str
     ) -> None:

@@ -1,5 +1,6 @@
 """What reports and tables look like: whole words and tables, fitting units, reasons for what is missing."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,12 +9,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.container import ErrorbarContainer
 
 from opusim import training
+from opusim.training.reports import sweep_report
 from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.runs.drawing import Line, LineChart
 from opusim.training.runs.folder import StoredRun
-from opusim.training.sweeps.sweep import SweepFolder, SweepResult, parse_spec, points_of, row_of
+from opusim.training.sweeps import sweep as curves
+from opusim.training.sweeps.sweep import Curve, Level, SweepFolder, SweepResult, parse_spec, points_of, row_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 SPEC = {
@@ -46,6 +50,37 @@ def test_the_statement_of_a_series_is_that_with_the_least_noise(page: str) -> No
     assert "protection.epsilon = 8.0" in privacy
     (epsilon,) = re.findall(r"<td>(\d\.\d{3})</td>", privacy)
     assert 7.9 < float(epsilon) <= 8.0
+
+
+@pytest.mark.parametrize(
+    ("epsilons", "seeds", "accuracy", "ticks"),
+    [
+        ((2.0, 3.0, 4.5), 1, 80.0, ["2", "3", "4.5", "∞"]),
+        (tuple(1.2 + 0.2 * k for k in range(12)), 3, 20.0, ["1.5", "2", "3", "∞"]),
+        ((0.5,), 1, 80.0, ["0.5", "∞"]),
+    ],
+)
+def test_epsilon_has_numbers_infinity_and_chance_marks(
+    monkeypatch: pytest.MonkeyPatch,
+    epsilons: tuple[float, ...],
+    seeds: int,
+    accuracy: float,
+    ticks: list[str],
+) -> None:
+    """Also if epsilons are less than a decade apart; one seed has no error bar."""
+    levels = [Level(x=x, mean=accuracy + x, error=seeds - 1.0, n=seeds) for x in epsilons]
+    levels.append(Level(x=math.inf, mean=97.0, error=0.0, n=seeds))
+    drawn = [Curve(name="a", kind="proven", levels=tuple(levels))]
+    names = ("accuracy_against_epsilon", "references", "published", "chance")
+    for name, found in zip(names, (drawn, [], [], 10.0), strict=True):
+        monkeypatch.setattr(curves, name, lambda _, found=found: found)
+    figure = sweep_report.accuracy_epsilon(SimpleNamespace(series=["a"], references=[]))  # type: ignore[arg-type]
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ticks
+    handles, labels = axes.get_legend_handles_labels()
+    assert ("chance, 10 %" in labels) == (accuracy < 30) != ("chance is 10" in axes.get_ylabel())
+    (bars,) = (handle for handle in handles if isinstance(handle, ErrorbarContainer))
+    assert bars.has_yerr == (seeds > 1)
 
 
 def test_a_chart_places_values_by_their_ticks() -> None:

@@ -120,13 +120,8 @@ def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> 
     ],
 )
 def test_single_records_stand_for_batches_only_if_updates_add_up(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    adjacency: Adjacency,
-    protects: bool,
-    kind: str,
-    planted: bool,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adjacency: Adjacency, protects: bool, kind: str, planted: bool,
+) -> None:  # fmt: skip
     """All ways to look at a record-protected step agree; a mean over the batch, or wrong terms, are looked at in full.
 
     The batches of dfa are filled up to a fixed number of rows. Planted: the terms of the last layer are 5 % too small.

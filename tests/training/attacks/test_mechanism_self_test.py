@@ -30,6 +30,7 @@ from opusim.training.attacks.mechanism.readings import Amounts, single_record_ch
 from opusim.training.cli.app import app
 from opusim.training.protections import noisy_labels
 from opusim.training.zeroth_order.trainer import Differences
+from tests.support.command import opusim
 from tests.support.faults import FAULTS, NAMED, OF_ONE_RUN, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 
@@ -40,16 +41,9 @@ QUICK = {"zo": ("trainer.directions=41",)}
 
 
 def self_test(
-    kind: str,
-    mode: str,
-    seed: int,
-    *,
-    level: float | None = None,
-    protection: str = "record",
-    steps: int = 40,
-    settings: Sequence[str] = (),
-    single_records: bool = False,
-) -> MechanismAudit:
+    kind: str, mode: str, seed: int, *, level: float | None = None, protection: str = "record", steps: int = 40,
+    settings: Sequence[str] = (), single_records: bool = False,
+) -> MechanismAudit:  # fmt: skip
     return training.audit_mechanism(
         kind, mode=mode, steps=steps, settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
         seed=seed if mode == "experiment" else None, level=LEVELS[mode] if level is None else level,
@@ -509,14 +503,7 @@ def test_the_command_ends_with_1_after_an_alarm() -> None:
         ([], "RUN is missing"),
     ],
 )
-def test_the_command_refuses_bad_input(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from opusim.training.cli import main
-
-    monkeypatch.setattr("sys.argv", ["opusim", "audit", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert message in line
+def test_the_command_refuses_bad_input(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = opusim("audit", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr.strip().splitlines()[-1]

@@ -19,8 +19,8 @@ from opusim.training.attacks.findings import Role
 from opusim.training.attacks.mechanism.checks import MechanismAudit, report_text
 from opusim.training.attacks.one_run.audit import audit_one_training
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.cli import main
 from opusim.training.networks.record_gradients import probe
+from tests.support.command import opusim
 from tests.support.faults.base import replaced
 from tests.support.faults.streams import Wrapped, changed_noise, credited_noise
 from tests.support.record_models import Custom
@@ -250,11 +250,7 @@ def own_loss(output, target):
     ],
 )
 def test_audits_execute_code_of_the_user_when_trusted_only(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    named: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], named: dict[str, Any]
 ) -> None:
     name = f"audited_code_{'_'.join(named)}_{options[0].strip('-').replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(CODE)
@@ -268,15 +264,13 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
         **json.loads(json.dumps(named).replace("NAME", name)),
     }  # fmt: skip
     training.train(config, data=(x, y), folder="run")
-    command = ["opusim", "audit", "run", "--data", "npz:records.npz", *options]
+    command = ["audit", "run", "--data", "npz:records.npz", *options]
     for trusted in (False, True):
         monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.setattr(sys, "argv", [*command, *(["--trust-code"] if trusted else [])])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr().err
+        result = opusim(*command, *(["--trust-code"] if trusted else []), cwd=tmp_path)
+        printed = result.stderr
         assert f"{name}:{'own_loss' if 'loss' in named else 'build'} from {tmp_path / name}.py" in printed
         assert trusted or name not in sys.modules
         # 3: so few canaries and draws do not find half of the noise
-        assert (ended.value.code in (0, None, 3)) == trusted, printed
+        assert (result.returncode in (0, 3)) == trusted, printed
     assert Path("run/report.html").exists()

@@ -339,12 +339,8 @@ def no_data(tmp_path: Path, patch: Patch) -> None:
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found(
-    tmp_path: Path,
-    monkeypatch: Patch,
-    section: str,
-    plant: Callable[[Path, Patch], None],
-    found: dict[str, str],
-) -> None:
+    tmp_path: Path, monkeypatch: Patch, section: str, plant: Callable[[Path, Patch], None], found: dict[str, str],
+) -> None:  # fmt: skip
     look = doctor._SECTIONS[section]
     assert not [fact for fact in doctor._looked_at(look) if fact.broken]
     plant(tmp_path, monkeypatch)

@@ -91,13 +91,14 @@ def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+def work(*_: Any, **__: Any) -> Any:
+    raise AssertionError("it worked before it checked")
+
+
 @pytest.mark.parametrize("kind", [[], ["--one-run"], ["--final-model"]])
 def test_an_audit_checks_if_it_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
 ) -> None:
-    def work(*_: Any, **__: Any) -> Any:
-        raise AssertionError("it worked before it checked")
-
     run = run_folders.made(tmp_path / "run")
     (tmp_path / "file").write_text("")
     for module in ("run_audit", "one_run.audit", "one_run.final_model"):
@@ -110,9 +111,6 @@ def test_an_audit_checks_if_it_can_write(
 
 
 def test_training_checks_first_that_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(*_: Any, **__: Any) -> Any:
-        raise AssertionError("it worked before it checked")
-
     monkeypatch.setattr("opusim.training.engine.session.load_data", work)
     (tmp_path / "file").write_text("")
     result = opusim("train", "bp", "--out", "file/run", cwd=tmp_path)
@@ -122,9 +120,6 @@ def test_training_checks_first_that_it_can_write(tmp_path: Path, monkeypatch: py
 
 
 def test_zo_replay_checks_first_that_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(*_: Any, **__: Any) -> Any:
-        raise AssertionError("it worked before it checked")
-
     monkeypatch.setattr("opusim.training.zeroth_order.step_log.replay", work)
     result = opusim("zo", "replay", "run", "--out", "missing/final.safetensors", cwd=tmp_path)
     assert (result.returncode, "cannot be written" in result.stderr) == (2, True)

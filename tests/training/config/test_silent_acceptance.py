@@ -18,6 +18,7 @@ from opusim.training.config.kinds import KINDS
 from opusim.training.config.run import effects_of, stored_config, unused
 from opusim.training.engine import session
 from opusim.training.sweeps.sweep import points_of, read_spec
+from tests.support.command import opusim as command
 
 _ALWAYS = """
 epochs loss mode schema_version threads torch_device
@@ -282,22 +283,14 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_a_contradiction_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "zo.toml").write_text('trainer.kind = "zo"\n')
     (tmp_path / "pdfa.json").write_text(json.dumps({"config": RunConfig().model_dump(mode="json")}))
     before = set(tmp_path.iterdir())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["opusim", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    output = capsys.readouterr()
-    assert caught.value.code == 2, output
-    (line,) = output.err.strip().splitlines()
+    result = command(*arguments, cwd=tmp_path)
+    assert result.returncode == 2, result
+    (line,) = result.stderr.strip().splitlines()
     assert re.search(message, line), line
     assert set(tmp_path.iterdir()) == before
 
@@ -319,21 +312,11 @@ def test_a_noise_key_that_is_no_axis_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rate", "code"), [(9e3, 1), (0.1, 0)])
-def test_a_sweep_whose_run_failed_says_so_in_its_exit_code(
-    rate: float,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_sweep_whose_run_failed_says_so_in_its_exit_code(rate: float, code: int, tmp_path: Path) -> None:
     file = tmp_path / "spec.toml"
     file.write_text(SPEC.format(noise="optimizer.lr", rate=rate))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["opusim", "curve", str(file), "--jobs", "1"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == code
-    assert ("diverged" in capsys.readouterr().out) is bool(code)
+    result = command("curve", file, "--jobs", "1", cwd=tmp_path)
+    assert (result.returncode, "diverged" in result.stdout) == (code, bool(code))
 
 
 def test_release_runs_of_a_sweep_are_repeated_by_the_axis_seed(tmp_path: Path) -> None:

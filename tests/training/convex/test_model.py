@@ -171,13 +171,8 @@ def test_a_residual_that_is_not_finite_counts_as_zero() -> None:
 
 
 def new_trainer(
-    gated: GatedRelu,
-    objective: Objective,
-    *,
-    divisor: float = 20.0,
-    rate: float = 0.7,
-    regularisation: float = 0.0,
-) -> ConvexTrainer:
+    gated: GatedRelu, objective: Objective, *, divisor: float = 20.0, rate: float = 0.7, regularisation: float = 0.0,
+) -> ConvexTrainer:  # fmt: skip
     return bare(
         ConvexTrainer, GatedNetwork(gated),
         load_config({"trainer": {"kind": "convex", "regularisation": regularisation}}),

@@ -1,7 +1,6 @@
 """Convex runs: guarantees, refusals, contents of the folder, resuming after a kill or a failed device, devices."""
 
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from opusim.training.cli import main
 from opusim.training.cli.app import app
 from opusim.training.config import load_config
 from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
 from opusim.training.protections.base import DeviceNormals
 from opusim.training.protections.record import LastIterateProtection
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from tests.support.command import opusim
 from tests.support.run_folders import newest, require_resumed_alike
 
 CONFIG: dict[str, Any] = {
@@ -205,11 +204,6 @@ def test_a_planted_fault_of_blind_gates_is_seen(tmp_path: Path, monkeypatch: pyt
     assert not torch.equal(*planes)
 
 
-def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["opusim", *arguments])
-    main()
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "scheme"),
     [
@@ -219,7 +213,7 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_file_says_how_it_descends_unless_a_method_is_given(
-    tmp_path: Path, given: list[str], kind: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, given: list[str], kind: str, scheme: str
 ) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "run"
     file.write_text(
@@ -227,10 +221,8 @@ def test_a_file_says_how_it_descends_unless_a_method_is_given(
         'optimizer = { lr = 1.0, momentum = 0.0 }\nsampler = { scheme = "poisson", batch_size = 100 }\n'
         'protection = { kind = "record", epsilon = 2.0 }\n'
     )
-    call = ["train", "convex", "--config", str(file), "--epsilon", "5", "--out", str(out), "--quiet"]
-    with pytest.raises(SystemExit) as stop:
-        run_command([*call, *given], monkeypatch)
-    assert not stop.value.code
+    call = ("train", "convex", "--config", file, "--epsilon", "5", "--out", out, "--quiet", *given)
+    assert opusim(*call, cwd=tmp_path).returncode == 0
     config = training.load_run(out).config
     assert (config.protection.kind, config.protection.epsilon, config.sampler.scheme) == (kind, 5.0, scheme)
 

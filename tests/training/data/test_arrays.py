@@ -1,4 +1,4 @@
-"""User-supplied arrays, the split, the standardisation, and the digits."""
+"""User-supplied arrays, the split, the standardisation, the digits; masked, sparse and nested arrays are refused."""
 
 import re
 from collections.abc import Callable
@@ -10,9 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
+from torch.utils.data import TensorDataset
 
+import opusim
+from opusim import lightonml
+from opusim.devices.base import NoisyDevice
+from opusim.features.encoders import ThresholdEncoder
+from opusim.features.optical import OpticalFeatures, opu_kernel
 from opusim.training.data import Dataset, Split, from_arrays, load_dataset
-from opusim.training.data.arrays import seeded_permutation, split_by_index
+from opusim.training.data.arrays import RecordForm, seeded_permutation, split_by_index
 from opusim.training.data.dataset import Standardisation
 
 X = np.arange(60, dtype=np.float64).reshape(20, 3)
@@ -92,7 +98,7 @@ class TestArrays:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [
-            ({"x": X.tolist()}, TypeError, "x must be a numpy array or a torch tensor, got"),
+            ({"x": X.tolist()}, TypeError, "x must be a numpy array or a torch tensor, got list.*numpy.asarray"),
             ({"x": X.astype(str)}, TypeError, "x must hold numbers, got dtype <U"),
             ({"x": X.astype(np.longdouble)}, TypeError, "torch lacks.*astype"),
             ({"x": X + 1j}, TypeError, "x must be real"),
@@ -103,29 +109,28 @@ class TestArrays:
             ({"x": np.where(X > 50, np.inf, X)}, ValueError, "3 of 20 records.*first at position 17"),
             ({"x": X * 1e38}, ValueError, "must be finite as float32.*too large"),
             ({"x": X[:19]}, ValueError, "x has 19 records and y 20 labels"),
-            ({"y": Y.astype(float)}, TypeError, "y must hold whole numbers, got"),
+            ({"y": Y.astype(float)}, TypeError, "y must hold whole numbers, got torch.float64.*astype('int64')"),
             ({"y": Y.reshape(-1, 1)}, ValueError, "y must have shape (n,).*y.reshape(-1).*argmax(1)"),
             ({"y": Y - 1}, ValueError, "y holds 4 different labels from -1 to 2: .*numpy.unique"),
-            ({"y": Y + 1, "n_classes": 4}, ValueError, "labels from 0 to 3, got 1 to 4: number the classes"),
+            ({"y": Y + 1, "n_classes": 4}, ValueError, "labels from 0 to 3, got 1 to 4: number the classes from 0"),
             ({"y": Y * 0}, ValueError, "n_classes = 1: must be at least 2; it counts all classes"),
             ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
             ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
             ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),
-            ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features per record; the training records"),
+            ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features per record; the training records have 3"),
             ({"test": (X, Y[:3])}, ValueError, "test[0] has 20 records and test[1] 3 labels"),
             ({"test": (X, Y + 1)}, ValueError, "test[1] must hold labels from 0 to 3, got 1 to 4"),
-            ({"validation_fraction": 1.0}, ValueError, "validation_fraction must be at least 0 and below"),
+            ({"validation_fraction": 1.0}, ValueError, "validation_fraction must be at least 0 and below 1, got 1.0"),
             ({"validation_fraction": float("nan")}, ValueError, "validation_fraction must be at least 0"),
             ({"validation_fraction": 0.01}, ValueError, "of 20 records holds out 0 and leaves 20"),
             ({"validation_fraction": 0.99}, ValueError, "of 20 records holds out 20 and leaves 0"),
             ({"split_seed": -1}, ValueError, "split_seed = -1: must be an integer in [0, "),
             (
-                {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")},
-                ValueError,
+                {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")}, ValueError,
                 "the constants () are for 2 features, x has shape (20, 3)",
             ),
         ],
-    )
+    )  # fmt: skip
     def test_bad_input_has_a_remedy(
         self, changes: dict[str, Any], error: type[Exception], message: str
     ) -> None:
@@ -286,3 +291,87 @@ class TestCodes:
     def test_a_stated_number_of_classes_leaves_classes_without_a_record(self) -> None:
         x, y = np.eye(12, 3), np.arange(12) % 2 * 3
         assert from_arrays(x, y, n_classes=6, validation_fraction=0.0, split_seed=0).n_classes == 6
+
+
+# Masked, sparse and nested arrays
+
+
+x = np.random.default_rng(1).integers(0, 2, size=(20, 5)).astype(np.float32)
+y = np.arange(20) % 2
+FORM = RecordForm(target="class", n_classes=2, n_features=5)
+NAMED = RecordForm(target="class", n_classes=2, n_features=5, classes=("a", "b"))
+
+
+def masked(values: np.ndarray, n: int) -> Any:
+    mask = np.zeros(values.shape, bool)
+    mask.reshape(-1)[:n] = True
+    return np.ma.array(values, mask=mask)
+
+
+def data(x: Any, y: Any, **options: Any) -> object:
+    return from_arrays(x, y, validation_fraction=0.1, split_seed=0, **options)
+
+
+def device() -> NoisyDevice:
+    return opusim.open_device("gaussian", n_inputs=5, n_outputs=4).open()
+
+
+def named(y: np.ndarray) -> np.ndarray:
+    return np.where(y == 0, "a", "b")
+
+
+PLACES: dict[str, Callable[[Any], object]] = {
+    "x": lambda x: data(x, y),
+    "test": lambda x: data(x.data, y, test=(x, y)),
+    "predict": lambda x: FORM.features(x, "x"),
+    "evaluate": lambda x: FORM.records(x, y),
+    "standardisation": lambda x: Standardisation.from_data(x),
+    "device": lambda x: device().project(x),
+    "crossbar": lambda x: opusim.open_device("pcm", n_inputs=5, n_outputs=2).open().multiply(x),
+    "intensities": lambda x: device().intensities(x),
+    "features": lambda x: OpticalFeatures(4, device="ideal", encoder=ThresholdEncoder()).fit(x),
+    "encoder": lambda x: ThresholdEncoder().fit(x),
+    "kernel": lambda x: opu_kernel(x),
+    "OPU": lambda x: lightonml.OPU(4, simulated=True).fit_transform1d(x.astype(np.uint8)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_masked_values_are_no_numbers(place: str) -> None:
+    with pytest.raises(ValueError, match="has 3 masked values: every entry must be a number; fill them, as"):
+        PLACES[place](masked(x, 3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y: data(x, y),
+        lambda y: data(x, masked(named(y.data), 3)),
+        lambda y: data(x, y.data, test=(x, y)),
+        lambda y: data(x, y, target="real"),
+        lambda y: FORM.records(x, y),
+        lambda y: NAMED.records(x, masked(named(y.data), 3)),
+    ],
+)
+def test_masked_labels_are_refused(call: Callable[[Any], object]) -> None:
+    with pytest.raises(ValueError, match=r"has 3 masked values"):
+        call(masked(y, 3))
+
+
+def test_a_mask_that_hides_nothing_is_taken() -> None:
+    assert torch.equal(FORM.records(masked(x, 0), masked(y, 0)).x, torch.from_numpy(x))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.from_numpy(x).to_sparse(), "sparse_coo"),
+        (torch.nested.as_nested_tensor(list(torch.from_numpy(x)), layout=torch.jagged), "nested"),
+    ],
+)
+def test_tensors_without_a_number_at_each_place_are_refused(tensor: torch.Tensor, found: str) -> None:
+    for call in (lambda: data(tensor, y), lambda: device().project(tensor)):
+        with pytest.raises(TypeError, match=rf"x is a {found} tensor: must hold a number at each place"):
+            call()
+    with pytest.raises(TypeError, match=f"a {found} tensor"):
+        opusim.train({"epochs": 1}, data=TensorDataset(tensor, torch.from_numpy(y)))

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 import tomllib
 import tracemalloc
 import zipfile
@@ -22,11 +21,11 @@ import pytest
 from PIL import Image
 
 from opusim import files, training
-from opusim.training.cli import main
 from opusim.training.data import formats
 from opusim.training.data import formats as data_folder
 from opusim.training.errors import DataError, RunFolderError
 from opusim.training.runs.folder import RunFolder
+from tests.support.command import opusim
 from tests.support.hostile_files import SECONDS, TooLong, within
 from tests.support.image_files import write_archive
 
@@ -263,31 +262,16 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
 HARMLESS = {("run.toml", "empty"), ("run.json", "object")}  # the defaults
 
 
-@pytest.fixture
-def opusim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """The command in this process: its exit code and what it printed on standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["opusim", *map(str, arguments)])
-        capsys.readouterr()
-        with within(SECONDS), pytest.raises(SystemExit) as stop:
-            main()
-        return int(stop.value.code or 0), capsys.readouterr().err
-
-    return command
-
-
-def assert_refused(result: tuple[int, str], *, may_pass: bool = False) -> None:
-    code, printed = result
-    if may_pass and code == 0:
-        return
-    lines = [line for line in printed.splitlines() if line.strip()]
-    assert code == 2, printed
-    assert len(lines) == 1, printed
-    assert lines[0].startswith("opusim: "), printed
+def refused(folder: Path, *arguments: object, may_pass: bool = False) -> bool:
+    """Require that a command ends at once with exit code 2 and one line, or that it passes if it may."""
+    with within(SECONDS):
+        result = opusim(*arguments, cwd=folder)
+    if may_pass and result.returncode == 0:
+        return False
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert (result.returncode, len(lines)) == (2, 1), result
+    assert lines[0].startswith("opusim: "), result
+    return True
 
 
 @pytest.mark.parametrize(
@@ -295,12 +279,7 @@ def assert_refused(result: tuple[int, str], *, may_pass: bool = False) -> None:
     [(file, damage) for file in COMMANDS for damage in DAMAGES if (file, damage) not in HARMLESS],
 )
 def test_files_of_the_user(
-    tmp_path: Path,
-    opusim: Callable[..., tuple[int, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    unfinished: Path,
-    file: str,
-    damage: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfinished: Path, file: str, damage: str
 ) -> None:
     monkeypatch.setenv(data_folder.VARIABLE, str(tmp_path))
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -308,14 +287,14 @@ def test_files_of_the_user(
     (tmp_path / "result.json").write_text("{}")  # of a search
     DAMAGES[damage](tmp_path / file)
     for command in COMMANDS[file]:
-        assert_refused(opusim(*command))
+        assert refused(tmp_path, *command)
 
 
 SPEC = 'title = "t"\nconfig = { trainer = { kind = "bp" }, model = { hidden = [4] }, epochs = 1 }\n[axes]\nseed = [0]\n'
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
+def test_rows_of_sweeps(tmp_path: Path, damage: str) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     arguments = ("curve", tmp_path / "spec.toml", "--draw-only", "--out", tmp_path / "sweep")
     from opusim.training.sweeps.sweep import points_of, read_spec
@@ -324,7 +303,7 @@ def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], 
     rows = tmp_path / "sweep" / "rows"
     rows.mkdir(parents=True)
     DAMAGES[damage](rows / f"{point.identity}.json")
-    assert_refused(opusim(*arguments))
+    assert refused(tmp_path, *arguments)
 
 
 def begun(folder: Path, kind: str, stop: object, **changes: Any) -> Path:
@@ -378,17 +357,13 @@ def damaged(source: Path, folder: Path, name: str, damage: str) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "name"), list(READERS))
-def test_run_folders(
-    tmp_path: Path, opusim: Callable[..., tuple[int, str]], runs: dict[str, Path], kind: str, name: str
-) -> None:
+def test_run_folders(tmp_path: Path, runs: dict[str, Path], kind: str, name: str) -> None:
     """Some damages leave a sound file, such as an empty table of metrics; no command hangs or shows a traceback."""
-    refused = 0
+    found = 0
     for number, damage in enumerate(DAMAGES):
         folder = damaged(runs[kind], tmp_path / f"run-{number}", name, damage)
-        result = opusim(*READERS[kind, name], folder)
-        assert_refused(result, may_pass=True)
-        refused += result[0] != 0
-    assert refused >= len(DAMAGES) // 2
+        found += refused(tmp_path, *READERS[kind, name], folder, may_pass=True)
+    assert found >= len(DAMAGES) // 2
 
 
 def test_a_command_that_hangs_is_noticed(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import opusim
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
-from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset, from_arrays
@@ -29,6 +28,7 @@ from opusim.training.engine.plan import RunPlan, fingerprint, load_data, with_ow
 from opusim.training.errors import DataError, RunFolderError
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_run
+from tests.support.command import opusim as command
 
 pandas = pytest.importorskip("pandas")
 pil = pytest.importorskip("PIL.Image")
@@ -45,11 +45,11 @@ def _load(data: Any, test: Any = None, label: Any = "species", **keys: Any) -> D
     return load_data(config, data, test)
 
 
-def _command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["opusim", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 0
+def _told(folder: Path, *arguments: object) -> str:
+    """What a command prints, which succeeds."""
+    result = command(*arguments, cwd=folder)
+    assert result.returncode == 0, result
+    return result.stdout
 
 
 class _Pairs(torch.utils.data.Dataset[Any]):
@@ -302,9 +302,7 @@ class TestRuns:
         assert np.array_equal(run.predict(features), names)
 
     @pytest.mark.parametrize("kind", ["csv", "parquet"])
-    def test_the_commands_read_files(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_commands_read_files(self, kind: str, tmp_path: Path) -> None:
         if kind == "parquet":
             pytest.importorskip("pyarrow")
         train, test = tmp_path / f"flowers.{kind}", tmp_path / f"test.{kind}"
@@ -312,15 +310,11 @@ class TestRuns:
             frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
         settings = ["model.hidden=[8]", "sampler.batch_size=5", f"data.test={test}"]
         lines = [part for line in settings for part in ("--set", line)]
-        monkeypatch.chdir(tmp_path)
-        _command(
-            monkeypatch, "train", "bp", "--data", f"{kind}:{train}", "--label", "species", "--epochs", 1, *lines,
-        )  # fmt: skip
+        begin = ("train", "bp", "--data", f"{kind}:{train}", "--label", "species", "--epochs", 1)
+        _told(tmp_path, *begin, *lines)
         folder = tmp_path / "runs" / "bp-flowers-1"
         summary = json.loads((folder / "summary.json").read_text())
-        capsys.readouterr()
-        _command(monkeypatch, "evaluate", folder, "--json")
-        own = json.loads(capsys.readouterr().out)
+        own = json.loads(_told(tmp_path, "evaluate", folder, "--json"))
         assert (own["data"], own["records"], own["accuracy"]) == (test.name, 40, summary["test_accuracy"])
         assert evaluate_run(folder, data=f"{kind}:{test}") == own
         if kind == "csv":
@@ -330,7 +324,7 @@ class TestRuns:
 
     @pytest.mark.parametrize("kind", ["npz", "folder"])
     def test_arrays_and_images_are_read_from_files(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pixels = np.random.default_rng(1).integers(0, 256, size=(40, 5, 4, 3), dtype=np.uint8)
         x = pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255
@@ -350,11 +344,9 @@ class TestRuns:
         assert fingerprint(data.train) == fingerprint(same.train)
         assert (data.record_shape, data.classes, data.name) == ((3, 5, 4), same.classes, options.name)
         lines = [p for line in ("sampler.batch_size=5", f"data.test=test{ending}") for p in ("--set", line)]
-        _command(monkeypatch, "train", "bp", "--data", options.name, "--epochs", 1, "--out", "run", *lines)
+        _told(tmp_path, "train", "bp", "--data", options.name, "--epochs", 1, "--out", "run", *lines)
         summary = json.loads(Path("run/summary.json").read_text())
-        capsys.readouterr()
-        _command(monkeypatch, "evaluate", "run", "--json")
-        own = json.loads(capsys.readouterr().out)
+        own = json.loads(_told(tmp_path, "evaluate", "run", "--json"))
         assert (own["data"], own["records"], own["accuracy"]) == (
             f"test{ending}", 40, summary["test_accuracy"],
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import io
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 import opusim
 from opusim import training
 from opusim.errors import ConfigError
-from opusim.training.cli import main
 from opusim.training.engine.callbacks import Callback
+from tests.support.command import opusim as told
 
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
@@ -110,25 +109,19 @@ def test_the_example_of_a_logger_shows_the_metrics(tmp_path: Path) -> None:
         assert [scalar.value for scalar in scalars] == pytest.approx(expected)
 
 
-def test_commands_take_callbacks_by_their_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_callbacks_by_their_import_path(tmp_path: Path) -> None:
     (tmp_path / "own_logger.py").write_text(
         "import opusim\nclass Logger(opusim.Callback):\n"
         "    def on_epoch(self, record):\n        print('logged', record['epoch'])\n"
     )
-    monkeypatch.chdir(tmp_path)
-    command = ["opusim", "train", "bp", "--epochs", "2", "--quiet", "--out", "run", "--callback"]
+    command = ["train", "bp", "--epochs", "2", "--quiet", "--out", "run", "--callback"]
     for path, code, shown in (
         ("own_logger:Logger", 0, "logged 1\nlogged 2\nrun\n"),
         ("own_logger:print", 2, "--callback: 'own_logger:print' names nothing"),
         ("builtins:list", 2, "'builtins:list' returned a list; return an opusim.Callback"),
     ):
-        monkeypatch.setattr(sys, "argv", [*command, path])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        found = capsys.readouterr()
-        assert (ended.value.code, shown in found.out + found.err) == (code, True), found
+        found = told(*command, path, cwd=tmp_path)
+        assert (found.returncode, shown in found.stdout + found.stderr) == (code, True), found
 
 
 def test_former_loggers_name_the_example() -> None:

@@ -120,12 +120,9 @@ def alarms(folder: Path) -> list[tuple[int, int, bool]]:
     ],
 )
 def test_each_output_keeps_to_the_certificate(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stds: Callable[[bool], torch.Tensor],
-    every_steps: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stds: Callable[[bool], torch.Tensor], every_steps: int,
     expected: tuple[int, int, bool],
-) -> None:
+) -> None:  # fmt: skip
     become(monkeypatch, stds)
     with pytest.raises(DeviceError, match=f"weaker than certified from step {expected[1]} on"):
         train(configured(tmp_path, every_steps=every_steps), folder=tmp_path / "run")

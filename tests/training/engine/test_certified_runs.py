@@ -273,14 +273,9 @@ def test_a_key_without_effect_is_refused(tmp_path: Path, changes: dict[str, Any]
 
 
 def broken(
-    tmp_path: Path,
-    *,
-    every_steps: int,
-    amount: float = 1.0,
-    fault: Fault = Fault.NOISE_HALVED,
-    certified: float = 0.99,
-    **changes: Any,
-) -> Path:
+    tmp_path: Path, *, every_steps: int, amount: float = 1.0, fault: Fault = Fault.NOISE_HALVED,
+    certified: float = 0.99, **changes: Any,
+) -> Path:  # fmt: skip
     """Train on a device that breaks at step 23; return the run folder."""
     FaultyDevice.repaired = False
     device = description_file(tmp_path, KIND, every_steps=every_steps, fault=fault, amount=amount)

@@ -70,12 +70,9 @@ def test_one_bit_of_one_entry_is_movement(dtype: torch.dtype) -> None:
     ({"kind": "convex", "hyperplanes": 6}, {"kind": "last-iterate", "epsilon": 3.0}, 20),
 ])  # fmt: skip
 def test_only_released_parameters_are_looked_at(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    trainer: dict[str, Any],
-    protection: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any], protection: dict[str, Any],
     when: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """A run of the last iterate releases no model before its last one."""
     looks: list[int] = []
     monkeypatch.setattr(Movement, "tell", lambda self, steps: looks.append(steps))

@@ -1,8 +1,11 @@
-"""A trainer and a protection of other packages train, are priced, resume and are audited."""
+"""A trainer and a protection of other packages are found, configured and explained, train, are priced and audited."""
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -11,15 +14,18 @@ import torch
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.ledger import read_ledger
 from opusim.errors import ConfigError
+from opusim.training import Algorithm, Protection
 from opusim.training.attacks.mechanism.audit import audit_mechanism
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.config.kinds import TrainerSection
+from opusim.training.cli.options import key_rows
+from opusim.training.config.kinds import PROTECTIONS, TRAINERS, ProtectionSection, TrainerSection
 from opusim.training.config.run import load_config
 from opusim.training.data import from_arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train
 from opusim.training.protections.base import NoProtection, SoftLabels
 from opusim.training.runs.run import load_run
+from tests.support.packages import install
 from tests.support.run_folders import require_resumed_alike
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -164,3 +170,81 @@ def test_the_self_test_takes_a_protection_of_another_package() -> None:
     found = audit_mechanism("bp", settings=["protection.kind=shield"], steps=40, seed=1, level=1e-6)
     assert found.holds
     assert (found.protection, found.records, found.single_records) == ("shield", 400, True)
+
+
+# Configuration
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which says at its end whether it imported torch."""
+    code = (
+        "import sys\nfrom opusim.training.cli import main\ntry:\n    main()\nfinally:\n"
+        "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.trainer') if name in sys.modules]\n"
+        "    print('heavy:', *heavy)"
+    )
+    path = os.pathsep.join(map(str, [*PACKAGES.values(), ROOT]))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def test_their_keys_are_checked_and_completed() -> None:
+    config = load_config(
+        {"trainer": {"kind": "softmax", "temperature": 2.0}, "protection": {"kind": "shield"}}
+    )
+    assert (config.sampler.scheme, config.protection.poisson) == ("poisson", True)
+    assert (config.protection.noise_multiplier, config.protection.epsilon) == (2.0, None)
+    assert load_config(config) == config
+    assert config.model_dump()["trainer"]["temperature"] == 2.0
+    with pytest.raises(ConfigError, match="trainer.temperature: must be more than 0"):
+        load_config({"trainer": {"kind": "softmax", "temperature": 0.0}})
+    with pytest.raises(ConfigError, match="trainer.temperature: 2 does nothing here: it needs trainer.kind"):
+        load_config(settings=["trainer.temperature=2"])
+    with pytest.raises(ConfigError, match="protection.kind: 'shield' is not for trainer.kind = 'zo'"):
+        load_config({"trainer": {"kind": "zo"}, "protection": {"kind": "shield"}})
+
+
+def test_a_section_keeps_what_it_defines_instead_of_a_field() -> None:
+    class Fixed(ProtectionSection):
+        clip_norm: ClassVar[float] = 0.5
+        kind: Literal["fixed"] = "fixed"
+
+        @property
+        def noise_multiplier(self) -> float:
+            return 3.0
+
+    class Renamed(Fixed):
+        kind: Literal["renamed"] = "renamed"
+
+    for section in (Fixed(), Renamed()):
+        assert (section.clip_norm, section.clip, section.noise_multiplier) == (0.5, 0.5, 3.0)
+        assert (section.noise, section.divisor, section.epsilon) == ("digital", None, None)
+
+
+def test_a_class_of_another_kind_is_refused_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = dict.fromkeys(("broken", "pdfa"), "json:JSONDecoder")
+    install(monkeypatch, tmp_path, "broken", "opusim.trainers", points)
+    with pytest.raises(ConfigError, match="trainer.kind: 'broken' cannot be used.*is no TrainerSection"):
+        load_config({"trainer": {"kind": "broken"}})
+    assert load_config().trainer.kind == "pdfa"  # a package cannot replace a kind of opusim
+    assert not any(key == "trainer.broken" for key, _, _ in key_rows())
+
+
+def test_every_kind_names_a_class_that_exists() -> None:
+    for kinds, base in ((TRAINERS, Algorithm), (PROTECTIONS, Protection)):
+        for name, section in kinds.every().items():
+            needed = {"epsilon": 1.0} if "epsilon" in section.model_fields else {}
+            if "kind" in section.dropped:
+                continue
+            assert issubclass(section(**needed).implementing_class(), base), name
+    for special in (
+        {"kind": "label-readout", "noise": "counts"},
+        {"kind": "label-readout", "noise": "argmax"},
+        {"kind": "label-randomized-response", "stages": 2},
+    ):
+        assert issubclass(PROTECTIONS.validated({**special, "epsilon": 1.0}).implementing_class(), Protection)

@@ -52,12 +52,8 @@ def gradients(config: FeedbackConfig, *, sigma: float = 0.0, step: int = 0) -> l
 
 
 def written_out(
-    *,
-    ternary: bool,
-    tau_b: float | None = None,
-    noise: torch.Tensor | None = None,
-    tau_h: float | None = None,
-) -> list[torch.Tensor]:
+    *, ternary: bool, tau_b: float | None = None, noise: torch.Tensor | None = None, tau_h: float | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """Eq. 8 record by record and layer by layer, with plain loops."""
     network = new_network()
     x, y = batch()

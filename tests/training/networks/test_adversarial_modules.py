@@ -83,17 +83,15 @@ def in_memory(m: Any, x: Tensor) -> Tensor:
     return m.f(z)
 
 
-def put_in_outer_order(m: Any, x: Tensor) -> Tensor:
-    return in_memory(m, x).unflatten(0, (2, -1)).transpose(0, 1).flatten(1)
-
-
 def used_twice(m: Any, x: Tensor) -> Tensor:
     y = m.f(x)
     return torch.cat([y.sin(), y * m.f(0.5 * x), y], dim=1)
 
 
 RIGHT: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], Callable[[], Parts]]] = {
-    "rows put in outer order": (put_in_outer_order, (X,), dict),
+    "rows put in outer order": (
+        lambda m, x: in_memory(m, x).unflatten(0, (2, -1)).transpose(0, 1).flatten(1), (X,), dict,
+    ),
     "ones for rows in any order": (in_outer_order(lambda x: torch.ones(3 * len(x), 1)), (X,), dict),
     "shape changed in place": (lambda m, x: m.f(x.clone().t_().t_().unsqueeze_(1).squeeze_(1)), (X,), dict),
     "vector for a weight": (
@@ -516,10 +514,6 @@ def test_planted_fault_rows_put_in_another_order_are_caught(monkeypatch: pytest.
 # What is taken on trust is named
 
 
-def by_size(m: Any, x: Tensor) -> Tensor:
-    return m.f(x - x.mean(dim=0) if len(x) > 40 else x)
-
-
 def by_a_caught_error(m: Any, x: Tensor) -> Tensor:
     """Looks a record's number up, and takes another factor if one is out of range."""
     try:
@@ -561,17 +555,15 @@ def by_native_memory(m: Any, x: Tensor) -> Tensor:
     return m.f(x * (1.0 + float(np.from_dlpack(Capsule(x.detach())).max() > 1e3)))
 
 
-def by_asking(m: Any, x: Tensor) -> Tensor:
-    return m.f(x if active_tracker() else x - x.mean(dim=0))
-
-
 TRUSTED: dict[str, tuple[Callable[..., Any], str]] = {
-    "size of the batch": (by_size, "the batch's size"),
+    "size of the batch": (lambda m, x: m.f(x - x.mean(dim=0) if len(x) > 40 else x), "the batch's size"),
     "caught error": (by_a_caught_error, "an error that an operator raised and it"),
     "count": (by_count(), "a count of its calls"),
     "state of a generator": (by_state_of_a_generator, "a generator whose state is set to numbers of the batch"),
     "native memory": (by_native_memory, "native code that reads or changes the memory of tensors behind torch"),
-    "question": (by_asking, "because it asks whether it is followed"),
+    "question": (
+        lambda m, x: m.f(x if active_tracker() else x - x.mean(dim=0)), "because it asks whether it is followed",
+    ),
 }  # fmt: skip
 
 

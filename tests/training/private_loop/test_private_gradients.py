@@ -305,12 +305,8 @@ def linear(init: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
 
 
 def released_step(
-    folder: Path,
-    init: Callable[[torch.Tensor], torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    rounded: bool,
-) -> tuple[np.ndarray, np.ndarray, float]:
+    folder: Path, init: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch, *, rounded: bool,
+) -> tuple[np.ndarray, np.ndarray, float]:  # fmt: skip
     """The noisy sum that a release step's parameters tell, the sum, which an attacker computes, and the noise."""
     sums: list[torch.Tensor] = []
     stds: list[float] = []

@@ -31,13 +31,8 @@ Losses = Callable[..., Tensor]
 
 
 def loop_of(
-    folder: Path,
-    *,
-    directions: int = 4,
-    rank: int | None = None,
-    model: nn.Module | None = None,
-    **options: Any,
-) -> opusim.PrivateTraining:
+    folder: Path, *, directions: int = 4, rank: int | None = None, model: nn.Module | None = None, **options: Any,
+) -> opusim.PrivateTraining:  # fmt: skip
     module, _, criterion, loader = parts(model)
     optimizer = ZerothOrder(module, lr=0.1, directions=directions, rank=rank, perturbation=PHI, seed=5)
     return private_loop(folder, (module, optimizer, criterion, loader), max_grad_norm=CLIP, **options)

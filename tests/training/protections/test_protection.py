@@ -1,7 +1,10 @@
-"""A protected step against that of Opacus, and what protected runs state."""
+"""A protected step against that of Opacus, and what protected runs state, exact rounding among it."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -13,13 +16,18 @@ from benchmarks.bare import feedback_trainer
 from opusim import training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.description.section import merged
-from opusim.randomness.streams import noise_stream
+from opusim.randomness.rounded import grid_of
+from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
+from opusim.training.config.run import load_config
 from opusim.training.config.sections import OptimizerConfig
-from opusim.training.engine.plan import load_data
+from opusim.training.data.samplers import most_records
+from opusim.training.engine.plan import RunPlan, load_data
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, TdfaConfig
+from opusim.training.networks.clipping import CountedSums
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.base import rounds_exactly
 from opusim.training.protections.record import RecordGradients
 
 CLIP, DIVISOR = 0.27, 17.0
@@ -158,3 +166,123 @@ def test_runs_without_a_theorem_are_refused(tmp_path: Path, change: dict, messag
     with pytest.raises(NoGuarantee, match=message):
         training.train({**RECORD, **change}, data=data(), folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# Exact rounding
+
+
+ROUNDED = {"kind": "record", "noise_multiplier": 0.8}
+
+
+def rounded_data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
+
+
+def config(kind: str, protection: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "epochs": 1, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0}, "trainer": {"kind": kind},
+        "sampler": {"scheme": "poisson", "batch_size": 16}, "protection": protection, **sections,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact"),
+    [
+        (config("bp", ROUNDED), True),
+        (config("ulr", ROUNDED), True),
+        (config("convex", {**ROUNDED, "relation": "zero_out"}), True),
+        (config("bp", {**ROUNDED, "relation": "replace_one"}), True),
+        (config("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}), True),
+        (config("bp", {**ROUNDED, "bands": 2}, sampler={"batch_size": 16}), False),
+        (config("pdfa", {**ROUNDED, "noise": "device"}), False),
+        (config("pdfa", {"kind": "label-amplified", "noise_multiplier": 0.8, "noise": "device"}), False),
+    ],
+)
+def test_a_step_says_whether_its_sums_are_exactly_rounded(settings: dict[str, Any], exact: bool) -> None:
+    resolved = load_config(settings).replaced(data={"name": "arrays"})
+    (mechanism,) = RunPlan.resolve(resolved, load_data(resolved, rounded_data())).mechanisms
+    assert mechanism.exactly_rounded is exact
+
+
+@pytest.mark.parametrize(
+    ("place", "noise", "exact"),
+    [("cpu", "digital", True), ("cuda", "digital", False), ("cuda:1", "digital", False), ("cpu", "device", False)],
+)  # fmt: skip
+def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) -> None:
+    config: Any = SimpleNamespace(torch_device=place, protection=SimpleNamespace(noise=noise))
+    assert rounds_exactly(config) is exact
+
+
+@pytest.mark.parametrize(
+    ("kind", "protection"),
+    [
+        ("bp", ROUNDED),
+        ("ulr", ROUNDED),
+        ("convex", ROUNDED),
+        ("convex", {"kind": "last-iterate", "noise_multiplier": 0.8}),
+        ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}),
+    ],
+)
+def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
+    kind: str, protection: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step adds noise past `add_rounded`, whose results are what the optimizer gets."""
+    drawn: list[bool] = []
+    add_rounded = SeededStream.add_rounded
+
+    def seen(self: SeededStream, y: torch.Tensor, std: float) -> torch.Tensor:
+        found = add_rounded(self, y, std)
+        drawn.append(bool((found.double() / grid_of(std) % 1 == 0).all()))
+        return found
+
+    monkeypatch.setattr(SeededStream, "add_rounded", seen)
+    added: list[int] = []
+    add_to = SeededStream.add_to
+    monkeypatch.setattr(
+        SeededStream, "add_to", lambda self, y, std: added.append(y.numel()) or add_to(self, y, std)
+    )
+    sampler = (
+        {"batch_size": 16}
+        if protection["kind"] == "last-iterate"
+        else {"scheme": "poisson", "batch_size": 16}
+    )
+    training.train(config(kind, protection, sampler=sampler), data=rounded_data(), folder=tmp_path / "run")
+    assert len(drawn) >= 4
+    assert all(drawn)
+    if kind != "ulr":  # whose estimates have noise of their own
+        assert added == []
+
+
+@pytest.mark.filterwarnings("ignore:after 4 steps")  # without noise the sum of a bias may stay as it was
+@pytest.mark.parametrize("mode", ["release", "experiment"])
+@pytest.mark.parametrize(
+    ("kind", "protection", "counts"),
+    [
+        ("bp", ROUNDED, True),
+        ("bp", {**ROUNDED, "relation": "replace_one"}, True),
+        ("ulr", ROUNDED, True),
+        ("convex", ROUNDED, True),
+        ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}, True),
+        ("bp", {**ROUNDED, "bands": 2}, False),
+    ],
+)
+def test_the_noise_of_a_release_counts_the_rounding_of_its_sum(
+    kind: str, protection: dict[str, Any], counts: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the bound of the largest batch that public numbers allow; an experiment's numbers are as they were."""
+    drawn: list[float] = []
+    for stream in (SystemStream, SeededStream):
+        monkeypatch.setattr(stream, "add_rounded", lambda self, y, std: drawn.append(std) or y)
+    sampler = {"batch_size": 16} if "bands" in protection else {"scheme": "poisson", "batch_size": 16}
+    settings = config(kind, protection, sampler=sampler, mode=mode)
+    run = training.train(settings, data=rounded_data(), folder=tmp_path / "run")
+    (mechanism,) = {replace(one, steps=1) for one in run.folder.read_ledger().mechanisms}
+    assert mechanism.counts_sums is (counts and mode == "release")
+    block = {"block": 0} if protection["kind"] == "label-amplified" else {}
+    records = most_records(16.0, records=64, processes=1)
+    error = replace(CountedSums.of(records, processes=1), **block).error
+    assert error > 1e-5
+    clip = run.config.protection.clip if kind != "convex" else mechanism.clip_norm
+    wanted = 0.8 * clip * (1 + error * mechanism.counts_sums)
+    assert drawn == pytest.approx([wanted] * len(drawn), rel=1e-12)
+    assert drawn or not counts

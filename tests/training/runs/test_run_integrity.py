@@ -75,10 +75,6 @@ def die(folder: Path, stop_at: type, step: int) -> None:
         train(folder, None if RunFolder(folder).started else RELEASE, watcher=stop_at(step))
 
 
-def ledger_files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.glob("ledger.*")}
-
-
 def put(folder: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -106,7 +102,7 @@ def test_an_old_ledger_put_back_after_three_kills_is_refused(tmp_path: Path, sto
     kept = {}
     for _ in range(3):
         die(tmp_path, stop_at, 1)
-        kept = kept or ledger_files(tmp_path)
+        kept = kept or {file.name: file.read_bytes() for file in tmp_path.glob("ledger.*")}
     put(tmp_path, kept)
     message = "is missing: checkpoint step-0000000000 was written when the ledger had"
     with pytest.raises(LedgerCorrupt, match=message):

@@ -291,11 +291,8 @@ def _reserve_as_experiment(reserve: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("fault", [_pay_late, _never_sync, _pay_once_for_repeats])
 def test_planted_faults_of_the_order_are_caught(
-    tmp_path: Path,
-    fault: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    stop_at: type,
-) -> None:
+    tmp_path: Path, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, stop_at: type,
+) -> None:  # fmt: skip
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     recorder = Recorder(monkeypatch)
     fault(monkeypatch)

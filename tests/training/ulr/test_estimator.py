@@ -26,15 +26,9 @@ def losses_of(y: Tensor) -> object:
 
 
 def estimate(
-    network: ModuleSequence,
-    x: Tensor,
-    y: Tensor,
-    *,
-    seed: int,
-    reduction: Reduction = "none",
-    copies: int | tuple[int, ...] = 1,
-    rows: int | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+    network: ModuleSequence, x: Tensor, y: Tensor, *, seed: int, reduction: Reduction = "none",
+    copies: int | tuple[int, ...] = 1, rows: int | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Signals of each layer, and its inputs."""
     outputs = network.forward(x)
     losses = losses_of(y)

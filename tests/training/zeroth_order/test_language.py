@@ -35,6 +35,7 @@ from opusim.training.zeroth_order.trainer import ZoTrainer
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+from tests.support.command import opusim
 from tests.support.run_folders import newest
 from tests.support.tiny_language import LABELS, TEXTS, make
 
@@ -158,14 +159,10 @@ def test_directions_that_share_a_pass_have_prompts_share_rows(
         )
         x, y = encode(tokenizer, TEXTS, CAUSAL), np.array(LABELS)
         run = training.train(CONFIG | rank, data=(x, y), model=model, folder=tmp_path / str(number))
-        found.append(np.concatenate([t.flatten() for t in load_tensors(run.folder.path)]))
+        found.append(np.concatenate([t.numpy().flatten() for t in replay(run.folder.path).tensors.values()]))
     assert np.allclose(found[0], found[1], atol=1e-5)
     assert not np.allclose(found[2], found[1], atol=1e-5)
     assert set(widths) == {1}
-
-
-def load_tensors(folder: Path) -> list[np.ndarray[Any, Any]]:
-    return [tensor.numpy() for tensor in replay(folder).tensors.values()]
 
 
 def test_a_private_run_in_half_precision_takes_equal_outputs_in_all_batches(
@@ -264,16 +261,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         read_texts(file)
 
 
-def opusim(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Run the command line in this process."""
-    from opusim.training.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["opusim", *arguments, "--quiet"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code in (0, None)
-
-
 def command(tmp_path: Path, run: str, kind: str, *, lora: bool) -> list[str]:
     """Fine-tune a tiny model for 12 steps; the paths are relative, as a person types them."""
     make(tmp_path / "model", kind)
@@ -298,9 +285,8 @@ def test_the_command_goes_on_with_a_language_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
 ) -> None:
     """Killed and resumed from another folder with only `opusim train resume`: the same to the bit."""
-    monkeypatch.chdir(tmp_path)
     begun = command(tmp_path, "whole", kind, lora=lora)
-    opusim(monkeypatch, *begun)
+    assert opusim(*begun, "--quiet", cwd=tmp_path).returncode == 0
     (tmp_path / "elsewhere").mkdir()
     begun[begun.index("whole")] = "broken"
 
@@ -313,13 +299,9 @@ def test_the_command_goes_on_with_a_language_model(
     advance = Engine._advance
     with monkeypatch.context() as planted:
         planted.setattr(Engine, "_advance", killed)
-        planted.setattr(sys, "argv", ["opusim", *begun, "--quiet", "--debug"])
-        from opusim.training.cli import main
-
-        with pytest.raises(ConnectionAbortedError):
-            main()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    opusim(monkeypatch, "train", "resume", str(tmp_path / "broken"))
+        assert "ConnectionAbortedError" in opusim(*begun, "--quiet", "--debug", cwd=tmp_path).stderr
+    resume = ("train", "resume", tmp_path / "broken", "--quiet")
+    assert opusim(*resume, cwd=tmp_path / "elsewhere").returncode == 0
     one, two = newest(tmp_path / "whole"), newest(tmp_path / "broken")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -79,7 +79,7 @@ from opusim.training.reports.run_report import (
 )
 from opusim.training.runs.checkpoints import require_checkpoints
 from opusim.training.runs.drawing import main_figure
-from opusim.training.runs.folder import RunFolder, StoredRun, read_run, stated, versions
+from opusim.training.runs.folder import StoredRun, read_run, stated, versions
 from opusim.training.runs.storage import json_content, kind_of, list_checkpoints
 from opusim.training.sweeps.tuning import SearchState
 
@@ -299,8 +299,9 @@ def write_dossier(
         runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
             says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
-            `private-dossier.html` in the first folder of `audits` if figures of audits forbid that it is published.
-            PDF and JSON stand next to it.
+            `private-dossier.html`, outside every run's folder, if figures of a release's audits forbid that it is
+            published: in the first folder of `audits` that holds such figures, else in a new `NAME-private` next to the
+            run's folder. PDF and JSON stand next to it. With figures of private records their mode is 0600.
         audits: Folders of audits and of self-tests that are not in the run's own, or their JSON files, as those of a
             release run; for one run only.
 
@@ -309,7 +310,8 @@ def write_dossier(
 
     Raises:
         RunFolderError: A folder holds no such work, or was changed; an audit or a self-test is of another mechanism;
-            or the dossier there has more hypotheses of the same work that code checked.
+            the dossier there has more hypotheses of the same work that code checked; or `out` is in a run's folder, and
+            the dossier must not be published.
         LedgerCorrupt: A ledger was changed, cut or reordered.
         TypeError: `audits` holds something else than paths, such as what `opusim.audit_run` returns.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
@@ -329,17 +331,23 @@ def write_dossier(
     found = Dossier(
         title=f"Privacy dossier: {names}", date=time.strftime("%Y-%m-%d"), written_by=here, works=works
     )
-    default = (
-        facts[0].private_page or facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
-    )
-    page = default if out is None else Path(out)
+    own = facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
+    secret = next((each.private_page for each in facts if each.private_page is not None), None)
+    page = (secret or own) if out is None else Path(out)
+    if secret is not None and (around := _work_around(page.parent)) is not None:
+        raise RunFolderError(
+            f"out = {page}: is in {around}, the folder of a run, and this dossier must not be published: it shows "
+            "figures of private records; name a file in a folder outside it"
+        )
+    private = any(one.holds_private_records for each in facts for one in each.audits.values())
     document, data = page.with_suffix(".pdf"), page.with_suffix(".json")
     _require_no_better(found, page, data)
     several = common["several"].format(count=len(works)) if len(works) > 1 else ""
     sections = list(_sections(found, several))
-    write_file(page, html_page("dossier.html", title=found.title, sections=sections).encode())
-    write_file(document, _pdf(found.title, sections))
-    write_file(data, json_content(to_json(found)))
+    html = html_page("dossier.html", title=found.title, sections=sections)
+    write_file(page, html.encode(), private=private)
+    write_file(document, _pdf(found.title, sections), private=private)
+    write_file(data, json_content(to_json(found)), private=private)
     return page, document, data
 
 
@@ -404,7 +412,7 @@ class _Facts:
     settings: PrivacySettings | None
     programs: Sequence[Program]
     from_folder: bool
-    audit_folder: Path  # the first one that was given; without one, that of the run
+    places: Mapping[str, Path]  # of audits, by file, the folder
 
     @property
     def checks(self) -> Literal["program", "record"] | None:
@@ -420,12 +428,15 @@ class _Facts:
 
     @property
     def private_page(self) -> Path | None:
-        """Where a dossier stands that must not be published: next to the audits, not in the folder of the release."""
-        if self.statement.mode != "release" or not any(
-            one.holds_private_records for one in self.audits.values()
-        ):
+        """Where a dossier stands that must not be published: with such an audit, but outside every run's folder."""
+        private = [self.places[file] for file, one in self.audits.items() if one.holds_private_records]
+        if self.statement.mode != "release" or not private:
             return None
-        return self.audit_folder / "private-dossier.html"
+        outside = next((place for place in private if _work_around(place) is None), None)
+        if outside is None:
+            path, around = self.path.resolve(), _work_around(self.path) or self.path.resolve()
+            outside = around.parent / f"{'-'.join(path.relative_to(around.parent).parts)}-private"
+        return outside / "private-dossier.html"
 
     def attacked(self, file: str) -> str:
         """Return what an audit attacked."""
@@ -438,6 +449,17 @@ class _Facts:
         """Return k, or None if no users are protected."""
         found = [getattr(one, "records_per_user", None) for one in self.statement.mechanisms]
         return next((k for k in found if k is not None), None)
+
+
+def _work_around(folder: Path) -> Path | None:
+    """Return the outermost folder of a run, loop, search or sweep that holds a folder or is it, or None."""
+    place = folder.resolve()
+    works = (
+        each
+        for each in reversed((place, *place.parents))
+        if (each / LEDGER_FILE).exists() or kind_of(each) in ("search", "sweep")
+    )
+    return next(works, None)
 
 
 def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
@@ -468,11 +490,14 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     if settings is not None:
         enforcements = read_ledger(path).enforcements
         programs = [each.program for each in enforcements if each is not None and each.program is not None]
-    audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
-    places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
+    audits: dict[str, Audit] = dict(kept_audits(path))
+    places, own = dict.fromkeys(audits, path), {(path / name).resolve() for name in audits}
+    self_tests = {str(at): found for at, found in kept_self_tests(path).items()}
     for given in elsewhere:
         kept, tested = _kept_in(given)
         for at, audit in kept.items():
+            if at.resolve() in own:
+                continue
             # a bare name is that of a file in the run's folder
             label = str(at) if at.name != str(at) else f"./{at}"
             places[label], audits[label] = at.parent, audit
@@ -496,7 +521,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         settings=settings,
         programs=programs,
         from_folder=not isinstance(source, PrivateTraining),
-        audit_folder=next((at if at.is_dir() else at.parent for at in elsewhere), path),
+        places=places,
     )
 
 
@@ -510,7 +535,7 @@ def _kept_in(given: Path) -> tuple[dict[Path, Audit], dict[Path, MechanismAudit]
     tested = kept_self_tests(given)
     if given.is_file():
         return {} if tested else {given: read_audit(given)}, tested
-    kept = {given / name: audit for name, audit in kept_audits(RunFolder(given), "experiment").items()}
+    kept = {given / name: audit for name, audit in kept_audits(given).items()}
     if not kept and not tested:
         raise ValueError(
             f"audits: {given} holds neither audit nor self-test; give a folder that `opusim audit --out` wrote, or a "

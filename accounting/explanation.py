@@ -342,7 +342,8 @@ class LedgerFacts:
     def record(self) -> str:
         """What says that hypotheses were checked, and what a reading of the ledger tests of that."""
         by = " and ".join(self.enforced_by) or "the code that ran"
-        fits = f" and fits {' and '.join(self.checked_against)}" if self.checked_against else ""
+        noted = " and ".join(self.checked_against)
+        fits = f" and fits the length and the digest in {noted}" if noted else ""
         return (
             f"The checks are on record: {by} noted them in the ledger (digest {self.digest[:12]}) as it ran. Reading "
             f"the ledger shows that it is whole{fits}; it repeats no check."

@@ -344,6 +344,12 @@ def account_run(
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
+    if statement.run is not None:
+        kept = (
+            "only what checkpoint and summary note of the ledger was compared, not the checkpoints' tensors"
+        )
+        text = f"Of the run folder {kept} and not config.json; `opusim dossier RUN` compares them all."
+        typer.echo(wrapped(text, indent="  "))
     with suppress(RunFolderError):  # a damaged configuration
         note = StoredRun(RunFolder(folder), 0).device_note if RunFolder(folder).started else None
         if note is not None:

@@ -686,7 +686,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             )
             for each in common["standards"]
         ],
-        versions=(_versions(facts) or [{}])[-1],
+        versions=(_versions(facts) or [{}])[0],
         files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
@@ -1109,8 +1109,11 @@ def _command(facts: _Facts) -> str:
             given["max_grad_norm"] = list(rule.layer_norms)
         own.append(f"clipping=opusim.training.{replace(rule, layer_norms=None)!r}")
     values = [f"{key}={value!r}" for key, value in given.items() if value is not None]
-    of = [f"{one.module}, {one.optimizer}" for one in facts.programs[-1:]]
-    comment = "; ".join(["Python", *of, "the program is not kept"])
+    of = dict.fromkeys(
+        ", ".join(filter(None, [one.module, one.optimizer, one.criterion])) for one in facts.programs
+    )
+    told = ["; then ".join(of)] if of else []
+    comment = "; ".join(["Python", *told, "the program is not kept"])
     return f"opusim.make_private({', '.join([*own, *values])})  # {comment}"
 
 

@@ -50,7 +50,7 @@ _MARKS: dict[Kind, tuple[str, ...]] = {
     "run": ("config.json", "checkpoints", "metrics.jsonl"),
     "search": ("tuning.json",),
     "sweep": ("sweep.json", "rows"),
-    "private loop": ("private.json",),
+    "private loop": ("private.json", "private.pt"),
     "audit": ("audit.json", "one-run.json", "final-model.json", "final-model-scores.json"),
 }
 """Each kind of work leaves at least one of these in its folder; the first kind that matches is what a folder holds."""

@@ -341,6 +341,10 @@ def test_a_model_that_the_run_did_not_save_is_refused(run: Run, tmp_path: Path) 
     save_file(tensors, file, metadata=header)
     with pytest.raises(RunFolderError, match="tensors do not match their digest"):
         write_dossier([folder], out=tmp_path / "dossier.html")
+    shown = CliRunner().invoke(app, ["report", str(folder)])
+    assert "tensors do not match their digest" in str(shown.exception)
+    told = " ".join(CliRunner().invoke(app, ["account", "run", str(folder)]).output.split())
+    assert "of the ledger was compared, not the checkpoints' tensors and not config.json" in told
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -545,6 +549,23 @@ def test_a_loop_names_its_program_and_no_records(tmp_path: Path, monkeypatch: py
     (work,) = written(tmp_path / "loop")[1]["works"]
     assert "The folder keeps no other versions" in work["answers"][12]["answer"]
     assert "not named in the folder" in work["answers"][13]["answer"]
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_the_command_names_each_program_of_a_loop_once(tmp_path: Path) -> None:
+    module, _, _, loader = parts()
+    for turn, criterion in enumerate(
+        (nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.CrossEntropyLoss())
+    ):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        with private_loop(
+            tmp_path / "loop", (module, optimizer, criterion, loader), resume=turn > 0
+        ) as private:
+            run_epoch(private, steps=1)
+            private.save()
+    (work,) = written(tmp_path / "loop")[1]["works"]
+    assert "SGD(lr=0.5), CrossEntropyLoss; then Sequential(" in work["command"]
+    assert work["command"].endswith("SGD(lr=0.5), cross_entropy; the program is not kept")
 
 
 def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> None:

@@ -34,10 +34,10 @@ from opusim.accounting.explanation import (
 )
 from opusim.accounting.guarantee import Adjacency, Guarantee, LedgerCorrupt, Release, Unit, to_json
 from opusim.accounting.journal import Position, Witness
-from opusim.accounting.ledger import LEDGER_FILE, Program, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, Mode, Program, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import OWN_READING, ClippedRecords
-from opusim.accounting.theorems import Theorem, known_theorems
+from opusim.accounting.theorems import Theorem, known_theorems, printed
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
 from opusim.training.attacks.findings import (
@@ -325,7 +325,7 @@ def write_dossier(
         raise ValueError(f"audits: {len(sources)} runs are given; give the audits of one run at a time")
     facts = [_facts(source, places) for source in sources]
     common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
-    works = [_work(each, common) for each in facts]
+    works = _with_copies([_work(each, common) for each in facts])
     names = works[0].name if len(works) == 1 else f"{len(works)} runs"
     here = {name: version for name, version in versions().items() if name in ("python", "opusim")}
     found = Dossier(
@@ -349,6 +349,29 @@ def write_dossier(
     write_file(document, _pdf(found.title, sections), private=private)
     write_file(data, json_content(to_json(found)), private=private)
     return page, document, data
+
+
+def _with_copies(works: Sequence[Work]) -> list[Work]:
+    """Return the works, with a line on each whose ledger an earlier one has, unless their models differ.
+
+    Runs with equal settings have equal ledgers, so the ledger alone does not tell a copy from a second run.
+    """
+    found = list[Work]()
+    for work in works:
+        digest, lead = work.statement["ledger"]["digest"], list[str]()
+        for place, other in enumerate(found, 1):
+            models = [
+                {one.sha256 for one in each.files if one.name.endswith(_MODEL_FILES)}
+                for each in (work, other)
+            ]
+            if other.statement["ledger"]["digest"] == digest and (not all(models) or models[0] & models[1]):
+                lead = [
+                    f"{work.folder} has the same ledger as run {place}, {other.folder} (digest {digest[:16]}), and no "
+                    "model tells them apart: if one is a copy, they are one run, and its epsilon counts once."
+                ]
+                break
+        found.append(replace(work, leads=[*lead, *work.leads]))
+    return found
 
 
 def _audit_paths(audits: object) -> list[Path]:
@@ -1014,6 +1037,7 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         found["data set"] = str(data["name"])
         found["records"] = "their number is private" if hidden or not counts else counts
         kind = "public" if constants["public"] else "data-dependent"
+        found["digest of the records"] = _data_digest(data, facts.statement.mode)
         found["standardised with"] = f"{kind} constants ({constants['source']})"
         if constants["source"] in {one.standardisation.source for one in CATALOGUE.values()}:
             found["standardised with"] += (
@@ -1024,6 +1048,7 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
             found["standardised with"] = "nothing: features are used as they are given"
     else:
         found["data set"] = "that of the program, which the folder does not name"
+        found["digest of the records"] = _data_digest({}, facts.statement.mode)
         count = facts.statement.public_number
         if facts.per_user is None:
             told = "their number is private" if hidden else "their number is not known here"
@@ -1042,6 +1067,16 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     if steps := facts.statement.ledger.steps_paid:
         found["steps paid for"] = f"{steps:,}"
     return found
+
+
+def _data_digest(data: Mapping[str, Any], mode: Mode) -> str:
+    """Say which digest of the records a folder keeps, or why it keeps none."""
+    if mode == "experiment":
+        return "in config.json, which stays private" if "fingerprint" in data else "none is kept"
+    why = "a digest of private values confirms a guess of them, and no guarantee covers it"
+    if features := data.get("features_fingerprint"):
+        return f"{features} (BLAKE2b of the features, which are public); none of the labels: {why}"
+    return f"a release keeps none: {why}"
 
 
 _MODEL_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pkl")
@@ -1174,7 +1209,7 @@ def _of_work(work: Work) -> Iterator[Section]:
     hypotheses = [
         {
             "state": states[each.holds] if each.checked is None else checks[each.checked],
-            "hypothesis": each.text,
+            "hypothesis": printed(each.text),
         }
         for each in sorted(work.hypotheses, key=lambda each: (False, None, True).index(each.holds))
     ]
@@ -1224,7 +1259,7 @@ def _of_work(work: Work) -> Iterator[Section]:
 
 def _without(lines: list[str], hypotheses: Sequence[Hypothesis]) -> list[str]:
     """Return a theorem's lines without the hypotheses that stand in a table, and without lists that are then empty."""
-    told = {f"- {one.text}" for one in hypotheses}
+    told = {f"- {printed(one.text)}" for one in hypotheses}
     kept = "\n".join(line for line in lines if line not in told)
     return re.sub(r"Hypotheses [^\n]*\n(?!- )", "", kept).splitlines()
 

@@ -100,6 +100,12 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     statement = stated(run.folder.path)
     assert Statement.from_json(work["statement"]).to_json() == statement.to_json()
     (guarantee,) = statement.guarantees
+    followed = (
+        "no layer, hook or loss mixes the records of a batch (before it trains, opusim follows the operators"
+    )
+    assert followed in page
+    assert followed in " ".join(str(statement).split())
+    assert work["data"]["digest of the records"] == "in config.json, which stays private"
     assert {one["text"]: one["holds"] for one in work["hypotheses"]} == {
         one.text: one.holds for one in guarantee.assumptions
     }
@@ -308,6 +314,10 @@ def test_audits_in_a_releases_folder_are_judged_and_no_private_page_lands_there(
         assert any("is of another run (release, folder elsewhere" in lead for lead in work["leads"])
         assert any("Do not publish" in lead for lead in work["leads"])
         assert [Path(one["file"]).name for one in work["self_tests"]] == ["mechanism.json"]
+    assert "AES-256 in counter mode under keys from os.urandom" in json.dumps(work["trust"])
+    assert work["data"]["digest of the records"].startswith(
+        "a release keeps none: a digest of private values"
+    )
     for out in (loop / "dossier.html", loop / "below" / "dossier.html"):
         with pytest.raises(
             RunFolderError, match=r"is in .*loop, the folder of a run, and this dossier must not"
@@ -317,6 +327,21 @@ def test_audits_in_a_releases_folder_are_judged_and_no_private_page_lands_there(
     told = CliRunner().invoke(app, ["report", str(loop)], env={"COLUMNS": "80"})
     assert "one-run.json is not shown: it holds figures of private" in " ".join(told.output.split())
     assert "one-run.json is not shown" in (loop / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_copy_of_a_run_is_told_from_a_second_run(tmp_path: Path) -> None:
+    for name, seed in (("loop", 3), ("second", 4)):
+        with private_loop(tmp_path / name, seed=seed) as private:
+            run_epoch(private, steps=1)
+            private.save()
+    shutil.copytree(tmp_path / "loop", tmp_path / "copy")
+    folders = [tmp_path / name for name in ("loop", "second", "copy")]
+    page, content = written(folders, out=tmp_path / "all.html")
+    assert len({work["statement"]["ledger"]["digest"] for work in content["works"]}) == 1
+    said = [any("its epsilon counts once" in lead for lead in work["leads"]) for work in content["works"]]
+    assert said == [False, False, True]
+    assert f"has the same ledger as run 1, {folders[0]}" in page
 
 
 @pytest.mark.usefixtures("without_pdf")

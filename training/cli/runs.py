@@ -344,7 +344,7 @@ def account_run(
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
-    if statement.run is not None:
+    if statement.run is not None and statement.ledger.checked_against:
         kept = (
             "only what checkpoint and summary note of the ledger was compared, not the checkpoints' tensors"
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from opusim import checks
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit, from_json, to_json
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
-from opusim.accounting.theorems import Theorem, known_theorems
+from opusim.accounting.theorems import Theorem, known_theorems, printed
 from opusim.plugins import Deferred
 from opusim.tables import Shown, print_table, table_text, wrapped
 
@@ -163,7 +163,7 @@ def _meaning(guarantee: Guarantee) -> str:
 
 
 def _listed(heading: str, texts: Sequence[str]) -> list[str]:
-    return [heading, *(f"- {text}" for text in texts)] if texts else []
+    return [heading, *(f"- {printed(text)}" for text in texts)] if texts else []
 
 
 def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float | None = None) -> str | None:
@@ -342,7 +342,8 @@ class LedgerFacts:
     def record(self) -> str:
         """What says that hypotheses were checked, and what a reading of the ledger tests of that."""
         by = " and ".join(self.enforced_by) or "the code that ran"
-        fits = f" and fits {' and '.join(self.checked_against)}" if self.checked_against else ""
+        noted = " and ".join(self.checked_against)
+        fits = f" and fits the length and the digest in {noted}" if noted else ""
         return (
             f"The checks are on record: {by} noted them in the ledger (digest {self.digest[:12]}) as it ran. Reading "
             f"the ledger shows that it is whole{fits}; it repeats no check."

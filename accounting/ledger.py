@@ -60,6 +60,7 @@ from opusim.accounting.guarantee import (
     BudgetExceeded,
     Guarantee,
     LedgerCorrupt,
+    NoGuarantee,
     Release,
     Status,
     from_json,
@@ -179,6 +180,7 @@ class Program:
         files: SHA-256 of the user's files that define module, criterion, data set and collate function, by path, which
             begins at the script's folder if the file is below it. Without the script, and without what they import.
         fixed_batches: Whether batches are filled up to a fixed number of rows; None if the line does not say.
+        criterion: Class of the criterion, or name of the function; empty if the line does not say.
     """
 
     versions: dict[str, str]
@@ -188,6 +190,7 @@ class Program:
     optimizer: str
     files: dict[str, str] = field(default_factory=dict)
     fixed_batches: bool | None = None
+    criterion: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +288,15 @@ class LedgerContent:
         upfront = all(mechanism.taken_upfront for mechanism in self.mechanisms)
         return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))
 
+    def require_paid(self, what: str) -> None:
+        """Refuse a ledger that has paid for nothing yet; `what` names it in the message.
+
+        Raises:
+            NoGuarantee: It has not.
+        """
+        if not self.payments:
+            raise NoGuarantee(f"{what}: no step was paid for yet; train first")
+
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
         """Return what the run guarantees, at its own delta or another.
 
@@ -294,6 +306,7 @@ class LedgerContent:
         Raises:
             NoGuarantee: Nothing was paid for, or no theorem covers all of it together.
         """
+        self.require_paid("ledger")
         at = self.delta if delta is None else delta
         whole = self._guarantees(at, None)
         if not self.doubts:

@@ -47,6 +47,12 @@ _CONTRIBUTIONS_ROUND = (
     "the machine computes the contributions of other records alike, to the last digit, whatever the number and the "
     "places of the records in a batch"
 )
+NO_MIXING = "no layer, hook or loss mixes the records of a batch"
+_FOLLOWED = (
+    "before it trains, opusim follows the operators of a user's model on invented records and refuses those that mix "
+    "records; on trust are code that takes another path in training, native code and memory behind torch, and black "
+    "boxes: privacy-records.md, section 1"
+)
 _ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
 
 _NOT_POISSON = {
@@ -116,6 +122,11 @@ class Theorem:
         return assumptions(
             (*self.checked_by_code, *checked_by_code), (*self.trusted, *trusted), enforced=enforced
         )
+
+
+def printed(hypothesis: str) -> str:
+    """Return a hypothesis as readers see it; the text alone is its key in ledgers and documents."""
+    return f"{hypothesis} ({_FOLLOWED})" if hypothesis.endswith(NO_MIXING) else hypothesis
 
 
 def theorem(name: str) -> Theorem:

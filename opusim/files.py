@@ -3,7 +3,9 @@
 Reading never blocks on a named pipe and never takes more memory than a stated limit. Writing follows one rule: **a
 file is as private as its folder.** In a folder that only its owner may enter (mode 0700), files are created with mode
 0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such a
-folder. Only one process writes a file that grows line by line (`OwnProcess`, `AppendedFile`).
+folder. A file that is private itself, such as an audit with figures of private records, has mode 0600 in any folder,
+and a folder that is made for it has mode 0700 (`write_file(private=True)`). Only one process writes a file that grows
+line by line (`OwnProcess`, `AppendedFile`).
 """
 
 from __future__ import annotations
@@ -181,18 +183,25 @@ def make_private_folder(path: Path) -> None:
         path.chmod(0o700)
 
 
-def write_file(path: Path, content: bytes | memoryview) -> None:
+def write_file(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
     """Replace a file's content at once: write a temporary file, sync it, rename it, sync the folder.
 
     A kill at any moment leaves either the old content or the new one under `path`.
 
+    Args:
+        path: The file.
+        content: Its new content.
+        private: Whether only its owner may read it, in whatever folder; a folder that this call makes is private, too.
+
     Raises:
         OSError: The disk is full or not writable; `path` keeps its old content.
     """
+    if private and not path.parent.is_dir():
+        make_private_folder(path.parent)
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, private=private)
         try:
             write_all(descriptor, content)
             os.fsync(descriptor)
@@ -221,12 +230,13 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_to_write(path: Path, flags: int) -> int:
+def open_to_write(path: Path, flags: int, *, private: bool = False) -> int:
     """Open a regular file for writing, created with the mode that its folder calls for.
 
     Args:
         path: The file; the folder is there. A symbolic link is refused.
         flags: Of `os.open`; O_CREAT and O_TRUNC as needed.
+        private: Whether only its owner may read it, even if others may enter the folder.
 
     Returns:
         The descriptor.
@@ -234,7 +244,7 @@ def open_to_write(path: Path, flags: int) -> int:
     Raises:
         OSError: It cannot be opened, or is no regular file.
     """
-    private = is_private(path.parent)
+    private = private or is_private(path.parent)
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     try:

@@ -34,7 +34,7 @@ from opusim.accounting.mechanism import (
     counted,
     require_text,
 )
-from opusim.accounting.theorems import NOISY_SUM, SEED_IS_SECRET, Theorem, about_relation
+from opusim.accounting.theorems import NO_MIXING, NOISY_SUM, SEED_IS_SECRET, Theorem, about_relation
 
 _CHECKED = (
     "the noise of every step is fresh",
@@ -130,7 +130,7 @@ CLIPPED_RECORDS = Theorem(
     trusted=(
         "batches stay secret: realised sizes, frames, joules, step times and the sampler's state are not released",
         OWN_READING,
-        "a record's update does not depend on other records: no layer, hook or loss mixes the records of a batch",
+        f"a record's update does not depend on other records: {NO_MIXING}",
         SEED_IS_SECRET,
     ),
 )

@@ -154,7 +154,7 @@ def test_a_ledger_of_two_kinds_is_refused(account: Account, tmp_path: Path) -> N
         ledger.pay(0, STEP)
         ledger.pay(1, Unprotected(what="bp without protection"))
     assert empty[0] == 2
-    assert "nothing was paid for" in empty[2]
+    assert "no step was paid for yet; train first" in empty[2]
     told = account("run", str(tmp_path))[2]
     assert "record_central, unprotected: no accountant covers them together" in told
 

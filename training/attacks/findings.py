@@ -619,8 +619,8 @@ class Audit(Shown):
         return record_from_json(cls, content, SCHEMA_VERSION)
 
     def keep(self, folder: Path) -> None:
-        """Write the audit into a folder."""
-        write_record(folder / self.played.file, self, SCHEMA_VERSION)
+        """Write the audit into a folder; figures of private records are for its owner only (`write_file`)."""
+        write_record(folder / self.played.file, self, SCHEMA_VERSION, private=self.holds_private_records)
 
 
 def read_audit(path: Path) -> Audit:

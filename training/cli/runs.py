@@ -110,8 +110,10 @@ def report(
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from opusim.files import require_writable
+    from opusim.training.private_loop.folder import PrivacySettings
     from opusim.training.reports.audit_page import write_loop_report
-    from opusim.training.reports.run_report import run_name, write_comparison, write_report
+    from opusim.training.reports.run_report import run_name, shown_audits, write_comparison, write_report
+    from opusim.training.runs.checkpoints import require_checkpoints
     from opusim.training.runs.folder import read_run
     from opusim.training.runs.storage import kind_of
 
@@ -119,14 +121,26 @@ def report(
     if out is not None:
         require_writable(out, "--out", (".html",))
     if len(runs) == 1 and out is None and kind_of(runs[0]) == "private loop":
+        _say_left_out(shown_audits(runs[0], PrivacySettings.stored(runs[0]).mode)[1])
         typer.echo(write_loop_report(runs[0]))
         return
     loaded = [read_run(path) for path in runs]
+    for run in loaded:
+        require_checkpoints(run.folder)
+        _say_left_out(shown_audits(run.folder.path, run.config.mode)[1])
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
         return
     names = [f"{path.name}: {run_name(run)}" for path, run in zip(runs, loaded, strict=True)]
     typer.echo(write_comparison(loaded, out or Path("report.html"), title="Runs compared", names=names))
+
+
+def _say_left_out(texts: Sequence[str]) -> None:
+    """Say on the error stream which audits a report leaves out."""
+    from opusim.tables import wrapped
+
+    for text in texts:
+        typer.echo(wrapped(text), err=True)
 
 
 def _require_once(runs: Sequence[Path]) -> None:
@@ -148,7 +162,7 @@ def dossier(
         typer.Option(
             help="The HTML file, with PDF and JSON next to it; by default dossier.html in the run folder, for several "
             "runs in this one. With audits whose figures must not be published: private-dossier.html in the first "
-            "folder of --audits."
+            "folder of --audits that holds such, or in a new folder RUN-private."
         ),
     ] = None,
     audits: Annotated[
@@ -179,8 +193,8 @@ def dossier(
     notes = [lead for work in works for lead in work["leads"]]
     if out is None and page.name == "private-dossier.html":
         notes.append(
-            f"The dossier is in {page.parent}, the first folder of --audits: figures of audits must not be published, "
-            "so it is not in the run's folder."
+            f"The dossier is in {page.parent}, outside the run's folder: it shows figures of audits, which must not be "
+            "published."
         )
     older = [Path(work["folder"]) / "dossier.html" for work in works if len(works) == 1]
     notes += [
@@ -330,6 +344,12 @@ def account_run(
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
+    if statement.run is not None and statement.ledger.checked_against:
+        kept = (
+            "only what checkpoint and summary note of the ledger was compared, not the checkpoints' tensors"
+        )
+        text = f"Of the run folder {kept} and not config.json; `opusim dossier RUN` compares them all."
+        typer.echo(wrapped(text, indent="  "))
     with suppress(RunFolderError):  # a damaged configuration
         note = StoredRun(RunFolder(folder), 0).device_note if RunFolder(folder).started else None
         if note is not None:

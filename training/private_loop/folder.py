@@ -28,7 +28,7 @@ import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -285,6 +285,10 @@ class PrivacySettings:
             RunFolderError: The settings were changed, or the file holds something else.
         """
         remedy = "restore it from a copy, or start a new folder"
+        if folder.is_dir() and not (folder / SETTINGS_FILE).exists():
+            raise RunFolderError(
+                f"{folder / SETTINGS_FILE} is missing, the settings of the private loop in this folder; {remedy}"
+            )
         what = "the settings of a private loop"
         return read_record(folder / SETTINGS_FILE, cls, _VERSION, what=what, remedy=remedy)
 
@@ -298,7 +302,7 @@ class PrivacySettings:
         Raises:
             RunFolderError: The folder holds no settings, or others, or they were changed.
         """
-        if not (folder / SETTINGS_FILE).exists():
+        if not any((folder / name).exists() for name in (SETTINGS_FILE, CHECKPOINT_FILE)):
             raise RunFolderError(
                 f"folder {folder} holds no private loop to resume; leave resume out to start one"
             )
@@ -341,14 +345,19 @@ def _hypotheses(unit: Unit) -> tuple[str, ...]:
 
 
 def program_of(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *others: Any, fixed_batches: bool | None = None
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Any = None,
+    *others: Any,
+    fixed_batches: bool | None = None,
 ) -> Program:
     """Return the program that runs in this process.
 
     Args:
         module: The module.
         optimizer: The optimizer.
-        *others: Other objects whose code has a part in the training: criterion, data set, collate function.
+        criterion: The criterion, an object or a function.
+        *others: Other objects whose code has a part in the training: data set, collate function.
         fixed_batches: See `Program`.
     """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -364,11 +373,20 @@ def program_of(
             _path_text(
                 file.relative_to(script.parent) if script and file.is_relative_to(script.parent) else file
             ): _sha256(file)
-            for file in own_files((*module.modules(), *others))
+            for file in own_files((*module.modules(), criterion, *others))
             if file != script
         },
         fixed_batches=fixed_batches,
+        criterion=_criterion_text(criterion),
     )
+
+
+def _criterion_text(criterion: Any) -> str:
+    """Return a criterion's class, or the name of a function; empty for None."""
+    while isinstance(criterion, partial):
+        criterion = criterion.func
+    name = getattr(criterion, "__qualname__", type(criterion).__name__)
+    return "" if criterion is None else textwrap.shorten(name, _LONGEST)
 
 
 def _path_text(path: Path) -> str:
@@ -466,12 +484,14 @@ def stated_loop(folder: Path, *, delta: float | None = None) -> Statement:
 
     Raises:
         LedgerCorrupt: The ledger was changed, cut or reordered, is older than the save, or is missing.
+        NoGuarantee: No step was paid for yet.
         RunFolderError: Settings or save were changed, or are something else.
     """
     settings, witnesses = PrivacySettings.stored(folder), []
     if (folder / CHECKPOINT_FILE).exists():
         witnesses.append(Witness(name=CHECKPOINT_FILE, position=_read_outer(folder / CHECKPOINT_FILE)[1]))
     content = read_ledger(folder / LEDGER_FILE, witnesses=witnesses)
+    content.require_paid(f"folder {folder}")
     return loop_statement(content, settings, [each.name for each in witnesses], delta=delta)
 
 

@@ -39,7 +39,7 @@ from opusim.training.attacks.findings import (
     verdict,
 )
 from opusim.training.private_loop.folder import PrivacySettings, stated_loop
-from opusim.training.reports.run_report import NOT_FOR_RELEASE, kept_audits, run_name, shown_values
+from opusim.training.reports.run_report import NOT_FOR_RELEASE, run_name, shown_audits, shown_values
 from opusim.training.runs.drawing import new_figure, style
 from opusim.training.runs.folder import RunFolder, StoredRun
 
@@ -140,10 +140,10 @@ def write_audit_page(run: StoredRun | Audited, audit: Audit, folder: Path) -> tu
     figure, axes = new_figure(5.2, 4.0)
     draw_curves(axes, sheet)
     html = html_page("audit.html", title=sheet.title, sheet=sheet, curve=data_url(png_bytes(figure)))
-    write_file(page, html.encode())
+    write_file(page, html.encode(), private=audit.holds_private_records)
     buffer = io.BytesIO()
     draw_sheet(sheet).savefig(buffer, format="pdf", metadata={"Title": sheet.title, "CreationDate": None})
-    write_file(document, buffer.getvalue())
+    write_file(document, buffer.getvalue(), private=audit.holds_private_records)
     return page, document
 
 
@@ -393,7 +393,7 @@ def write_loop_report(path: Path) -> Path:
         OSError: The folder is not writable.
     """
     settings, statement, folder = PrivacySettings.stored(path), stated_loop(path), RunFolder(path)
-    name, audits = f"private loop {path.resolve().name}", kept_audits(folder, settings.mode)
+    name, (audits, left_out) = f"private loop {path.resolve().name}", shown_audits(path, settings.mode)
     stated = guarantee_rows(
         statement.guarantees, seed_stored=settings.mode == "experiment", count=statement.public_number
     )
@@ -415,12 +415,14 @@ def write_loop_report(path: Path) -> Path:
         guarantees=[{"run": name, **row} for row in stated],
         folders=[shlex.quote(str(path))],
         audits=[(f"{name}, {each.played}", audit_rows(each), paragraphs(each)) for each in audits.values()],
+        left_out=left_out,
         modes=[settings.mode],
         rebuilds=SEED_REBUILDS,
         dashes="A private loop keeps no accuracies or times: they depend on the private records.",
         configurations=[(name, shown_values(to_json(settings)))],
     )
-    write_file(folder.report_file, page.encode())
+    private = any(each.holds_private_records for each in audits.values())
+    write_file(folder.report_file, page.encode(), private=private)
     for each in audits.values():
         write_audit_page(Audited(name, path.resolve().name, settings.mode, {}), each, path)
     return folder.report_file

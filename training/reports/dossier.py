@@ -34,10 +34,10 @@ from opusim.accounting.explanation import (
 )
 from opusim.accounting.guarantee import Adjacency, Guarantee, LedgerCorrupt, Release, Unit, to_json
 from opusim.accounting.journal import Position, Witness
-from opusim.accounting.ledger import LEDGER_FILE, Program, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, Mode, Program, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import OWN_READING, ClippedRecords
-from opusim.accounting.theorems import Theorem, known_theorems
+from opusim.accounting.theorems import Theorem, known_theorems, printed
 from opusim.files import quoted, write_file
 from opusim.tables import html_page
 from opusim.training.attacks.findings import (
@@ -79,7 +79,7 @@ from opusim.training.reports.run_report import (
 )
 from opusim.training.runs.checkpoints import require_checkpoints
 from opusim.training.runs.drawing import main_figure
-from opusim.training.runs.folder import RunFolder, StoredRun, read_run, stated, versions
+from opusim.training.runs.folder import StoredRun, read_run, stated, versions
 from opusim.training.runs.storage import json_content, kind_of, list_checkpoints
 from opusim.training.sweeps.tuning import SearchState
 
@@ -299,8 +299,9 @@ def write_dossier(
         runs: Folders, or what `opusim.train`, `opusim.load_run` and `opusim.make_private` return. Of a folder the page
             says that checks are on its record; a private loop in the program that trains says that it checked.
         out: The HTML file; None takes `dossier.html` in the folder, for several runs in this one, and
-            `private-dossier.html` in the first folder of `audits` if figures of audits forbid that it is published.
-            PDF and JSON stand next to it.
+            `private-dossier.html`, outside every run's folder, if figures of a release's audits forbid that it is
+            published: in the first folder of `audits` that holds such figures, else in a new `NAME-private` next to the
+            run's folder. PDF and JSON stand next to it. With figures of private records their mode is 0600.
         audits: Folders of audits and of self-tests that are not in the run's own, or their JSON files, as those of a
             release run; for one run only.
 
@@ -309,7 +310,8 @@ def write_dossier(
 
     Raises:
         RunFolderError: A folder holds no such work, or was changed; an audit or a self-test is of another mechanism;
-            or the dossier there has more hypotheses of the same work that code checked.
+            the dossier there has more hypotheses of the same work that code checked; or `out` is in a run's folder, and
+            the dossier must not be published.
         LedgerCorrupt: A ledger was changed, cut or reordered.
         TypeError: `audits` holds something else than paths, such as what `opusim.audit_run` returns.
         ValueError: `audits` is given for several runs, or one of them holds no audit.
@@ -323,24 +325,53 @@ def write_dossier(
         raise ValueError(f"audits: {len(sources)} runs are given; give the audits of one run at a time")
     facts = [_facts(source, places) for source in sources]
     common = tomllib.loads(files("opusim").joinpath("templates/dossier.toml").read_text("utf-8"))
-    works = [_work(each, common) for each in facts]
+    works = _with_copies([_work(each, common) for each in facts])
     names = works[0].name if len(works) == 1 else f"{len(works)} runs"
     here = {name: version for name, version in versions().items() if name in ("python", "opusim")}
     found = Dossier(
         title=f"Privacy dossier: {names}", date=time.strftime("%Y-%m-%d"), written_by=here, works=works
     )
-    default = (
-        facts[0].private_page or facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
-    )
-    page = default if out is None else Path(out)
+    own = facts[0].path / "dossier.html" if len(facts) == 1 else Path("dossier.html")
+    secret = next((each.private_page for each in facts if each.private_page is not None), None)
+    page = (secret or own) if out is None else Path(out)
+    if secret is not None and (around := _work_around(page.parent)) is not None:
+        raise RunFolderError(
+            f"out = {page}: is in {around}, the folder of a run, and this dossier must not be published: it shows "
+            "figures of private records; name a file in a folder outside it"
+        )
+    private = any(one.holds_private_records for each in facts for one in each.audits.values())
     document, data = page.with_suffix(".pdf"), page.with_suffix(".json")
     _require_no_better(found, page, data)
     several = common["several"].format(count=len(works)) if len(works) > 1 else ""
     sections = list(_sections(found, several))
-    write_file(page, html_page("dossier.html", title=found.title, sections=sections).encode())
-    write_file(document, _pdf(found.title, sections))
-    write_file(data, json_content(to_json(found)))
+    html = html_page("dossier.html", title=found.title, sections=sections)
+    write_file(page, html.encode(), private=private)
+    write_file(document, _pdf(found.title, sections), private=private)
+    write_file(data, json_content(to_json(found)), private=private)
     return page, document, data
+
+
+def _with_copies(works: Sequence[Work]) -> list[Work]:
+    """Return the works, with a line on each whose ledger an earlier one has, unless their models differ.
+
+    Runs with equal settings have equal ledgers, so the ledger alone does not tell a copy from a second run.
+    """
+    found = list[Work]()
+    for work in works:
+        digest, lead = work.statement["ledger"]["digest"], list[str]()
+        for place, other in enumerate(found, 1):
+            models = [
+                {one.sha256 for one in each.files if one.name.endswith(_MODEL_FILES)}
+                for each in (work, other)
+            ]
+            if other.statement["ledger"]["digest"] == digest and (not all(models) or models[0] & models[1]):
+                lead = [
+                    f"{work.folder} has the same ledger as run {place}, {other.folder} (digest {digest[:16]}), and no "
+                    "model tells them apart: if one is a copy, they are one run, and its epsilon counts once."
+                ]
+                break
+        found.append(replace(work, leads=[*lead, *work.leads]))
+    return found
 
 
 def _audit_paths(audits: object) -> list[Path]:
@@ -404,7 +435,7 @@ class _Facts:
     settings: PrivacySettings | None
     programs: Sequence[Program]
     from_folder: bool
-    audit_folder: Path  # the first one that was given; without one, that of the run
+    places: Mapping[str, Path]  # of audits, by file, the folder
 
     @property
     def checks(self) -> Literal["program", "record"] | None:
@@ -420,12 +451,15 @@ class _Facts:
 
     @property
     def private_page(self) -> Path | None:
-        """Where a dossier stands that must not be published: next to the audits, not in the folder of the release."""
-        if self.statement.mode != "release" or not any(
-            one.holds_private_records for one in self.audits.values()
-        ):
+        """Where a dossier stands that must not be published: with such an audit, but outside every run's folder."""
+        private = [self.places[file] for file, one in self.audits.items() if one.holds_private_records]
+        if self.statement.mode != "release" or not private:
             return None
-        return self.audit_folder / "private-dossier.html"
+        outside = next((place for place in private if _work_around(place) is None), None)
+        if outside is None:
+            path, around = self.path.resolve(), _work_around(self.path) or self.path.resolve()
+            outside = around.parent / f"{'-'.join(path.relative_to(around.parent).parts)}-private"
+        return outside / "private-dossier.html"
 
     def attacked(self, file: str) -> str:
         """Return what an audit attacked."""
@@ -438,6 +472,17 @@ class _Facts:
         """Return k, or None if no users are protected."""
         found = [getattr(one, "records_per_user", None) for one in self.statement.mechanisms]
         return next((k for k in found if k is not None), None)
+
+
+def _work_around(folder: Path) -> Path | None:
+    """Return the outermost folder of a run, loop, search or sweep that holds a folder or is it, or None."""
+    place = folder.resolve()
+    works = (
+        each
+        for each in reversed((place, *place.parents))
+        if (each / LEDGER_FILE).exists() or kind_of(each) in ("search", "sweep")
+    )
+    return next(works, None)
 
 
 def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
@@ -468,11 +513,14 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
     if settings is not None:
         enforcements = read_ledger(path).enforcements
         programs = [each.program for each in enforcements if each is not None and each.program is not None]
-    audits: dict[str, Audit] = dict(kept_audits(RunFolder(path), statement.mode))
-    places, self_tests = dict.fromkeys(audits, path), dict[str, MechanismAudit]()
+    audits: dict[str, Audit] = dict(kept_audits(path))
+    places, own = dict.fromkeys(audits, path), {(path / name).resolve() for name in audits}
+    self_tests = {str(at): found for at, found in kept_self_tests(path).items()}
     for given in elsewhere:
         kept, tested = _kept_in(given)
         for at, audit in kept.items():
+            if at.resolve() in own:
+                continue
             # a bare name is that of a file in the run's folder
             label = str(at) if at.name != str(at) else f"./{at}"
             places[label], audits[label] = at.parent, audit
@@ -496,7 +544,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
         settings=settings,
         programs=programs,
         from_folder=not isinstance(source, PrivateTraining),
-        audit_folder=next((at if at.is_dir() else at.parent for at in elsewhere), path),
+        places=places,
     )
 
 
@@ -510,7 +558,7 @@ def _kept_in(given: Path) -> tuple[dict[Path, Audit], dict[Path, MechanismAudit]
     tested = kept_self_tests(given)
     if given.is_file():
         return {} if tested else {given: read_audit(given)}, tested
-    kept = {given / name: audit for name, audit in kept_audits(RunFolder(given), "experiment").items()}
+    kept = {given / name: audit for name, audit in kept_audits(given).items()}
     if not kept and not tested:
         raise ValueError(
             f"audits: {given} holds neither audit nor self-test; give a folder that `opusim audit --out` wrote, or a "
@@ -661,7 +709,7 @@ def _work(facts: _Facts, common: Mapping[str, Any]) -> Work:
             )
             for each in common["standards"]
         ],
-        versions=(_versions(facts) or [{}])[-1],
+        versions=(_versions(facts) or [{}])[0],
         files=list(_files(facts, common["files"])),
         command=_command(facts),
     )
@@ -989,6 +1037,7 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
         found["data set"] = str(data["name"])
         found["records"] = "their number is private" if hidden or not counts else counts
         kind = "public" if constants["public"] else "data-dependent"
+        found["digest of the records"] = _data_digest(data, facts.statement.mode)
         found["standardised with"] = f"{kind} constants ({constants['source']})"
         if constants["source"] in {one.standardisation.source for one in CATALOGUE.values()}:
             found["standardised with"] += (
@@ -999,6 +1048,7 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
             found["standardised with"] = "nothing: features are used as they are given"
     else:
         found["data set"] = "that of the program, which the folder does not name"
+        found["digest of the records"] = _data_digest({}, facts.statement.mode)
         count = facts.statement.public_number
         if facts.per_user is None:
             told = "their number is private" if hidden else "their number is not known here"
@@ -1017,6 +1067,16 @@ def _data(facts: _Facts, unit: str = "") -> dict[str, str]:
     if steps := facts.statement.ledger.steps_paid:
         found["steps paid for"] = f"{steps:,}"
     return found
+
+
+def _data_digest(data: Mapping[str, Any], mode: Mode) -> str:
+    """Say which digest of the records a folder keeps, or why it keeps none."""
+    if mode == "experiment":
+        return "in config.json, which stays private" if "fingerprint" in data else "none is kept"
+    why = "a digest of private values confirms a guess of them, and no guarantee covers it"
+    if features := data.get("features_fingerprint"):
+        return f"{features} (BLAKE2b of the features, which are public); none of the labels: {why}"
+    return f"a release keeps none: {why}"
 
 
 _MODEL_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pkl")
@@ -1084,8 +1144,11 @@ def _command(facts: _Facts) -> str:
             given["max_grad_norm"] = list(rule.layer_norms)
         own.append(f"clipping=opusim.training.{replace(rule, layer_norms=None)!r}")
     values = [f"{key}={value!r}" for key, value in given.items() if value is not None]
-    of = [f"{one.module}, {one.optimizer}" for one in facts.programs[-1:]]
-    comment = "; ".join(["Python", *of, "the program is not kept"])
+    of = dict.fromkeys(
+        ", ".join(filter(None, [one.module, one.optimizer, one.criterion])) for one in facts.programs
+    )
+    told = ["; then ".join(of)] if of else []
+    comment = "; ".join(["Python", *told, "the program is not kept"])
     return f"opusim.make_private({', '.join([*own, *values])})  # {comment}"
 
 
@@ -1146,7 +1209,7 @@ def _of_work(work: Work) -> Iterator[Section]:
     hypotheses = [
         {
             "state": states[each.holds] if each.checked is None else checks[each.checked],
-            "hypothesis": each.text,
+            "hypothesis": printed(each.text),
         }
         for each in sorted(work.hypotheses, key=lambda each: (False, None, True).index(each.holds))
     ]
@@ -1196,7 +1259,7 @@ def _of_work(work: Work) -> Iterator[Section]:
 
 def _without(lines: list[str], hypotheses: Sequence[Hypothesis]) -> list[str]:
     """Return a theorem's lines without the hypotheses that stand in a table, and without lists that are then empty."""
-    told = {f"- {one.text}" for one in hypotheses}
+    told = {f"- {printed(one.text)}" for one in hypotheses}
     kept = "\n".join(line for line in lines if line not in told)
     return re.sub(r"Hypotheses [^\n]*\n(?!- )", "", kept).splitlines()
 

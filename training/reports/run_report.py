@@ -64,9 +64,10 @@ def write_report(
         ("alignment", alignment, alignment_curves(run)),
         ("noise", noise, noise_curves(run)),
     ]
-    found = kept_audits(run.folder, run.config.mode) | ({} if audit is None else {audit.played.file: audit})
-    page = _page([(name, run)], name, _pictures(place.figures, drawn), [found])
-    write_file(place.report_file, page.encode())
+    found, left_out = shown_audits(run.folder.path, run.config.mode)
+    found |= {} if audit is None else {audit.played.file: audit}
+    page = _page([(name, run)], name, _pictures(place.figures, drawn), [found], left_out)
+    write_file(place.report_file, page.encode(), private=_private([found]))
     return place.report_file
 
 
@@ -111,8 +112,10 @@ def write_comparison(
     pictures += [
         {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
-    audits = [kept_audits(run.folder, run.config.mode) for run in runs]
-    write_file(path, _page(list(zip(labels, runs, strict=True)), title, pictures, audits).encode())
+    each = [shown_audits(run.folder.path, run.config.mode) for run in runs]
+    audits, left_out = [found for found, _ in each], [text for _, texts in each for text in texts]
+    page = _page(list(zip(labels, runs, strict=True)), title, pictures, audits, left_out)
+    write_file(path, page.encode(), private=_private(audits))
     return path
 
 
@@ -162,8 +165,9 @@ def _page(
     title: str,
     pictures: Sequence[Mapping[str, str]],
     audits: Sequence[Mapping[str, Audit]],
+    left_out: Sequence[str],
 ) -> str:
-    """Return the page of some runs by their names, with the audits of each by file."""
+    """Return the page of some runs by their names, with the audits of each by file, and why others are left out."""
     runs = [run for _, run in named]
     rows = [summary_row(run, name) for name, run in named]
     columns = dict.fromkeys(column for row in rows for column in row)
@@ -197,6 +201,7 @@ def _page(
             for (name, run), found in zip(named, audits, strict=True)
             for each in found.values()
         ],
+        left_out=left_out,
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, shown_values(run.facts["config"])) for name, run in named],
         commands=[command_of(run) for run in runs],
@@ -204,10 +209,29 @@ def _page(
     )
 
 
-def kept_audits(run: RunFolder, mode: str) -> dict[str, Audit]:
-    """Read the audits in a run folder, by file; an audit never writes into the folder of a release run."""
-    files = [run.path / name for name in dict.fromkeys(kind.file for kind in Played)]
-    return {file.name: read_audit(file) for file in files if mode == "experiment" and file.exists()}
+def kept_audits(folder: Path) -> dict[str, Audit]:
+    """Read the audits in a folder, by file."""
+    files = [folder / name for name in dict.fromkeys(kind.file for kind in Played)]
+    return {file.name: read_audit(file) for file in files if file.exists()}
+
+
+def shown_audits(folder: Path, mode: str) -> tuple[dict[str, Audit], list[str]]:
+    """Return the audits that a page in a run's folder shows, by file, and a sentence on each that it leaves out.
+
+    An audit never writes into the folder of a release run, and a page there shows no figures of private records.
+    """
+    kept = kept_audits(folder)
+    private = [name for name, each in kept.items() if mode == "release" and each.holds_private_records]
+    return {name: each for name, each in kept.items() if name not in private}, [
+        f"{folder / name} is not shown: it holds figures of private records, which a release run's folder must not "
+        "hold; move it into another folder. The dossier judges it: opusim dossier RUN --audits FOLDER."
+        for name in private
+    ]
+
+
+def _private(audits: Sequence[Mapping[str, Audit]]) -> bool:
+    """Whether a page with these audits shows figures of private records."""
+    return any(each.holds_private_records for found in audits for each in found.values())
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -675,6 +675,7 @@ def stated(path: Path, *, delta: float | None = None) -> Statement:
 
     Raises:
         LedgerCorrupt: The ledger was changed, cut or reordered, is older than its witnesses, or is missing.
+        NoGuarantee: No step was paid for yet.
         RunFolderError: A checkpoint or the summary is damaged.
     """
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
@@ -692,6 +693,7 @@ def stated(path: Path, *, delta: float | None = None) -> Statement:
         content = folder.read_ledger()
     else:
         content = read_ledger(path)
+    content.require_paid(f"folder {folder.path}")
     return Statement(
         mode=content.mode,
         guarantees=tuple(content.guarantees(delta=delta)),

@@ -50,7 +50,7 @@ _MARKS: dict[Kind, tuple[str, ...]] = {
     "run": ("config.json", "checkpoints", "metrics.jsonl"),
     "search": ("tuning.json",),
     "sweep": ("sweep.json", "rows"),
-    "private loop": ("private.json",),
+    "private loop": ("private.json", "private.pt"),
     "audit": ("audit.json", "one-run.json", "final-model.json", "final-model-scores.json"),
 }
 """Each kind of work leaves at least one of these in its folder; the first kind that matches is what a folder holds."""
@@ -147,9 +147,9 @@ def json_digest(content: Mapping[str, Any]) -> str:
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a file with a JSON document (UTF-8, indented, keys in the order given)."""
-    write_file(path, json_content(value))
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """Replace a file with a JSON document (UTF-8, indented, keys in the order given); see `write_file`."""
+    write_file(path, json_content(value), private=private)
 
 
 def json_content(value: Any) -> bytes:
@@ -215,9 +215,9 @@ def warn_unsealed(path: Path) -> None:
     )
 
 
-def write_record(path: Path, record: Any, version: int) -> None:
-    """Replace a file with a dataclass as a sealed JSON document, which `read_record` reads."""
-    write_json(path, sealed(record_json(record, version)))
+def write_record(path: Path, record: Any, version: int, *, private: bool = False) -> None:
+    """Replace a file with a dataclass as a sealed JSON document, which `read_record` reads; see `write_file`."""
+    write_json(path, sealed(record_json(record, version)), private=private)
 
 
 def record_json(record: Any, version: int) -> dict[str, Any]:

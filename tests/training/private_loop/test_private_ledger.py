@@ -139,6 +139,25 @@ def test_steps_of_a_release_are_paid_again(tmp_path: Path) -> None:
     assert (tmp_path.stat().st_mode & 0o777) == 0o700
 
 
+def test_every_command_names_missing_settings_and_a_loop_that_paid_nothing(tmp_path: Path) -> None:
+    with private_loop(tmp_path / "unpaid"):
+        pass
+    with private_loop(tmp_path / "cut") as private:
+        run_epoch(private, steps=1)
+        private.save()
+    (tmp_path / "cut" / "private.json").unlink()
+    for name, message in (
+        ("unpaid", "unpaid: no step was paid for yet; train first"),
+        ("cut", "private.json is missing, the settings of the private loop in this folder; restore it"),
+    ):
+        for command in (["account", "run"], ["dossier"], ["report"], ["audit"]):
+            found = CliRunner().invoke(app, [*command, str(tmp_path / name)])
+            assert found.exit_code
+            assert message in " ".join(f"{found.output} {found.exception}".split()), command
+    with pytest.raises(opusim.RunFolderError, match=r"private\.json is missing"):
+        private_loop(tmp_path / "cut", resume=True)
+
+
 def test_a_copied_release_folder_does_not_resume(tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "release", "seed": None}
     with private_loop(tmp_path / "first", **options) as private:
@@ -285,7 +304,8 @@ def test_a_folder_states_what_its_loop_states(tmp_path: Path) -> None:
             unsaved = private.statement()
             assert unsaved.ledger.checked_against == ("the program's own record",)
             assert "unwitnessed" not in unsaved.warnings  # the program holds the ledger
-            assert "whole and fits the program's own record" in " ".join(str(unsaved).split())
+            told = " ".join(str(unsaved).split())
+            assert "whole and fits the length and the digest in the program's own record" in told
             assert "unwitnessed" in stated_loop(tmp_path / name).warnings
             private.save()
             own = private.statement()

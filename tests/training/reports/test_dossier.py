@@ -100,6 +100,12 @@ def test_a_dossier_states_what_the_statement_states_and_names_what_nothing_cover
     statement = stated(run.folder.path)
     assert Statement.from_json(work["statement"]).to_json() == statement.to_json()
     (guarantee,) = statement.guarantees
+    followed = (
+        "no layer, hook or loss mixes the records of a batch (before it trains, opusim follows the operators"
+    )
+    assert followed in page
+    assert followed in " ".join(str(statement).split())
+    assert work["data"]["digest of the records"] == "in config.json, which stays private"
     assert {one["text"]: one["holds"] for one in work["hypotheses"]} == {
         one.text: one.holds for one in guarantee.assumptions
     }
@@ -254,9 +260,10 @@ def test_self_tests_stand_in_question_8_and_those_of_others_are_refused(run: Run
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_each_audit_file_is_judged_by_itself_and_the_first_folder_of_audits_has_a_private_page(
+def test_each_audit_file_is_judged_by_itself_and_the_first_folder_of_private_records_has_a_private_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tmp_path.chmod(0o755)  # else all below it is private
     with private_loop(tmp_path / "loop", mode="release", seed=None) as private:
         run_epoch(private, steps=2)
     audit_private_folder(tmp_path / "loop", out=tmp_path / "invented", canaries=20, seed=1)
@@ -274,13 +281,67 @@ def test_each_audit_file_is_judged_by_itself_and_the_first_folder_of_audits_has_
 
     never = "no: figures of private records"
     assert publish("invented", place="loop") == ["yes"]
-    assert publish("invented", "first", "second", place="invented") == ["yes", never, never]
+    assert publish("invented", "first", "second", place="first") == ["yes", never, never]
     assert publish("second", "first", "invented", place="second") == [never, never, "yes"]
     monkeypatch.chdir(tmp_path / "first")  # a bare name is not one of the run's folder
     page, content = written(tmp_path / "loop", audits=ONE_RUN_FILE)
+    for ending in ("json", "html", "pdf"):
+        assert files["first"].with_name(f"private-dossier.{ending}").stat().st_mode & 0o077 == 0
+    assert files["first"].stat().st_mode & 0o077 == files["first"].parent.stat().st_mode & 0o077 == 0
+    assert files["invented"].stat().st_mode & 0o077
     (row,) = [one for one in content["works"][0]["files"] if one["name"] == ONE_RUN_FILE]
     assert row["sha256"] == hashlib.sha256(files["first"].read_bytes()).hexdigest()
     assert "private loop loop" in page
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_audits_in_a_releases_folder_are_judged_and_no_private_page_lands_there(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    loop = tmp_path / "loop"
+    with private_loop(loop, mode="release", seed=None) as private:
+        run_epoch(private, steps=2)
+    audit_private_folder(loop, out=tmp_path / "audit", canaries=20, seed=1)
+    found = replace(read_audit(tmp_path / "audit" / ONE_RUN_FILE), stand_in=False)
+    assert found.origin is not None
+    replace(found, origin=replace(found.origin, folder="elsewhere", digest="0" * 64)).keep(loop)
+    self_test(kind="private-loop", mode="release", seed=None).keep(loop / "mechanism.json")
+    for audits in ([], [loop]):
+        page, _, data = write_dossier(loop, audits=audits)
+        assert page == tmp_path / "loop-private" / "private-dossier.html"
+        assert (page.parent.stat().st_mode | page.stat().st_mode | data.stat().st_mode) & 0o077 == 0
+        (work,) = json.loads(data.read_bytes())["works"]
+        assert [one["file"] for one in work["audits"]] == [ONE_RUN_FILE]
+        assert any("is of another run (release, folder elsewhere" in lead for lead in work["leads"])
+        assert any("Do not publish" in lead for lead in work["leads"])
+        assert [Path(one["file"]).name for one in work["self_tests"]] == ["mechanism.json"]
+    assert "AES-256 in counter mode under keys from os.urandom" in json.dumps(work["trust"])
+    assert work["data"]["digest of the records"].startswith(
+        "a release keeps none: a digest of private values"
+    )
+    for out in (loop / "dossier.html", loop / "below" / "dossier.html"):
+        with pytest.raises(
+            RunFolderError, match=r"is in .*loop, the folder of a run, and this dossier must not"
+        ):
+            write_dossier(loop, out=out)
+    assert not [path for path in loop.rglob("*") if "dossier" in path.name]
+    told = CliRunner().invoke(app, ["report", str(loop)], env={"COLUMNS": "80"})
+    assert "one-run.json is not shown: it holds figures of private" in " ".join(told.output.split())
+    assert "one-run.json is not shown" in (loop / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("without_pdf")
+def test_a_copy_of_a_run_is_told_from_a_second_run(tmp_path: Path) -> None:
+    for name, seed in (("loop", 3), ("second", 4)):
+        with private_loop(tmp_path / name, seed=seed) as private:
+            run_epoch(private, steps=1)
+            private.save()
+    shutil.copytree(tmp_path / "loop", tmp_path / "copy")
+    folders = [tmp_path / name for name in ("loop", "second", "copy")]
+    page, content = written(folders, out=tmp_path / "all.html")
+    assert len({work["statement"]["ledger"]["digest"] for work in content["works"]}) == 1
+    said = [any("its epsilon counts once" in lead for lead in work["leads"]) for work in content["works"]]
+    assert said == [False, False, True]
+    assert f"has the same ledger as run 1, {folders[0]}" in page
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -305,6 +366,10 @@ def test_a_model_that_the_run_did_not_save_is_refused(run: Run, tmp_path: Path) 
     save_file(tensors, file, metadata=header)
     with pytest.raises(RunFolderError, match="tensors do not match their digest"):
         write_dossier([folder], out=tmp_path / "dossier.html")
+    shown = CliRunner().invoke(app, ["report", str(folder)])
+    assert "tensors do not match their digest" in str(shown.exception)
+    told = " ".join(CliRunner().invoke(app, ["account", "run", str(folder)]).output.split())
+    assert "of the ledger was compared, not the checkpoints' tensors and not config.json" in told
 
 
 @pytest.mark.usefixtures("without_pdf")
@@ -511,6 +576,23 @@ def test_a_loop_names_its_program_and_no_records(tmp_path: Path, monkeypatch: py
     assert "not named in the folder" in work["answers"][13]["answer"]
 
 
+@pytest.mark.usefixtures("without_pdf")
+def test_the_command_names_each_program_of_a_loop_once(tmp_path: Path) -> None:
+    module, _, _, loader = parts()
+    for turn, criterion in enumerate(
+        (nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.CrossEntropyLoss())
+    ):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        with private_loop(
+            tmp_path / "loop", (module, optimizer, criterion, loader), resume=turn > 0
+        ) as private:
+            run_epoch(private, steps=1)
+            private.save()
+    (work,) = written(tmp_path / "loop")[1]["works"]
+    assert "SGD(lr=0.5), CrossEntropyLoss; then Sequential(" in work["command"]
+    assert work["command"].endswith("SGD(lr=0.5), cross_entropy; the program is not kept")
+
+
 def test_a_loop_names_the_settings_of_its_optimizer_that_are_not_defaults() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
 
@@ -625,7 +707,7 @@ def test_the_command_writes_runs_on_one_page_and_refuses_other_folders(run: Run,
         assert code == 0, text
         assert "private-dossier.html" in text
         told = " ".join(text.split())
-        assert "first, the first folder of --audits: figures" in told
+        assert "first, outside the run's folder: it shows figures" in told
         assert ("dossier.html is older and was not replaced" in told) is older
         assert call(other)[0] == 0
     for arguments, message in (

@@ -165,7 +165,7 @@ def test_a_budget_below_one_step_leaves_a_run_that_released_nothing(tmp_path: Pa
         training.train(config, data=data(), folder=tmp_path)
     run = training.load_run(tmp_path)
     assert run.step == paid_steps(tmp_path) == 0
-    with pytest.raises(NoGuarantee, match="nothing was paid for"):
+    with pytest.raises(NoGuarantee, match="no step was paid for yet; train first"):
         _ = run.guarantees
 
 

@@ -778,9 +778,9 @@ def audit_private_folder(
     checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
     folder, settings = Path(path), PrivacySettings.stored(Path(path))
     place = audit_place(RunFolder(folder), out, settings.mode)
-    steps = sum(payment.steps for payment in read_ledger(folder / LEDGER_FILE).payments)
-    if not steps:
-        raise NoGuarantee(f"folder {folder}: no step was paid for yet; train first")
+    content = read_ledger(folder / LEDGER_FILE)
+    content.require_paid(f"folder {folder}")
+    steps = sum(payment.steps for payment in content.payments)
     if settings.directions is not None:
         raise NoGuarantee(f"folder {folder}: {TAKES_NO_GRADIENTS}")
     seed, each = drawn_seed(seed), settings.records_per_user

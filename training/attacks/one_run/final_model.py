@@ -359,7 +359,7 @@ class _Scores:
     def write(self) -> None:
         """Replace the file of scores."""
         content = {"seed": self.seed, "asked": self._asked, "looks": self.looks, "scores": self.found}
-        write_json(self._file, sealed(content))
+        write_json(self._file, sealed(content), private=True)
 
 
 def play(

@@ -146,9 +146,8 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
             f"{path} has {found[3]} cells in line {found[2]} and {found[1]} in the lines before; give every row one "
             "cell for each name of the header"
         ) from error
-    if (
-        len(frame) and len(names) > 1 and frame.iloc[:, -1].isna().all()
-    ):  # pandas fills the cells that rows lack
+    # pandas fills the cells that rows lack
+    if len(frame) and len(names) > 1 and frame.iloc[:, -1].isna().all():
         raise DataError(
             f"{path} has {len(names)} names in its header and nothing in the last column, {names[-1]!r}; name each "
             "column once, or drop the empty one"

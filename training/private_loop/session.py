@@ -46,6 +46,7 @@ from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.data.users import Users
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
+from opusim.training.errors import RunFolderError
 from opusim.training.feedback.hooks import points_in
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
@@ -481,6 +482,7 @@ class PrivateTraining(Shown):
                 "factor": self._private.factor,
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "optimizer_class": type(self.optimizer).__qualname__,
                 "columns": [feedback.column_sum for feedback in points_in(self.module)],
                 "writer": dict(self._private.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
@@ -532,6 +534,7 @@ class PrivateTraining(Shown):
     def _restore(self) -> None:
         """Take module, optimizer and step from the last save, which the first process reads."""
         state, position = self._steps.on_first("opens the loop", lambda: read_save(self.folder))
+        self._require_same_parts(state)
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(points_in(self.module), state["columns"], strict=True):
@@ -542,3 +545,38 @@ class PrivateTraining(Shown):
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
         if state["generators"] is not None and self._steps.ranks.is_first:
             set_generator_states(state["generators"])
+
+    def _require_same_parts(self, state: Mapping[str, Any]) -> None:
+        """Refuse a module or an optimizer that the save is not of, before anything of it is loaded.
+
+        Raises:
+            RunFolderError: The optimizer's class or number of parameters, or a name or shape in the module, differs.
+        """
+
+        def told(
+            module: Mapping[str, Any], optimizer: Mapping[str, Any], kind: str, points: int
+        ) -> dict[str, Any]:
+            groups = [len(group["params"]) for group in optimizer["param_groups"]]
+            shapes = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, Tensor)}
+            shapes = {f"module, the shape of {name!r}": shape for name, shape in shapes.items()}
+            others = {"module, the number of its FeedbackAlignment": points}
+            return {"optimizer": kind, "optimizer, parameters by group": groups, **shapes, **others}
+
+        own = self.optimizer.state_dict()
+        ours = told(
+            self.module.state_dict(),
+            own,
+            kind := type(self.optimizer).__qualname__,
+            len(points_in(self.module)),
+        )
+        # earlier versions kept no class
+        theirs = told(
+            state["module"], state["optimizer"], state.get("optimizer_class", kind), len(state["columns"])
+        )
+        for name in (*ours, *theirs):
+            found, kept = (each.get(name, "missing") for each in (ours, theirs))
+            if found != kept:
+                raise RunFolderError(
+                    f"{name} = {found}: the save in {self.folder} has {kept}; resume it with the same module and "
+                    "optimizer, or start a new folder"
+                )

@@ -21,7 +21,7 @@ from opusim.training.private_loop.folder import (
     read_save,
     write_save,
 )
-from tests.support.private_loops import parts, private_loop, run_epoch
+from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 
 FLIPS = 120
 
@@ -167,3 +167,51 @@ def test_a_save_of_an_earlier_version_resumes_with_a_warning(tmp_path: Path) -> 
     write_save(tmp_path, state, ledger=position, bound=False)
     assert equal(read_save(tmp_path), (state, position))
     resumed.close()
+
+
+def with_optimizer(kind: type[torch.optim.Optimizer], *, width: int = 6) -> Parts:
+    module, _, criterion, loader = parts(
+        torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 3))
+    )
+    return module, kind(module.parameters(), lr=0.5), criterion, loader  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize(
+    ("kind", "width", "message"),
+    [
+        (
+            torch.optim.Adam,
+            6,
+            r"optimizer = Adam: the save in .* has SGD; resume it with the same module and",
+        ),
+        (
+            torch.optim.SGD,
+            7,
+            r"module, the shape of '0\.weight' = \(7, 8\): the save in .* has \(6, 8\); resume",
+        ),
+    ],
+)
+def test_other_parts_are_refused_before_anything_is_paid(
+    tmp_path: Path, mode: str, kind: type[torch.optim.Optimizer], width: int, message: str
+) -> None:
+    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
+    with private_loop(tmp_path, with_optimizer(torch.optim.SGD), **options) as private:
+        run_epoch(private)
+        private.save()
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    with pytest.raises(RunFolderError, match=message) as caught:
+        private_loop(tmp_path, with_optimizer(kind, width=width), resume=True, **options)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == ledger
+    private_loop(tmp_path, with_optimizer(torch.optim.SGD), resume=True, **options).close()
+
+
+def test_a_save_of_an_earlier_version_names_no_optimizer(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private:
+        run_epoch(private)
+        private.save()
+    state, position = read_save(tmp_path)
+    del state["optimizer_class"]
+    write_save(tmp_path, state, ledger=position, bound=False)
+    private_loop(tmp_path, resume=True).close()

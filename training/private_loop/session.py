@@ -257,7 +257,15 @@ class PrivateCriterion(nn.Module):
                 return losses
             except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
                 self._vmap = False
-        return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+        try:
+            return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise ValueError(
+                "criterion: uses a tensor that it kept from an earlier call, which may come from other records; "
+                "compute each loss from the criterion's arguments alone"
+            ) from error
 
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.

@@ -636,3 +636,19 @@ def test_a_mean_over_counted_tokens_belongs_to_single_records(tmp_path: Path, ma
     token_loss(model(x), y).backward()
     mixed = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert not torch.allclose(mixed, gradients[0], rtol=1e-2)  # what a mean over the batch would give
+
+
+def test_a_criterion_with_memory_is_refused_in_one_line(tmp_path: Path) -> None:
+    class Remembers(nn.Module):
+        mean: Any = 0.0
+
+        def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + outputs.mean(dim=0)
+            return cross_entropy(outputs - self.mean, y)
+
+    model, optimizer, _, loader = parts()
+    with (
+        private_loop(tmp_path, (model, optimizer, Remembers(), loader)) as private,
+        pytest.raises(ValueError, match="criterion: uses a tensor that it kept .* arguments alone$"),
+    ):
+        run_epoch(private)

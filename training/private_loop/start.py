@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from opusim import checks
-from opusim.accounting.explanation import large_delta
+from opusim.accounting.explanation import large_delta, large_epsilon
 from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
@@ -121,7 +121,7 @@ def make_private(
             this loop with `resume`; that of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
-            for no budget.
+            for no budget. Warns above 10.
         epochs: Planned epochs of round(1 / q) steps.
         mode: "experiment" stores a seed from which its noise can be rebuilt; "release" draws noise and batches from the
             operating system.
@@ -354,11 +354,11 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
     stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
     warning = large_delta(settings.target_delta, [settings.mechanism])
     if not resume:
-        thin = None
+        loose, thin = large_epsilon("target_epsilon", settings.target_epsilon), None
         if settings.relation is Adjacency.ZERO_OUT:
             names = {"rate": "sample_rate", "constant": "the loader's batch_size"}
             thin = never_filled(settings.sample_rate * records, settings.batch_size, **names)
-        for each in filter(None, (warning, thin)):
+        for each in filter(None, (warning, loose, thin)):
             warnings.warn(each, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]

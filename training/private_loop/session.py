@@ -60,7 +60,12 @@ from opusim.training.private_loop.folder import (
     set_generator_states,
     write_save,
 )
-from opusim.training.private_loop.inputs import NO_NUMBERS, is_number, require_own_parameters
+from opusim.training.private_loop.inputs import (
+    NO_NUMBERS,
+    is_number,
+    require_own_parameters,
+    require_own_rows,
+)
 from opusim.training.private_loop.loader import PrivateLoader
 from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
@@ -197,8 +202,9 @@ class PrivateCriterion(nn.Module):
             **kwargs: Its keyword arguments, likewise.
 
         Raises:
-            ValueError: Outputs were changed on the way, a tensor has no row per record, an argument is a number, or it
-                holds tensors that cannot be told apart by record.
+            ValueError: Outputs were changed on the way, a tensor has no row per record, an argument is a number or
+                holds tensors that cannot be told apart by record, or module and criterion were given rows in different
+                orders.
         """
         leaves, spec = tree_flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -297,6 +303,10 @@ class PrivateCriterion(nn.Module):
                     "criterion: takes the module's outputs exactly as they were returned; move what comes between, "
                     "such as a reshape, into the criterion, which is called on one record at a time"
                 )
+        if handed := self._private.handed:
+            given = [leaf for leaf in leaves if not any(leaf is output for output in outputs)]
+            given += [leaf for each in outputs for leaf in self._private.arguments.get(id(each), ())]
+            require_own_rows(given, handed)
 
 
 _OWN_RECORD = "the program's own record"

@@ -285,6 +285,15 @@ def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     again.close()
 
 
+def test_shuffled_rows_name_no_remedy_that_is_given_already(tmp_path: Path) -> None:
+    with of_users(tmp_path, fixed_batches=False) as private:
+        x, y = next(iter(private.data_loader))
+        with pytest.raises(
+            ValueError, match="which says whose they are; keep their order, or sort in the module$"
+        ):
+            private.criterion(private.module(x.flip(0)), y).backward()
+
+
 def test_a_release_draws_from_the_system_and_counts_its_sums(tmp_path: Path) -> None:
     with of_users(tmp_path, noise_multiplier=1.0, mode="release", seed=None) as private:
         run_epoch(private)

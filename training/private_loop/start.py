@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from opusim import checks
 from opusim.accounting.explanation import large_delta, large_epsilon
@@ -46,8 +48,10 @@ from opusim.training.runs.storage import only_writer
 from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.trainer import ScalarRelease
 
-_PROBES = 5
-"""Records by which the data sets of the processes are compared."""
+_PROBES = 16
+"""Records by which data sets are compared, at places that depend on their number only."""
+_WHOLE = 2**28
+"""Bytes up to which all tensors of a TensorDataset are compared."""
 
 
 def make_private(
@@ -221,6 +225,7 @@ def make_private(
             users = Users.of(user_ids, count=count, most=group, name="user_ids")
             count = len(users)
         given["users"] = users.digest if users is not None and mode == "experiment" else None
+        given["data"] = digest_of_data(data_loader) if mode == "experiment" else None
         given["device"] = _takes_device(module, optimizer, points)
         settings = ranks.on_first(
             lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
@@ -368,10 +373,7 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
 def _facts(
     module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """Return facts about the arguments that must be equal in all processes.
-
-    A data set that draws numbers is compared by the number of its records only.
-    """
+    """Return facts about the arguments that must be equal in all processes."""
     parameters = [
         (name, tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad)
         for name, p in module.named_parameters()
@@ -380,12 +382,8 @@ def _facts(
         (len(group["params"]), *((name, repr(value)) for name, value in group.items() if name != "params"))
         for group in optimizer.param_groups
     ]
-    dataset: Any = loader.dataset
-    count = len(dataset)
-    places = sorted({place * (count - 1) // (_PROBES - 1) for place in range(_PROBES)})
-    with preserved_generators(torch.device("cpu")):
-        first, again = (_digest([loader.collate_fn([dataset[n]]) for n in places]) for _ in range(2))
-    records = count, loader.num_workers, loader.prefetch_factor, first if first == again else ""
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    records = count, loader.num_workers, loader.prefetch_factor, digest_of_data(loader)
     return {
         "module": (type(module).__qualname__, *parameters, *(name for name, _ in module.named_buffers())),
         "optimizer": (type(optimizer).__qualname__, *groups),
@@ -393,11 +391,40 @@ def _facts(
     }
 
 
-def _digest(records: list[Any]) -> str:
+def digest_of_data(loader: DataLoader[Any]) -> str | None:
+    """Return a digest of a data set's records in their order, or None if it draws numbers of its own or cannot be read.
+
+    All of a TensorDataset counts up to `_WHOLE` bytes; else records at some places, as the collate function gives them
+    under one state of the global generators.
+    """
+    dataset: Any = loader.dataset
+    tensors = dataset.tensors if type(dataset) is TensorDataset else ()
+    dense = tensors and all(each.layout is torch.strided for each in tensors)
+    if dense and sum(each.nbytes for each in tensors) <= _WHOLE:
+        return _digest(tensors)
+    places = sorted({place * (len(dataset) - 1) // (_PROBES - 1) for place in range(_PROBES)})
+    found = []
+    for _ in range(2):
+        with (
+            preserved_generators(torch.device("cpu")),
+            suppress(Exception),
+        ):  # whatever a user's function raises
+            torch.manual_seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            random.seed(0)
+            found.append(_digest([loader.collate_fn([dataset[n]]) for n in places]))
+    return found[0] if len(found) == 2 and found[0] == found[1] else None
+
+
+def _digest(records: Sequence[Any]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for leaf in tree_leaves(records):
         if isinstance(leaf, Tensor):
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            found.update(repr((leaf.dtype.str, leaf.shape)).encode())
+            found.update(leaf.tobytes())
         elif isinstance(leaf, str | int | float):
             found.update(repr(leaf).encode())
     return found.hexdigest()

@@ -207,6 +207,49 @@ def test_other_parts_are_refused_before_anything_is_paid(
     private_loop(tmp_path, with_optimizer(torch.optim.SGD), resume=True, **options).close()
 
 
+class Jittered(torch.utils.data.Dataset[Any]):
+    """Records that are read anew, with numbers of the global generator, or of its own."""
+
+    def __init__(self, x: torch.Tensor, own: int | None) -> None:
+        self._x, self._own = x, None if own is None else torch.Generator().manual_seed(own)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._x[index] + torch.rand(8, generator=self._own), index % 3
+
+
+@pytest.mark.parametrize("kind", ["tensors", "read", "drawn"])
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_other_records_are_refused_or_on_trust(tmp_path: Path, kind: str, mode: str) -> None:
+    def given(x: torch.Tensor, own: int = 1) -> Parts:
+        module, optimizer, criterion, loader = parts()
+        data: Any = torch.utils.data.TensorDataset(x, loader.dataset.tensors[1])  # type: ignore[attr-defined]
+        if kind != "tensors":
+            data = Jittered(x, own if kind == "drawn" else None)
+        return module, optimizer, criterion, torch.utils.data.DataLoader(data, batch_size=12)
+
+    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
+    x = torch.randn(60, 8)
+    kept = mode == "experiment" and kind != "drawn"
+    with private_loop(tmp_path, given(x), **options) as private:
+        run_epoch(private, steps=2)
+        private.save()
+        trusted = [each.text for each in private.statement().guarantees[0].assumptions if each.holds is None]
+    assert any("the same records in the same order" in text for text in trusted) is not kept
+    torch.rand(9)  # other numbers are drawn than before
+    private_loop(tmp_path, given(x.clone()), resume=True, **options).close()
+    if kept:
+        with pytest.raises(
+            RunFolderError, match="^data_loader: its data set has other records, .* new folder$"
+        ):
+            private_loop(tmp_path, given(x.flip(0)), resume=True, **options)
+    else:
+        private_loop(tmp_path, given(x.flip(0)), resume=True, **options).close()
+    assert '"data": null' in (tmp_path / SETTINGS_FILE).read_text() or kept
+
+
 def test_a_save_of_an_earlier_version_names_no_optimizer(tmp_path: Path) -> None:
     with private_loop(tmp_path) as private:
         run_epoch(private)

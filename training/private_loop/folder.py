@@ -58,7 +58,7 @@ from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import own_files
 from opusim.training.protections.clipping import FLAT, Clipping
-from opusim.training.runs.folder import versions
+from opusim.training.runs.folder import SAME_RECORDS, versions
 from opusim.training.runs.storage import (
     digest_of,
     read_record,
@@ -94,9 +94,6 @@ _TRUSTED = (
 """Conditions that a user's loop may break and no code here can check."""
 _TRUSTED_IF_SHARED = (
     "every process reads the same data set, and all of them and their network may see the records"
-)
-_TRUSTED_IF_RESUMED = (
-    "a loop that is resumed has the same records in the same order, of which no digest is kept"
 )
 _TRUSTED_OF_USERS = (
     "the loop gives the rows of a batch to module and criterion in the loader's order, which says whose they are, and "
@@ -446,7 +443,7 @@ def loop_statement(
     trusted = [
         *_TRUSTED,
         *([_TRUSTED_IF_SHARED] if any(one and one.processes > 1 for one in content.enforcements) else []),
-        *([_TRUSTED_IF_RESUMED] if settings.data is None else []),
+        *([SAME_RECORDS] if settings.data is None else []),
         *([] if settings.records_per_user is None else [_TRUSTED_OF_USERS]),
     ]
     further = [Assumption(text=text, holds=True if text in checked else None) for text in _CHECKED]

@@ -203,8 +203,9 @@ def make_private(
         batch_size = batch_size_of(data_loader)
         require_own_parameters(optimizer, module)
         warn_of_parameters_left_out(optimizer, module)
+        data = digest_of_data(data_loader) if mode == "experiment" or ranks.world > 1 else None
         if ranks.world > 1:
-            call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
+            call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader, data)}
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
             call |= {"user_ids": None if user_ids is None else _digest([str(each) for each in user_ids])}
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
@@ -225,7 +226,7 @@ def make_private(
             users = Users.of(user_ids, count=count, most=group, name="user_ids")
             count = len(users)
         given["users"] = users.digest if users is not None and mode == "experiment" else None
-        given["data"] = digest_of_data(data_loader) if mode == "experiment" else None
+        given["data"] = data if mode == "experiment" else None
         given["device"] = _takes_device(module, optimizer, points)
         settings = ranks.on_first(
             lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
@@ -371,7 +372,7 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
 
 
 def _facts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+    module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], data: str | None
 ) -> dict[str, tuple[Any, ...]]:
     """Return facts about the arguments that must be equal in all processes."""
     parameters = [
@@ -383,7 +384,7 @@ def _facts(
         for group in optimizer.param_groups
     ]
     count = len(loader.dataset)  # type: ignore[arg-type]
-    records = count, loader.num_workers, loader.prefetch_factor, digest_of_data(loader)
+    records = count, loader.num_workers, loader.prefetch_factor, data
     return {
         "module": (type(module).__qualname__, *parameters, *(name for name, _ in module.named_buffers())),
         "optimizer": (type(optimizer).__qualname__, *groups),

@@ -275,6 +275,20 @@ WARNINGS: dict[WarningCode, str] = {
     ),
 }
 """Limits of every guarantee of a document."""
+
+
+def large_epsilon(name: str, epsilon: float | None) -> str | None:
+    """Return one line that warns of a budget above epsilon 10, or None.
+
+    Args:
+        name: The argument or key that gives it.
+        epsilon: The budget, or None without one.
+    """
+    if epsilon is None or not _LARGE_EPSILON < epsilon < math.inf:
+        return None
+    return f"{name} = {epsilon:g}: {WARNINGS['large-epsilon']}"
+
+
 _MODES: dict[Mode, str] = {
     "experiment": (
         "not for release: the seed is stored, and the numbers hold for the same run in release mode"

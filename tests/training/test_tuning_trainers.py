@@ -155,7 +155,7 @@ def test_planted_fault_less_noise_in_a_trial_is_refused(
 ) -> None:
     def careless(config: RunConfig, **options: Any) -> Any:
         less = 0.9 * (config.protection.noise_multiplier or math.nan)
-        return train(config.replaced(protection={"noise_multiplier": less, "epsilon": 50.0}), **options)
+        return train(config.replaced(protection={"noise_multiplier": less, "epsilon": 9.0}), **options)
 
     monkeypatch.setattr(searching, "train", careless)
     with pytest.raises(LedgerCorrupt, match="is more than the search paid for"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,6 +22,8 @@ from opusim.randomness.streams import SystemUniforms, derive_seed
 
 OwnIds = Sequence[Any] | np.ndarray | torch.Tensor
 """The ID of each record's user: a whole number or a text, or None or a blank text for none."""
+_MISSING = frozenset({"nan", "none", "nat", "<na>", "null"})
+"""Texts that other programs write for a missing value, in lower case."""
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 """A text that writes a number."""
 
@@ -43,6 +46,8 @@ class Users:
     def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
         """Number the users; a record without an ID (None, a blank text) is a user of its own.
 
+        Warns if a text such as "nan" is the ID of several records, and if no user has two records.
+
         Numbers of equal value are one ID, and so is a text that writes the number; blanks around a text do not count.
 
         Args:
@@ -59,6 +64,19 @@ class Users:
         numbers: dict[object, list[int]] = {}
         for record, key in enumerate(keys):
             numbers.setdefault(key or record, []).append(record)
+        for found, own in numbers.items():
+            if len(own) > 1 and str(found).lower() in _MISSING:
+                warnings.warn(
+                    f"{name}: several records have the text {found!r} as ID and count as one user; give None for "
+                    "records without a user",
+                    stacklevel=3,
+                )
+        if len(numbers) == count:
+            warnings.warn(
+                f"{name}: no user has two records, so that only single records are protected; give each record the "
+                "ID of its user, or leave the IDs out",
+                stacklevel=3,
+            )
         return cls(tuple(np.array(own) for own in numbers.values()), most)
 
     def __len__(self) -> int:

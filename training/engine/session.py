@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from opusim.accounting.explanation import large_delta
+from opusim.accounting.explanation import large_delta, large_epsilon
 from opusim.accounting.guarantee import Adjacency, BudgetExceeded
 from opusim.accounting.ledger import Ledger
 from opusim.description.section import flat
@@ -303,7 +303,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
 
 
 def _hints(plan: RunPlan) -> Iterator[str]:
-    """Yield warnings before a new run: of features that vary widely, a delta above 0.1 / records, and empty batches."""
+    """Yield warnings before a new run: of features that vary widely, a large delta or epsilon, and empty batches."""
     config, data = plan.config, plan.config.data
     public = config.protection.protects != "records"
     if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
@@ -312,6 +312,8 @@ def _hints(plan: RunPlan) -> Iterator[str]:
         records = len(plan.dataset.train) if config.counts_are_public else None
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
         if warning is not None:
+            yield warning
+        if (warning := large_epsilon("protection.epsilon", config.protection.epsilon)) is not None:
             yield warning
     if config.sampler.sampling_probability is not None and config.relation is Adjacency.ZERO_OUT:
         names = {

@@ -58,7 +58,7 @@ from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.user_code import own_files
 from opusim.training.protections.clipping import FLAT, Clipping
-from opusim.training.runs.folder import versions
+from opusim.training.runs.folder import SAME_RECORDS, versions
 from opusim.training.runs.storage import (
     digest_of,
     read_record,
@@ -95,7 +95,6 @@ _TRUSTED = (
 _TRUSTED_IF_SHARED = (
     "every process reads the same data set, and all of them and their network may see the records"
 )
-
 _TRUSTED_OF_USERS = (
     "the loop gives the rows of a batch to module and criterion in the loader's order, which says whose they are, and "
     "a loop that is resumed in release mode has the same `user_ids`, of which a release keeps no digest"
@@ -121,6 +120,8 @@ class PrivacySettings:
         records_per_user: k, the records of a user that a step uses at most, if users are drawn in the place of records;
             else None.
         users: Digest of the users' records; None in release mode, which keeps nothing of the records.
+        data: Digest of the data set's records (`start.digest_of_data`); None in release mode, which keeps nothing of
+            them, and if the data set draws numbers of its own.
         clipping: How a gradient is brought within C.
         directions: K of a loop with `ZerothOrder`, which releases sums of loss differences; None for gradients.
         device: Whether a device computes feedback in the module; None if that is not known.
@@ -138,6 +139,7 @@ class PrivacySettings:
     epochs: int | None
     records_per_user: int | None = None
     users: str | None = None
+    data: str | None = None
     clipping: Clipping = FLAT
     directions: int | None = None
     device: bool | None = None
@@ -308,13 +310,18 @@ class PrivacySettings:
             )
         stored = type(self).stored(folder)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
-        # a version before 0.3 kept no digest of users, and said nothing of a device
-        known = {*found, *(name for name in ("users", "device") if getattr(stored, name) is None)}
+        # earlier versions kept no digest of users or records, and said nothing of a device
+        known = {*found, *(name for name in ("users", "data", "device") if getattr(stored, name) is None)}
         changed = [name for name in ours if ours[name] != theirs[name] and name not in known]
         if changed == ["users"]:
             raise RunFolderError(
                 f"user_ids: give other records to a user than the private loop in {folder} was started with; resume "
                 "it with the same IDs, or start a new folder"
+            )
+        if changed == ["data"]:
+            raise RunFolderError(
+                f"data_loader: its data set has other records, or another order of them, than the private loop in "
+                f"{folder} was started with; resume it with the same data set, or start a new folder"
             )
         if changed:
             name = changed[0]
@@ -454,6 +461,7 @@ def loop_statement(
     trusted = [
         *_TRUSTED,
         *([_TRUSTED_IF_SHARED] if any(one and one.processes > 1 for one in content.enforcements) else []),
+        *([SAME_RECORDS] if settings.data is None else []),
         *([] if settings.records_per_user is None else [_TRUSTED_OF_USERS]),
     ]
     further = [Assumption(text=text, holds=True if text in checked else None) for text in _CHECKED]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -39,6 +41,8 @@ _EXAMPLES = 7
 """Records that are read once to probe the module and the loader."""
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
+_DISTINCT = 8
+"""Least number of distinct rows that tell an order; fewer, such as a few classes, may have it by chance."""
 _REFUSALS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
 """Errors that a module may raise for records that it does not take."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
@@ -352,14 +356,21 @@ def require_rows(leaves: Sequence[Any], records: int) -> None:
             raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
 
 
-def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
-    """Refuse arguments that are tensors of the batch with their rows in another order, such as sorted by length.
+FILLED = (
+    "which says which of them only fill it, with weight zero; keep their order, sort in the module or in the collate "
+    "function, or give fixed_batches=False"
+)
+OF_USERS = "which says whose they are; keep their order, or sort in the module"
+"""Why the rows of a batch must keep their order, and what to do."""
 
-    Which rows only fill the batch is known by their places.
+
+def require_order(leaves: Sequence[Any], handed: Sequence[Any], why: str) -> None:
+    """Refuse arguments that are tensors of the batch with their rows in another order, such as sorted by length.
 
     Args:
         leaves: Arguments of the module.
         handed: Leaves of the batch, as the loop received it.
+        why: `FILLED`, or `OF_USERS`.
 
     Raises:
         ValueError: There is such an argument.
@@ -378,10 +389,62 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
         first, *others = (flat[flat.double().sum(dim=1).argsort(stable=True)] for flat in rows)
         if any(same(first, other) for other in others):
             raise ValueError(
-                "module: an argument has the rows of the loader's batch in another order, which says which of them "
-                "only fill it, with weight zero; keep their order, sort in the module or in the collate function, or "
-                "give fixed_batches=False"
+                f"module: an argument has the rows of the loader's batch in another order, {why}"
             )
+
+
+def require_own_rows(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
+    """Refuse arguments of module and criterion whose rows stand in different orders: a loss would join two records.
+
+    An order is read off a tensor that has the rows of one of the batch, if these differ enough that no function of
+    single records would give them by chance. All of them may have one other order.
+
+    Args:
+        leaves: Arguments of the module, and those of the criterion but the module's outputs.
+        handed: Leaves of the batch, as the loop received it.
+
+    Raises:
+        ValueError: There are such arguments.
+    """
+    known = [leaf for leaf in handed if isinstance(leaf, Tensor) and leaf.ndim]
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if all(any(leaf is one for one in known) for leaf in found):
+        return
+    # 1. Find the tensors of the batch that have the same rows, by the hashes of these.
+    columns: list[tuple[list[int], list[list[int]]]] = []
+    for leaf in found:
+        like = [
+            one
+            for one in known
+            if (len(one), one.numel(), one.dtype) == (len(leaf), leaf.numel(), leaf.dtype)
+        ]
+        rows, others = _hashes(leaf), [_hashes(one) for one in like]
+        if rows in others:
+            columns.append((rows, [rows]))
+            continue
+        is_real = leaf.is_floating_point() and leaf.numel() >= 4 * len(leaf)
+        if is_real:
+            is_real = bool((leaf.detach() != leaf.detach().round()).any())
+        enough = len(set(rows)) >= (2 if is_real else _DISTINCT)
+        if enough and (moved := [other for other in others if sorted(other) == sorted(rows)]):
+            columns.append((rows, moved))
+    # 2. Compare what stands in one row of all of them.
+    ours = Counter(zip(*(rows for rows, _ in columns), strict=True))
+    choices = itertools.product(*(others for _, others in columns))
+    if not any(Counter(zip(*choice, strict=True)) == ours for choice in choices):
+        raise ValueError(
+            "criterion: the module's arguments and the targets have the rows of the loader's batch in different "
+            "orders, so that the loss of one record joins two and no clip bounds what a record adds; give both in the "
+            "loader's order"
+        )
+
+
+def _hashes(leaf: Tensor) -> list[int]:
+    """Return a hash of each row of a tensor; none of one without numbers, or that is sparse."""
+    if not leaf.numel() or leaf.layout is not torch.strided:
+        return []
+    flat = leaf.detach().cpu().resolve_conj().reshape(len(leaf), -1).contiguous()
+    return [hash(row.tobytes()) for row in flat.view(torch.uint8).numpy()]
 
 
 NO_NUMBERS = (

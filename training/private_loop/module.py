@@ -23,6 +23,7 @@ refused:
 | numbers, or tensors without a row for each record, as arguments in training | refused |
 | rows of a filled batch in another order | refused if nothing else was changed; the order says which rows only fill |
 | rows of a batch of users in another order | refused likewise; the order says whose they are |
+| the module's arguments and the targets in different orders | refused likewise; a loss would join two records |
 | buffers and Python attributes that a pass changes | as before after each pass |
 """
 
@@ -56,9 +57,12 @@ from opusim.training.networks.record_independence import (
 )
 from opusim.training.private_loop.folder import generator_states, set_generator_states
 from opusim.training.private_loop.inputs import (
+    FILLED,
+    OF_USERS,
     ProbedParts,
     cut_rows,
     require_order,
+    require_own_rows,
     require_rows,
     require_steady,
     rows_of,
@@ -126,7 +130,7 @@ _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a
 _LEAST_SCALE = 2.0**8
 """Powers of two from here on count as the factor of a GradScaler, which starts at 2^16."""
 _ORDER_CHECKS = 4
-"""Number of filled batches whose order of rows is checked; a loop that changes it does so in every batch."""
+"""Number of batches whose order of rows is checked; a loop that changes it does so in every batch."""
 _PASSES_A_STEP = 2**20
 """Step numbers of the device for each step's backward passes, so that parts of a batch do not share its noise."""
 
@@ -182,7 +186,11 @@ class ModuleInLoop(ABC):
         self.padding: Tensor | None = None
         """Marks the rows of the batch at hand that only fill it, bool, shape (records,); None if rows never do."""
         self._weights: Tensor | None = None
-        self._handed_out: list[Any] = []
+        self.handed: list[Any] = []
+        """Leaves of the batch at hand as the loop received it, if the order of its rows is checked."""
+        self.arguments: dict[int, list[Any]] = {}
+        """Leaves that the module was given on that batch, by the `id` of each output."""
+        self._order: str | None = None
         self._order_checks = _ORDER_CHECKS
         self._plain = _UNSEEN
         self._handles = [
@@ -197,7 +205,7 @@ class ModuleInLoop(ABC):
         self._handles = []
         self.module._compiled_call_impl = None
         self.drop()
-        self._handed_out = []
+        self.handed, self.arguments = [], {}
 
     # The batch at hand
 
@@ -215,11 +223,14 @@ class ModuleInLoop(ABC):
         """
         self.probed.require_same()
         self.padding = self._weights = None
-        self._handed_out = []
+        self.handed, self.arguments, self._order = [], {}, None
         place = self.trained_parameters[0].device
-        is_told = rows > self._group if isinstance(drawn, Sequence) else 0 < (drawn or 0) < rows
-        if is_told and self._order_checks:
-            self._handed_out, self._order_checks = tree_leaves(handed), self._order_checks - 1
+        if isinstance(drawn, Sequence):
+            self._order = OF_USERS if rows > self._group else None
+        elif 0 < (drawn or 0) < rows:
+            self._order = FILLED
+        if rows > self._group and self._order_checks:
+            self.handed, self._order_checks = tree_leaves(handed), self._order_checks - 1
         if isinstance(drawn, Sequence):
             used = torch.tensor([*drawn, *[0] * (rows // self._group - len(drawn))]).view(-1, 1)
             padding = torch.arange(self._group) >= used
@@ -349,8 +360,8 @@ class PrivateModule(ModuleInLoop):
         self.probed.require_same()
         self.probed.require_same_modes()
         require_rows(leaves, batch.records)
-        if self._handed_out:
-            require_order(leaves, self._handed_out)
+        if self.handed and self._order is not None:
+            require_order(leaves, self.handed, self._order)
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
@@ -404,6 +415,8 @@ class PrivateModule(ModuleInLoop):
             if learns:
                 leaves[n].requires_grad_().register_post_accumulate_grad_hook(_refuse_output)
                 one.handed[n], one.versions[n] = leaves[n], leaves[n]._version
+                if self.handed:
+                    self.arguments[id(leaves[n])] = tree_leaves((one.args, one.kwargs))
                 if attach:
                     one.attached[n] = leaf
         return tree_unflatten(leaves, spec)
@@ -556,7 +569,7 @@ class MeasuredModule(ModuleInLoop):
     | --- | --- |
     | `measure` on other rows than the loader's batch, or twice on a batch | refused |
     | losses that are not what the private criterion returned | refused |
-    | a part of the module in training mode; rows of a filled batch in another order | refused |
+    | a part of the module in training mode; rows of a filled batch in another order, or orders that differ | refused |
     | a backward pass that reaches a trained parameter | refused |
     | several batches before a step | allowed: the mean of their noised sums |
     | a step without a measured batch | refused |
@@ -582,7 +595,6 @@ class MeasuredModule(ModuleInLoop):
         self._running = False
         self._outputs: list[tuple[Tensor, int]] = []
         self._losses: list[Tensor] = []
-        self._given: list[Any] = []
         with optimizer.evaluation_mode():
             super().__init__(module, given, steps=steps, points=points, most_rows=most_rows)
 
@@ -619,13 +631,14 @@ class MeasuredModule(ModuleInLoop):
         given = tree_leaves((args, kwargs))
         self.probed.require_same_modes()
         require_rows(given, self.records)
-        if self._given:
-            require_order(given, self._given)
+        if self.handed and self._order is not None:
+            require_order(given, self.handed, self._order)
         if not self.tape.has_followed(args, kwargs):
             raise _NewShapes(args, kwargs)
         output = self.module._call_impl(*args, **kwargs)
-        leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._outputs += [(leaf, leaf._version) for leaf in leaves]
+        self.arguments |= {id(leaf): given for leaf in leaves}
         return output
 
     def losses(self, found: Tensor) -> Tensor:
@@ -657,8 +670,10 @@ class MeasuredModule(ModuleInLoop):
                 "give losses and the batch as the loader returned it"
             )
         require_rows([leaf for leaf in leaves if isinstance(leaf, Tensor)], at_hand.records)
-        if self._handed_out:
-            require_order(leaves, self._handed_out)
+        if self.handed:
+            if self._order is not None:
+                require_order(leaves, self.handed, self._order)
+            require_own_rows(leaves, self.handed)
         self.probed.require_same()
         # 2. Its clipped sums; arguments of new shapes are followed with invented records first.
         try:
@@ -697,7 +712,7 @@ class MeasuredModule(ModuleInLoop):
         def own(*rows: Any) -> Tensor:
             leaves = tree_leaves(rows)
             self._running, self.records, self._outputs, self._losses = True, rows_of(leaves) or 0, [], []
-            self._given = leaves if self._handed_out else []
+            whole, self.handed, self.arguments = self.handed, leaves if self.handed else [], {}
             try:
                 if not self.records:  # no pass for a batch without records
                     return torch.zeros(0, device=place)
@@ -710,7 +725,7 @@ class MeasuredModule(ModuleInLoop):
                 return found
             finally:
                 self._running, self.records, self._outputs, self._losses = False, records, [], []
-                self._given = []
+                self.handed, self.arguments = whole, {}
 
         if not at_once:
             keep = None if self.padding is None else ~self.padding

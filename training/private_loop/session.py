@@ -46,6 +46,7 @@ from opusim.tables import Shown
 from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.data.users import Users
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, STEPS_TO_MOVE, Movement, PaidSteps, share_state
+from opusim.training.errors import RunFolderError
 from opusim.training.feedback.hooks import points_in
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
@@ -59,7 +60,12 @@ from opusim.training.private_loop.folder import (
     set_generator_states,
     write_save,
 )
-from opusim.training.private_loop.inputs import NO_NUMBERS, is_number, require_own_parameters
+from opusim.training.private_loop.inputs import (
+    NO_NUMBERS,
+    is_number,
+    require_own_parameters,
+    require_own_rows,
+)
 from opusim.training.private_loop.loader import PrivateLoader
 from opusim.training.private_loop.module import USES_PARAMETERS, MeasuredModule, PrivateModule
 from opusim.training.protections.base import PrivateGradients
@@ -196,8 +202,9 @@ class PrivateCriterion(nn.Module):
             **kwargs: Its keyword arguments, likewise.
 
         Raises:
-            ValueError: Outputs were changed on the way, a tensor has no row per record, an argument is a number, or it
-                holds tensors that cannot be told apart by record.
+            ValueError: Outputs were changed on the way, a tensor has no row per record, an argument is a number or
+                holds tensors that cannot be told apart by record, or module and criterion were given rows in different
+                orders.
         """
         leaves, spec = tree_flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -256,7 +263,15 @@ class PrivateCriterion(nn.Module):
                 return losses
             except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
                 self._vmap = False
-        return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+        try:
+            return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise ValueError(
+                "criterion: uses a tensor that it kept from an earlier call, which may come from other records; "
+                "compute each loss from the criterion's arguments alone"
+            ) from error
 
     def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
         """Refuse arguments that may come from all records, and outputs that were changed on the way.
@@ -288,6 +303,10 @@ class PrivateCriterion(nn.Module):
                     "criterion: takes the module's outputs exactly as they were returned; move what comes between, "
                     "such as a reshape, into the criterion, which is called on one record at a time"
                 )
+        if handed := self._private.handed:
+            given = [leaf for leaf in leaves if not any(leaf is output for output in outputs)]
+            given += [leaf for each in outputs for leaf in self._private.arguments.get(id(each), ())]
+            require_own_rows(given, handed)
 
 
 _OWN_RECORD = "the program's own record"
@@ -481,6 +500,7 @@ class PrivateTraining(Shown):
                 "factor": self._private.factor,
                 "module": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "optimizer_class": type(self.optimizer).__qualname__,
                 "columns": [feedback.column_sum for feedback in points_in(self.module)],
                 "writer": dict(self._private.state),
                 "generators": generator_states() if self.settings.mode == "experiment" else None,
@@ -532,6 +552,7 @@ class PrivateTraining(Shown):
     def _restore(self) -> None:
         """Take module, optimizer and step from the last save, which the first process reads."""
         state, position = self._steps.on_first("opens the loop", lambda: read_save(self.folder))
+        self._require_same_parts(state)
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(points_in(self.module), state["columns"], strict=True):
@@ -542,3 +563,38 @@ class PrivateTraining(Shown):
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
         if state["generators"] is not None and self._steps.ranks.is_first:
             set_generator_states(state["generators"])
+
+    def _require_same_parts(self, state: Mapping[str, Any]) -> None:
+        """Refuse a module or an optimizer that the save is not of, before anything of it is loaded.
+
+        Raises:
+            RunFolderError: The optimizer's class or number of parameters, or a name or shape in the module, differs.
+        """
+
+        def told(
+            module: Mapping[str, Any], optimizer: Mapping[str, Any], kind: str, points: int
+        ) -> dict[str, Any]:
+            groups = [len(group["params"]) for group in optimizer["param_groups"]]
+            shapes = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, Tensor)}
+            shapes = {f"module, the shape of {name!r}": shape for name, shape in shapes.items()}
+            others = {"module, the number of its FeedbackAlignment": points}
+            return {"optimizer": kind, "optimizer, parameters by group": groups, **shapes, **others}
+
+        own = self.optimizer.state_dict()
+        ours = told(
+            self.module.state_dict(),
+            own,
+            kind := type(self.optimizer).__qualname__,
+            len(points_in(self.module)),
+        )
+        # earlier versions kept no class
+        theirs = told(
+            state["module"], state["optimizer"], state.get("optimizer_class", kind), len(state["columns"])
+        )
+        for name in (*ours, *theirs):
+            found, kept = (each.get(name, "missing") for each in (ours, theirs))
+            if found != kept:
+                raise RunFolderError(
+                    f"{name} = {found}: the save in {self.folder} has {kept}; resume it with the same module and "
+                    "optimizer, or start a new folder"
+                )

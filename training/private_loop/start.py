@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from opusim import checks
-from opusim.accounting.explanation import large_delta
+from opusim.accounting.explanation import large_delta, large_epsilon
 from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
@@ -46,8 +48,10 @@ from opusim.training.runs.storage import only_writer
 from opusim.training.zeroth_order.optimizer import ZerothOrder
 from opusim.training.zeroth_order.trainer import ScalarRelease
 
-_PROBES = 5
-"""Records by which the data sets of the processes are compared."""
+_PROBES = 16
+"""Records by which data sets are compared, at places that depend on their number only."""
+_WHOLE = 2**28
+"""Bytes up to which all tensors of a TensorDataset are compared."""
 
 
 def make_private(
@@ -121,7 +125,7 @@ def make_private(
             this loop with `resume`; that of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
-            for no budget.
+            for no budget. Warns above 10.
         epochs: Planned epochs of round(1 / q) steps.
         mode: "experiment" stores a seed from which its noise can be rebuilt; "release" draws noise and batches from the
             operating system.
@@ -199,8 +203,9 @@ def make_private(
         batch_size = batch_size_of(data_loader)
         require_own_parameters(optimizer, module)
         warn_of_parameters_left_out(optimizer, module)
+        data = digest_of_data(data_loader) if mode == "experiment" or ranks.world > 1 else None
         if ranks.world > 1:
-            call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
+            call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader, data)}
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
             call |= {"user_ids": None if user_ids is None else _digest([str(each) for each in user_ids])}
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
@@ -221,6 +226,7 @@ def make_private(
             users = Users.of(user_ids, count=count, most=group, name="user_ids")
             count = len(users)
         given["users"] = users.digest if users is not None and mode == "experiment" else None
+        given["data"] = data if mode == "experiment" else None
         given["device"] = _takes_device(module, optimizer, points)
         settings = ranks.on_first(
             lambda: _settings(count, place, stack, resume=resume, batch_size=batch_size, **given)
@@ -354,11 +360,11 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
     stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
     warning = large_delta(settings.target_delta, [settings.mechanism])
     if not resume:
-        thin = None
+        loose, thin = large_epsilon("target_epsilon", settings.target_epsilon), None
         if settings.relation is Adjacency.ZERO_OUT:
             names = {"rate": "sample_rate", "constant": "the loader's batch_size"}
             thin = never_filled(settings.sample_rate * records, settings.batch_size, **names)
-        for each in filter(None, (warning, thin)):
+        for each in filter(None, (warning, loose, thin)):
             warnings.warn(each, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
@@ -366,12 +372,9 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
 
 
 def _facts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+    module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], data: str | None
 ) -> dict[str, tuple[Any, ...]]:
-    """Return facts about the arguments that must be equal in all processes.
-
-    A data set that draws numbers is compared by the number of its records only.
-    """
+    """Return facts about the arguments that must be equal in all processes."""
     parameters = [
         (name, tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad)
         for name, p in module.named_parameters()
@@ -380,12 +383,8 @@ def _facts(
         (len(group["params"]), *((name, repr(value)) for name, value in group.items() if name != "params"))
         for group in optimizer.param_groups
     ]
-    dataset: Any = loader.dataset
-    count = len(dataset)
-    places = sorted({place * (count - 1) // (_PROBES - 1) for place in range(_PROBES)})
-    with preserved_generators(torch.device("cpu")):
-        first, again = (_digest([loader.collate_fn([dataset[n]]) for n in places]) for _ in range(2))
-    records = count, loader.num_workers, loader.prefetch_factor, first if first == again else ""
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    records = count, loader.num_workers, loader.prefetch_factor, data
     return {
         "module": (type(module).__qualname__, *parameters, *(name for name, _ in module.named_buffers())),
         "optimizer": (type(optimizer).__qualname__, *groups),
@@ -393,11 +392,38 @@ def _facts(
     }
 
 
-def _digest(records: list[Any]) -> str:
+def digest_of_data(loader: DataLoader[Any]) -> str | None:
+    """Return a digest of a data set's records in their order, or None if it draws numbers of its own or cannot be read.
+
+    All of a TensorDataset counts up to `_WHOLE` bytes, and of every data set the records at some places, as the collate
+    function gives them under one state of the global generators.
+    """
+    dataset: Any = loader.dataset
+    tensors = dataset.tensors if type(dataset) is TensorDataset else ()
+    dense = tensors and all(each.layout is torch.strided for each in tensors)
+    whole = _digest(tensors) if dense and sum(each.nbytes for each in tensors) <= _WHOLE else None
+    places = sorted({place * (len(dataset) - 1) // (_PROBES - 1) for place in range(_PROBES)})
+    found = []
+    for _ in range(2):
+        # a user's function may raise anything
+        with preserved_generators(torch.device("cpu")), suppress(Exception):
+            torch.manual_seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            random.seed(0)
+            found.append(_digest([loader.collate_fn([dataset[n]]) for n in places]))
+    sampled = found[0] if len(found) == 2 and found[0] == found[1] else None
+    return sampled if whole is None else _digest([whole, sampled])
+
+
+def _digest(records: Sequence[Any]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for leaf in tree_leaves(records):
         if isinstance(leaf, Tensor):
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            found.update(repr((leaf.dtype.str, leaf.shape)).encode())
+            found.update(leaf.tobytes())
         elif isinstance(leaf, str | int | float):
             found.update(repr(leaf).encode())
     return found.hexdigest()

@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from opusim import checks, plugins
 from opusim.accounting.explanation import LedgerFacts, RunFacts, Statement
-from opusim.accounting.guarantee import Guarantee, LedgerCorrupt
+from opusim.accounting.guarantee import Assumption, Guarantee, LedgerCorrupt, Unit
 from opusim.accounting.journal import Position, Witness
 from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
@@ -47,6 +48,10 @@ from opusim.training.runs.storage import (
 if TYPE_CHECKING:
     from opusim.training.data.dataset import Target
 
+SAME_RECORDS = (
+    "when training is resumed, it has the same records in the same order, of which no digest is kept"
+)
+"""What is taken on trust of training that keeps nothing of the records."""
 CONFIG_VERSION = 2
 """Schema of `config.json`."""
 METRICS_VERSION = 1
@@ -694,9 +699,18 @@ def stated(path: Path, *, delta: float | None = None) -> Statement:
     else:
         content = read_ledger(path)
     content.require_paid(f"folder {folder.path}")
+    guarantees = content.guarantees(delta=delta)
+    if run is not None and content.mode == "release":
+        trusted = Assumption(text=SAME_RECORDS)
+        guarantees = [
+            replace(one, assumptions=(*one.assumptions, trusted))
+            if one.unit in (Unit.RECORD, Unit.USER)
+            else one
+            for one in guarantees
+        ]
     return Statement(
         mode=content.mode,
-        guarantees=tuple(content.guarantees(delta=delta)),
+        guarantees=tuple(guarantees),
         mechanisms=tuple(content.mechanisms),
         certificates=content.certificates,
         alarms=content.alarms,

@@ -71,7 +71,7 @@ def configuration(kind: str, **sections: Any) -> dict[str, Any]:
     return {**defaults, **sections, "trainer": trainer}
 
 
-DP = {"noise_multiplier": 1.0, "epsilon": 1000.0}
+DP = {"noise_multiplier": 2.0, "epsilon": 10.0}
 FIXED: dict[str, dict[str, Any]] = {
     "pdfa": configuration("pdfa"),
     "planes": configuration("pdfa", trainer={"encoding": "planes", "planes": 3}),

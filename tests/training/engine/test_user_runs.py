@@ -145,3 +145,14 @@ def test_a_run_of_users_without_their_ids_is_refused(tmp_path: Path) -> None:
     data = {"name": name, "label": "label", "n_classes": 3, "user": "whom"}
     with pytest.raises(ValueError, match="is no column of"):
         opusim.train(config(data=data), folder=tmp_path / "c")
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_release_says_that_its_records_are_on_trust(tmp_path: Path, mode: str) -> None:
+    """An experiment keeps their digest and refuses others."""
+    given = config(mode=mode, epochs=1, sampler={"scheme": "poisson", "batch_size": 6})
+    if mode == "release":
+        del given["seed"]
+    opusim.train(given, data=records(), model=model(), folder=tmp_path)
+    trusted = [each.text for each in stated(tmp_path).guarantees[0].assumptions if each.holds is None]
+    assert any("the same records in the same order" in text for text in trusted) is (mode == "release")

@@ -132,6 +132,7 @@ NO_BATCH = "the module ran without a batch"
 SECOND = "without a new backward pass"
 PARAMETERS = "its parameters that learn changed"
 HOOKS = "register hooks before make_private"
+DIFFERENT = "rows of the loader's batch in different orders"
 OF_BATCH: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str]] = {
     "another criterion": (lambda loop, x, y: cross_entropy(loop.module(x), y).backward(), ONLY),
     "outputs mixed before the criterion": (
@@ -189,6 +190,19 @@ OF_BATCH: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str]] = {
     ),
     "saved within a step": (lambda loop, x, y: (learn(loop, x, y), loop.save()), "is under way"),
 }  # fmt: skip
+ORDERS: dict[str, tuple[Callable[[Loop, Tensor, Tensor], object], str | None]] = {
+    "inputs": (lambda loop, x, y: learn(loop, x.flip(0), y), DIFFERENT),
+    "flattened inputs": (
+        lambda loop, x, y: learn(loop, x.flip(0).view(len(x), 2, 4).flatten(1), y),
+        DIFFERENT,
+    ),
+    "targets": (lambda loop, x, y: learn(loop, x, y.flip(0)), DIFFERENT),
+    "further targets": (lambda loop, x, y: learn(loop, x, y, y.flip(0)), DIFFERENT),
+    "all alike": (lambda loop, x, y: learn(loop, x.flip(0), y.flip(0)), None),
+    "none": (lambda loop, x, y: learn(loop, x.clone(), y.clone()), None),
+    "other targets": (lambda loop, x, y: learn(loop, x, y.neg().abs()), None),
+}
+"""Rows of a batch in another order: what the loop does, and the refusal."""
 REFUSED: dict[str, tuple[Callable[[Loop], object], str]] = {
     **{name: (with_batch(use), message) for name, (use, message) in OF_BATCH.items()},
     "outputs changed in place": (outputs_changed_in_place, ONLY),
@@ -215,6 +229,38 @@ REFUSED: dict[str, tuple[Callable[[Loop], object], str]] = {
     "a class given later": (a_class_given_later, "another class or forward"),
     "used after close": (lambda loop: (loop.close(), batch_of(loop)), "the private loop is closed"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_orders_of_rows_that_differ_are_refused(tmp_path: Path, name: str, fixed: bool) -> None:
+    """A loss of two records would let one enter two clipped terms; targets of regression, so that their rows differ."""
+    use, message = ORDERS[name]
+    model, optimizer, _, _ = parts()
+    x = records().tensors[0]
+    loader = DataLoader(TensorDataset(x, x[:, :3].square()), batch_size=30)
+    given = model, optimizer, lambda found, y, *more: (found - y - sum(more)).square().mean(), loader
+    with private_loop(tmp_path, given, fixed_batches=fixed) as private:
+        if message is None and (not fixed or name != "all alike"):
+            with_batch(use)(private)
+            return
+        with pytest.raises(ValueError, match="another order" if fixed and "targets" not in name else message):
+            with_batch(use)(private)
+
+
+def test_classes_in_another_order_are_refused_if_they_tell_it(tmp_path: Path) -> None:
+    """Two classes may have the same counts by chance: a rule of the loop's own, such as 1 - y, is not refused."""
+    for count, message in ((2, None), (12, DIFFERENT)):
+        model, optimizer, criterion, _ = parts(nn.Linear(8, count))
+        loader = DataLoader(TensorDataset(torch.randn(60, 8), torch.arange(60) % count), batch_size=60)
+        given = model, optimizer, criterion, loader
+        with private_loop(tmp_path / str(count), given, fixed_batches=False) as private:
+            x, y = batch_of(private)
+            if message is None:
+                learn(private, x, count - 1 - y)
+                continue
+            with pytest.raises(ValueError, match=message):
+                learn(private, x, y.flip(0))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -636,3 +682,19 @@ def test_a_mean_over_counted_tokens_belongs_to_single_records(tmp_path: Path, ma
     token_loss(model(x), y).backward()
     mixed = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert not torch.allclose(mixed, gradients[0], rtol=1e-2)  # what a mean over the batch would give
+
+
+def test_a_criterion_with_memory_is_refused_in_one_line(tmp_path: Path) -> None:
+    class Remembers(nn.Module):
+        mean: Any = 0.0
+
+        def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + outputs.mean(dim=0)
+            return cross_entropy(outputs - self.mean, y)
+
+    model, optimizer, _, loader = parts()
+    with (
+        private_loop(tmp_path, (model, optimizer, Remembers(), loader)) as private,
+        pytest.raises(ValueError, match="criterion: uses a tensor that it kept .* arguments alone$"),
+    ):
+        run_epoch(private)

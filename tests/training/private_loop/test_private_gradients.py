@@ -5,6 +5,7 @@ Released models tell no digits of their sums, and the statement says what is rou
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -231,7 +232,7 @@ def test_add_or_remove_one_takes_no_constant_from_the_number_of_records(tmp_path
         private = private_loop(
             tmp_path / str(count), parts(count=count), relation="add_or_remove_one", sample_rate=0.2
         )
-        facts.append((private.settings, len(private.data_loader)))
+        facts.append((replace(private.settings, data=None), len(private.data_loader)))  # but for the digest
         run_epoch(private)
         (guarantee,) = private.statement().guarantees
         assert guarantee.adjacency is opusim.accounting.Adjacency.ADD_OR_REMOVE_ONE

@@ -571,3 +571,13 @@ def test_a_run_warns(tmp_path: Path, delta: float, count: int) -> None:
         warnings.simplefilter("always")
         opusim.train(config, folder=tmp_path / "run")
     assert sum(LARGE_DELTA in str(one.message) for one in caught) == count
+
+
+def test_a_budget_above_epsilon_10_is_told(tmp_path: Path) -> None:
+    about, plain = "rules out next to nothing", {"target_delta": 1e-5}
+    (line,) = started(tmp_path / "large", about, target_epsilon=200.0, **plain)
+    assert line.startswith("target_epsilon = 200: Epsilon is above 10")
+    assert started(tmp_path / "small", about, target_epsilon=10.0, **plain) == []
+    config = {"epochs": 1, "protection": {"kind": "record", "noise_multiplier": 1.0, "epsilon": 200.0}}
+    with pytest.warns(UserWarning, match="^protection.epsilon = 200: Epsilon is above 10"):
+        opusim.train({**config, "sampler": {"scheme": "poisson"}}, folder=tmp_path / "run")

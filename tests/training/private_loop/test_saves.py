@@ -21,7 +21,7 @@ from opusim.training.private_loop.folder import (
     read_save,
     write_save,
 )
-from tests.support.private_loops import parts, private_loop, run_epoch
+from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 
 FLIPS = 120
 
@@ -167,3 +167,94 @@ def test_a_save_of_an_earlier_version_resumes_with_a_warning(tmp_path: Path) -> 
     write_save(tmp_path, state, ledger=position, bound=False)
     assert equal(read_save(tmp_path), (state, position))
     resumed.close()
+
+
+def with_optimizer(kind: type[torch.optim.Optimizer], *, width: int = 6) -> Parts:
+    module, _, criterion, loader = parts(
+        torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 3))
+    )
+    return module, kind(module.parameters(), lr=0.5), criterion, loader  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize(
+    ("kind", "width", "message"),
+    [
+        (
+            torch.optim.Adam,
+            6,
+            r"optimizer = Adam: the save in .* has SGD; resume it with the same module and",
+        ),
+        (
+            torch.optim.SGD,
+            7,
+            r"module, the shape of '0\.weight' = \(7, 8\): the save in .* has \(6, 8\); resume",
+        ),
+    ],
+)
+def test_other_parts_are_refused_before_anything_is_paid(
+    tmp_path: Path, mode: str, kind: type[torch.optim.Optimizer], width: int, message: str
+) -> None:
+    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
+    with private_loop(tmp_path, with_optimizer(torch.optim.SGD), **options) as private:
+        run_epoch(private)
+        private.save()
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    with pytest.raises(RunFolderError, match=message) as caught:
+        private_loop(tmp_path, with_optimizer(kind, width=width), resume=True, **options)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == ledger
+    private_loop(tmp_path, with_optimizer(torch.optim.SGD), resume=True, **options).close()
+
+
+class Jittered(torch.utils.data.Dataset[Any]):
+    """Records that are read anew, with numbers of the global generator, or of its own."""
+
+    def __init__(self, x: torch.Tensor, own: int | None) -> None:
+        self._x, self._own = x, None if own is None else torch.Generator().manual_seed(own)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._x[index] + torch.rand(8, generator=self._own), index % 3
+
+
+@pytest.mark.parametrize("kind", ["tensors", "read", "drawn"])
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_other_records_are_refused_or_on_trust(tmp_path: Path, kind: str, mode: str) -> None:
+    def given(x: torch.Tensor, own: int = 1) -> Parts:
+        module, optimizer, criterion, loader = parts()
+        data: Any = torch.utils.data.TensorDataset(x, loader.dataset.tensors[1])  # type: ignore[attr-defined]
+        if kind != "tensors":
+            data = Jittered(x, own if kind == "drawn" else None)
+        return module, optimizer, criterion, torch.utils.data.DataLoader(data, batch_size=12)
+
+    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
+    x = torch.randn(60, 8)
+    kept = mode == "experiment" and kind != "drawn"
+    with private_loop(tmp_path, given(x), **options) as private:
+        run_epoch(private, steps=2)
+        private.save()
+        trusted = [each.text for each in private.statement().guarantees[0].assumptions if each.holds is None]
+    assert any("the same records in the same order" in text for text in trusted) is not kept
+    torch.rand(9)  # other numbers are drawn than before
+    private_loop(tmp_path, given(x.clone()), resume=True, **options).close()
+    if kept:
+        with pytest.raises(
+            RunFolderError, match="^data_loader: its data set has other records, .* new folder$"
+        ):
+            private_loop(tmp_path, given(x.flip(0)), resume=True, **options)
+    else:
+        private_loop(tmp_path, given(x.flip(0)), resume=True, **options).close()
+    assert '"data": null' in (tmp_path / SETTINGS_FILE).read_text() or kept
+
+
+def test_a_save_of_an_earlier_version_names_no_optimizer(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private:
+        run_epoch(private)
+        private.save()
+    state, position = read_save(tmp_path)
+    del state["optimizer_class"]
+    write_save(tmp_path, state, ledger=position, bound=False)
+    private_loop(tmp_path, resume=True).close()

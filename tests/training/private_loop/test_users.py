@@ -285,6 +285,15 @@ def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     again.close()
 
 
+def test_shuffled_rows_name_no_remedy_that_is_given_already(tmp_path: Path) -> None:
+    with of_users(tmp_path, fixed_batches=False) as private:
+        x, y = next(iter(private.data_loader))
+        with pytest.raises(
+            ValueError, match="which says whose they are; keep their order, or sort in the module$"
+        ):
+            private.criterion(private.module(x.flip(0)), y).backward()
+
+
 def test_a_release_draws_from_the_system_and_counts_its_sums(tmp_path: Path) -> None:
     with of_users(tmp_path, noise_multiplier=1.0, mode="release", seed=None) as private:
         run_epoch(private)
@@ -309,3 +318,18 @@ def test_a_release_draws_from_the_system_and_counts_its_sums(tmp_path: Path) -> 
 def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         of_users(tmp_path, **options)
+
+
+@pytest.mark.parametrize("ids", [[None] * 60, list(range(60))])
+def test_users_of_one_record_each_are_told(tmp_path: Path, ids: list[Any]) -> None:
+    with pytest.warns(UserWarning, match="user_ids: no user has two records, so that only single records"):
+        of_users(tmp_path, user_ids=ids).close()
+
+
+@pytest.mark.parametrize("missing", ["nan", "None", "NaT"])
+def test_texts_for_a_missing_user_are_told(tmp_path: Path, missing: str) -> None:
+    with pytest.warns(UserWarning, match=f"user_ids: several records have the text '{missing}' as ID"):
+        of_users(tmp_path, user_ids=[each or missing for each in IDS]).close()
+    of_users(
+        tmp_path / "blank", user_ids=[each or "" for each in IDS]
+    ).close()  # each a user, without a warning

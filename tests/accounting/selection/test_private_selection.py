@@ -20,6 +20,7 @@ from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian
 from opusim.accounting.mechanisms.selection import (
     NoisyTrial,
     PrivateSelection,
+    _lines,
     gaussian_delta,
     models_bounds,
     priced_search,
@@ -53,6 +54,17 @@ def test_the_papers_numbers_are_not_what_its_theorem_gives_at_20_trials(base: fl
     assert theorem_epsilon(MUS[base], 20, DELTA) > 1.45 * claimed
     fitting = brentq(lambda m: theorem_epsilon(MUS[base], m, DELTA) - claimed, 1, 20)
     assert 8.5 < fitting < 10.5
+
+
+@pytest.mark.parametrize(("mu", "mean"), [(0.3, 20.0), (1.0, 5.0), (4.0, 1.0)])
+def test_the_envelope_of_lines_is_the_largest_of_them(mu: float, mean: float) -> None:
+    slopes, levels, turns = _lines(mu, mean)
+    assert (np.diff(turns) > 0).all()
+    u = np.geomspace(max(turns[0], 1e-9) / 2, 2 * turns[-1], 500)
+    best = np.searchsorted(turns, u)
+    np.testing.assert_allclose(
+        slopes[best] * (u - levels[best]), (slopes * (u[:, None] - levels)).max(axis=1), rtol=1e-9, atol=1e-15
+    )
 
 
 def exact_delta(mu: float, mean: float, epsilon: float) -> float:

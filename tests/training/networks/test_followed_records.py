@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from opusim.training.networks.record_gradients.followed import tracking
+from opusim.training.networks.record_gradients.followed import rules, tracking
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
-from opusim.training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.rules import Operation
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -137,6 +138,10 @@ def test_numbers_of_all_records_that_reach_no_parameter_are_no_harm() -> None:
     assert worst(lambda: Runs(lambda m, x: (m.f(x), x.mean())[0]), draw(4, 4)) < 2e-5
 
 
+def test_a_sum_of_losses_besides_that_of_the_outputs_is_accepted() -> None:
+    RecordTape(Runs(with_loss(functional.mse_loss, reduction="sum")), draw(6, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_models_of_transformers_apply_masks_without_reading_them(kind: str) -> None:
@@ -247,6 +252,65 @@ class Keeps(nn.Module):
         return self.f(x + last if self.way == "attribute" else x)
 
 
+class Exchanges(nn.Module):
+    """Adds the mean of the batch before, a buffer that each pass exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.mean = self.mean, x.detach().mean(dim=0)
+        return self.f(x + before)
+
+
+class WithLoss(torch.autograd.Function):
+    """A tensor as it is, and the gradient of a loss besides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, torch.ones(())
+
+
+def with_loss(of: Callable[..., Tensor], **options: Any) -> Callable[[Any, Tensor], Tensor]:
+    """A model that adds a loss to that of the outputs."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        outputs = model.f(x)
+        return WithLoss.apply(outputs, of(outputs, torch.zeros_like(outputs), **options))
+
+    return forward
+
+
+def running(model: Any, x: Tensor) -> Tensor:
+    """Subtracts the mean of the batch, which a batch norm writes into a tensor."""
+    mean = torch.zeros(4)
+    functional.batch_norm(x.detach(), mean, torch.ones(4), training=True, momentum=1.0)
+    return model.f(x - mean)
+
+
+def over_the_first(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    torch.zeros(4, out=copied[0])
+    return model.f(copied)
+
+
+def places(model: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():  # where torch does not take torch.where apart
+        (found,) = torch.where(x[:, 0] < 1e9)
+    return model.f(x + torch.linspace(0, 1, 50)[found.clone()][:, None])
+
+
+def outlier(x: Tensor) -> Tensor:
+    """1 if a record holds a number that no invented one does, else 0."""
+    return (x.detach() > 1e9).any().float()
+
+
 LENGTHS = (draw(6, 5, 4), ids(6))
 REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but one batch, the message
     "sorted by length": (by_length, LENGTHS, "index in Runs takes rows by their place"),
@@ -309,6 +373,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
     "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),
+    "a list of tensors": (lambda m, x: m.f(x + torch.tensor([outlier(x)])), "torch.tensor of a list of tensors in"),
+    "a list of whole numbers": (
+        lambda m, x: m.f(x + x.new_tensor([outlier(x).long()])), "torch.tensor of a list of tensors in Runs",
+    ),
+    "a capsule": (lambda m, x: m.f(x * (1 + str(torch.to_dlpack(x)).count("?"))), "to_dlpack in Runs hands numbers"),
+    "called fresh": (lambda m, x: m.f(x + torch.ops.aten.lift_fresh(outlier(x))), "lift_fresh in Runs has no known"),
+    "running statistics": (running, "native_batch_norm in Runs overwrites a tensor by what records share"),
+    "zeros over a record": (over_the_first, "zeros in Runs has no known rule"),
+    "places of a condition": (places, "nonzero in Runs has no known rule"),
+    "a mean written into a tensor": (
+        lambda m, x: m.f(x + torch.mean(x, 0, out=torch.zeros(4))), "mean in Runs takes a second tensor, such as out=",
+    ),
     "text of the numbers": (lambda m, x: m.f(x if "inf" in str(x) else 2 * x), "__repr__ in Runs"),
     "turned at a fixed record": (lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])), "slice in Runs"),
     "draws of its own": (
@@ -328,6 +404,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "backward hook": (hooked(False), "mean in .*BackwardHookFunctionBackward reduces over the records"),
     "hook before a backward pass": (hooked(True), "mean in .*BackwardHookFunctionBackward reduces over"),
     "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), "backward pass of ReadBackward"),
+    "mean of squares besides": (
+        with_loss(functional.mse_loss), "mse_loss_backward in .* divides by the number of records",
+    ),
+    "mean of Huber losses besides": (
+        with_loss(functional.huber_loss), "huber_loss_backward in .* divides by the number of records",
+    ),
+    "mean of smooth losses besides": (
+        with_loss(functional.smooth_l1_loss), "smooth_l1_loss_backward in .* divides by the number of records",
+    ),
+    "exchanged buffer": (Exchanges(), "Exchanges takes a tensor that torch did not compute in this pass"),
     "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), "changes buffer 'mean'"),
     "frozen parameter exchanged in the backward pass": (
@@ -505,6 +591,31 @@ def test_an_operator_puts_records_where_its_rule_says(name: str) -> None:
             assert differs[layout.owners(7) != record].sum() == 0
             assert differs[layout.owners(7) == record].any()
     assert accepted
+
+
+def operation(name: str, records: int, states: list[Any], **arguments: Tensor) -> Operation:
+    """A call of an operator that this machine may not run."""
+    return Operation(
+        func=None, name=name, where=lambda: name, arguments=arguments, numbers=(), tensors=list(arguments.values()),
+        written=[], states=dict(zip(map(id, arguments.values()), states, strict=True)), records=records,
+    )  # fmt: skip
+
+
+def test_a_gradient_of_keys_that_all_heads_share_sums_over_records_in_the_heads() -> None:
+    queries, keys = torch.zeros(1, 7, 2, 3), torch.zeros(1, 1, 2, 3)
+    held = Held(Layout(1))
+    op = operation("_scaled_dot_product_flash_attention_backward", 7, [held, None], query=queries, key=keys)
+    first, second = rules.attention(op, [queries, keys])
+    assert first == held
+    assert isinstance(second, Mixed)
+
+
+def test_the_memory_of_a_recurrent_layer_is_of_all_records() -> None:
+    inputs, reserve = torch.zeros(5, 7, 3), torch.zeros(11)
+    op = operation("_cudnn_rnn", 7, [Held(Layout(1))], input=inputs)
+    *held, last = rules.recurrent(op, [inputs, inputs[:1], inputs[:1], reserve])
+    assert held == [Held(Layout(1))] * 3
+    assert isinstance(last, Mixed)
 
 
 def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,20 @@ def pointwise(op: Operation, outputs: Outputs) -> State | list[State]:
     state, size = joined(op.pairs(), ndim)
     if not isinstance(state, Held):
         return state
+    return _shared_out(op, outputs, state, size)
+
+
+def _shared_out(op: Operation, outputs: Outputs, state: Held, size: int | None) -> list[State]:
+    """Return the state of each result with a row for each record; others sum over the records, unless empty."""
     dim = state.layout.dim
-    return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
+    return [
+        None
+        if t is None or not t.numel()
+        else state
+        if t.ndim > dim and t.shape[dim] == size
+        else op.mixed("sums over the records")
+        for t in outputs
+    ]
 
 
 def dimensions(op: Operation, ndim: int, name: str = "dim") -> list[int]:
@@ -146,7 +158,9 @@ def along(op: Operation, outputs: Outputs) -> State | list[State]:
 
 def _single(op: Operation) -> tuple[Tensor, State]:
     """Return the only tensor."""
-    (pair,) = op.pairs()
+    pair, *others = op.pairs()
+    if others:
+        raise Refused("takes a second tensor, such as out=", "leave it out")
     return pair
 
 
@@ -226,6 +240,13 @@ def loss(op: Operation, outputs: Outputs) -> State | list[State]:
     return first_mixed(op.pairs()) or op.mixed(
         "joins the losses of records", "return outputs; losses belong outside"
     )
+
+
+def loss_backward(op: Operation, outputs: Outputs) -> State | list[State]:
+    """The gradient of a loss for each number, of their sum or of their mean."""
+    if op["reduction"] == 1:  # the mean
+        return op.mixed("divides by the number of records", "return outputs; losses belong outside")
+    return pointwise(op, outputs)
 
 
 def first_mixed(pairs: Sequence[tuple[Tensor, State]]) -> Mixed | None:
@@ -382,6 +403,8 @@ def attention(op: Operation, outputs: Outputs) -> State | list[State]:
         raise Refused(
             "attends from one record to another", "let the records come first, as with batch_first=True"
         )
+    if op.name.endswith("backward"):
+        return _shared_out(op, outputs, state, size)
     dim = state.layout.dim
     return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
 
@@ -433,7 +456,8 @@ def recurrent(op: Operation, outputs: Outputs) -> State | list[State]:
             raise Refused("works along the records", ORDER_REMEDY)
     if op.state(op["input"]) is None:
         raise Refused("takes states of records with inputs of none", ORDER_REMEDY)
-    return [Held(Layout(t.ndim - 2)) if t is not None and n < 3 else None for n, t in enumerate(outputs)]
+    own = [Held(Layout(t.ndim - 2)) if t is not None else None for t in outputs[:3]]
+    return [*own, *(op.mixed("keeps numbers of all records") for _ in outputs[3:])]
 
 
 def like(op: Operation, outputs: Outputs) -> State:

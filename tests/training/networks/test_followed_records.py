@@ -306,6 +306,65 @@ def places(model: Any, x: Tensor) -> Tensor:
     return model.f(x + torch.linspace(0, 1, 50)[found.clone()][:, None])
 
 
+def signs(x: Tensor) -> Tensor:
+    """Whole numbers, two of each record."""
+    return (x[:, :2] > 0).long()
+
+
+def bags(
+    ids: Callable[[Tensor], Tensor], begin: Callable[[int], Tensor], **weights: Any
+) -> Callable[..., Tensor]:
+    """A model that adds bags of a table's rows, which begin where offsets say, to its inputs."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        own = {name: make(x) for name, make in weights.items()}
+        found = functional.embedding_bag(ids(x), draw(5, 4), begin(len(x)), mode="sum", **own)
+        return model.f(x + found)
+
+    return forward
+
+
+def normalised(model: Any, x: Tensor) -> Tensor:
+    """Channels of single records, with weights in another order."""
+    rows = x.t().reshape(1, -1, 1) * torch.arange(5.0)
+    found = functional.batch_norm(rows, None, None, weight=x.reshape(-1), training=True)
+    return model.f(found[0, :, 0].view(4, len(x)).t())
+
+
+def of_two(model: Any, x: Tensor) -> Tensor:
+    """Places in a table, by the rows of two records."""
+    found = draw(5, 4)[signs(x).reshape(-1), signs(x).t().reshape(-1)]
+    return model.f(x + found.view(len(x), 2).sum(dim=1, keepdim=True))
+
+
+def put_by_place(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[torch.arange(len(x)), signs(x)[:, 0]] = torch.linspace(0, 1, len(x))
+    return model.f(copied)
+
+
+def put_in_other_order(model: Any, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, 2).clone()
+    rows[:, [0]] = x[:, :2].t().reshape(-1, 1)
+    return model.f(rows.view(len(x), 4))
+
+
+def folded_back(x: Tensor) -> Tensor:
+    """Sums windows of neighbouring records."""
+    pairs = x[:, :, None].expand(-1, -1, 2).contiguous()
+    return torch.ops.aten.unfold_backward(pairs, list(x.shape), 0, 2, 1)
+
+
+def summed_weight(gradient: Tensor) -> Tensor:
+    """Adds the gradient of a weight that all records share."""
+    rows, options = gradient[:, None], ([0], [1], [0], [1], False, [0], 1, [False, True, False])
+    _, shared, _ = torch.ops.aten.convolution_backward(rows, rows, torch.ones(1, 1, 1), *options)
+    return gradient + shared.flatten()
+
+
+SharedWeight = backward("SharedWeight", summed_weight)
+
+
 def outlier(x: Tensor) -> Tensor:
     """1 if a record holds a number that no invented one does, else 0."""
     return (x.detach() > 1e9).any().float()
@@ -373,6 +432,55 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
     "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),
+    "table of the batch": (
+        lambda m, x: m.f(functional.embedding(signs(x)[:, 0], x)), "embedding in Runs takes numbers of the batch",
+    ),
+    "row of the batch": (
+        lambda m, x: m.f(x + functional.embedding(torch.zeros(1).long(), x)), "embedding in Runs takes numbers",
+    ),
+    "bags of the batch": (
+        lambda m, x: m.f(functional.embedding_bag(signs(x), x)), "_embedding_bag.* in Runs takes numbers of the batch",
+    ),
+    "bags in outer order": (
+        bags(lambda x: signs(x).t().reshape(-1), lambda n: torch.arange(0, 2 * n, 2)), "bags that begin where offsets",
+    ),
+    "bags of one, and a rest": (bags(lambda x: signs(x).reshape(-1), torch.arange), "bags that begin where offsets"),
+    "bags weighted in outer order": (
+        bags(
+            lambda x: signs(x).reshape(-1),
+            lambda n: torch.arange(0, 2 * n, 2),
+            per_sample_weights=lambda x: x[:, :2].t().reshape(-1),
+        ),
+        "_embedding_bag.* in Runs combines rows of different records",
+    ),
+    "channels weighted in another order": (normalised, "native_batch_norm in Runs combines rows of different records"),
+    "table by places of two records": (of_two, "index in Runs takes rows of other"),
+    "table that grows with the batch": (
+        lambda m, x: m.f(x + torch.linspace(0, 1, len(x))[signs(x)[:, :1]]), "index in Runs takes rows of numbers that",
+    ),
+    "positions by the place of a record": (
+        lambda m, x: m.f(x[:, :4] + x.t()[torch.arange(len(x)), torch.tensor([0])][:, None]),
+        (draw(6, 50),),
+        "index in Runs takes rows by their place",
+    ),
+    "rows by the place of a record": (
+        lambda m, x: m.f(x + x.reshape(-1)[torch.arange(len(x))][:, None]), "index in Runs takes rows by their place",
+    ),
+    "constants by the place of a record": (
+        lambda m, x: m.f(x + draw(50, 4)[torch.arange(len(x))]), "index in Runs makes numbers that depend on",
+    ),
+    "records selected by records": (
+        lambda m, x: m.f(x.index_select(0, signs(x)[:, 0])), "index_select in Runs takes rows by their place",
+    ),
+    "places put by the place": (put_by_place, "linspace in Runs makes numbers that depend on"),
+    "put in another order": (put_in_other_order, "index_put in Runs combines rows of different records"),
+    "windows folded back": (lambda m, x: m.f(folded_back(x)), "unfold_backward in Runs works along the records"),
+    "patches of the batch": (
+        lambda m, x: m.f(x + functional.unfold(x[None, None, :, :1], (3, 1), padding=(1, 0))[0, :1].t()),
+        "im2col in Runs sees the records in another dimension",
+    ),
+    "triangle behind batches of 50": (lambda m, x: m.f(x.triu(-50)), "triu in Runs works along the records"),
+    "gradient of a shared weight": (lambda m, x: SharedWeight.apply(m.f(x)), "sums gradients over the records"),
     "a list of tensors": (lambda m, x: m.f(x + torch.tensor([outlier(x)])), "torch.tensor of a list of tensors in"),
     "a list of whole numbers": (
         lambda m, x: m.f(x + x.new_tensor([outlier(x).long()])), "torch.tensor of a list of tensors in Runs",
@@ -448,7 +556,7 @@ def test_the_submodule_is_named() -> None:
 @pytest.mark.parametrize(
     ("model", "args", "message"),
     [
-        (nn.EmbeddingBag(9, 3), (ids(6), torch.arange(6)), "bags that begin where offsets say"),
+        (nn.EmbeddingBag(9, 3), (ids(40), torch.arange(40)), "bags that begin where offsets say"),
         (nn.Embedding(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
         (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
     ],

@@ -343,6 +343,18 @@ def put_by_place(model: Any, x: Tensor) -> Tensor:
     return model.f(copied)
 
 
+def put_first(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[torch.tensor([0])] = 1.0
+    return model.f(copied)
+
+
+def put_by_mask_and_place(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[x[:, 0] > -1e9, torch.arange(len(x)) % 4] = 1.0
+    return model.f(copied)
+
+
 def put_in_other_order(model: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, 2).clone()
     rows[:, [0]] = x[:, :2].t().reshape(-1, 1)
@@ -473,6 +485,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         lambda m, x: m.f(x.index_select(0, signs(x)[:, 0])), "index_select in Runs takes rows by their place",
     ),
     "places put by the place": (put_by_place, "linspace in Runs makes numbers that depend on"),
+    "put over the first record": (put_first, "index_put in Runs moves the rows of records"),
+    "put by a mask and a place": (put_by_mask_and_place, "index_put in Runs chooses rows by a mask"),
     "put in another order": (put_in_other_order, "index_put in Runs combines rows of different records"),
     "windows folded back": (lambda m, x: m.f(folded_back(x)), "unfold_backward in Runs works along the records"),
     "patches of the batch": (

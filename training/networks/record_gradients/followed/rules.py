@@ -490,7 +490,7 @@ def embedding_bag(op: Operation, outputs: Outputs) -> State | list[State]:
     rows = state.layout.rows if isinstance(state, Held) else 0
     counted = torch.arange(op.records, device=offsets.device) * rows
     place = op.state(offsets)
-    fixed = place is None or (isinstance(place, Mixed) and place.counts)
+    fixed = isinstance(place, Mixed) and place.counts
     known = isinstance(state, Held) and state.layout.outer == 1 and fixed
     if not known or not torch.equal(offsets, counted.to(offsets)):
         raise Refused(
@@ -515,8 +515,6 @@ def indexed_lines(op: Operation, outputs: Outputs) -> State:
 def selected(op: Operation, outputs: Outputs) -> State | list[State]:
     """index_select: whole lines at places along one dimension."""
     table, index = op.state(op["self"]), op.state(op["index"])
-    if mixed := first_mixed([(op["self"], table), (op["index"], index)]):
-        raise Refused("takes rows by their place in the batch", mixed.remedy)
     dim = op["dim"] % max(op["self"].ndim, 1)
     if table is None and isinstance(index, Held):
         return Held(index.layout._replace(dim=dim))
@@ -538,23 +536,8 @@ def added_at(op: Operation, outputs: Outputs) -> State:
     return state
 
 
-@dataclass(frozen=True)
-class _Places:
-    """The places that a list of indices takes.
-
-    Attributes:
-        own: Whether each record is taken at its own place, by 0, 1, ... in the dimension of records.
-        dim: Where the records stand in the result, or None if the indices hold none.
-        layout: Layout of the records among the indices.
-    """
-
-    own: bool
-    dim: int | None
-    layout: Layout | None
-
-
-def _places(op: Operation, state: State) -> _Places:
-    """Read the indices of x[...], at least one of which depends on records or on their number.
+def _places(op: Operation, state: State) -> Held:
+    """Return where x[...] puts the records; at least one of its indices depends on them or on their number.
 
     Raises:
         Refused: The indices take rows of other records, or a number of rows that depends on records.
@@ -582,11 +565,11 @@ def _places(op: Operation, state: State) -> _Places:
             found.append(Layout(dims[0] + ndim - index.ndim))
         elif isinstance(placed, Held):
             found.append(placed.layout._replace(dim=placed.layout.dim + ndim - index.ndim))
-    if len(set(found)) > 1 or (isinstance(state, Held) and not own and found):
+    if len(set(found)) > 1 or (isinstance(state, Held) and not own):
         raise Refused("takes rows of other records", TABLE_REMEDY)
     numbers = [n for n, _ in given]
     start = numbers[0] if numbers == list(range(numbers[0], numbers[-1] + 1)) else 0
-    return _Places(own, start + found[0].dim, found[0]) if found else _Places(own, None, None)
+    return Held(found[0]._replace(dim=start + found[0].dim))
 
 
 def counts_on(op: Operation, output: Tensor) -> bool:
@@ -610,10 +593,7 @@ def indexed(op: Operation, outputs: Outputs) -> State | list[State]:
         raise Refused("takes rows of numbers that all records share", state.remedy)
     if _is_constant(op):
         return moved(op, outputs)
-    places = _places(op, state)
-    if places.dim is None or places.layout is None:
-        raise Refused("takes rows by their place in the batch", TABLE_REMEDY)
-    return Held(places.layout._replace(dim=places.dim))
+    return _places(op, state)
 
 
 def put(op: Operation, outputs: Outputs) -> State:
@@ -623,13 +603,7 @@ def put(op: Operation, outputs: Outputs) -> State:
     if mixed := first_mixed([(target, state), (values, added)]):
         return mixed
     mask = op["indices"][0]
-    if (
-        len(op["indices"]) == 1
-        and mask is not None
-        and mask.dtype == torch.bool
-        and added is None
-        and values.numel() == 1
-    ):
+    if len(op["indices"]) == 1 and mask is not None and mask.dtype == torch.bool and values.numel() == 1:
         return joined([(target, state), (mask, op.state(mask))], target.ndim, leading=True)[0]
     if not isinstance(state, Held):
         raise Refused(
@@ -656,5 +630,4 @@ def _written(op: Operation, target: Tensor, state: Held) -> State:
             [(target, state)], op.records, lambda coded: [coded[id(target)][places]], by_place=True
         )
         return found
-    own = _places(op, state)
-    return None if own.dim is None or own.layout is None else Held(own.layout._replace(dim=own.dim))
+    return _places(op, state)

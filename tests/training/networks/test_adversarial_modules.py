@@ -423,6 +423,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "ones that are padded": (
         in_outer_order(lambda x: functional.pad(torch.ones(len(x), 1), (0, 2)).view(-1, 1)), JOINS,
     ),
+    "ones times a vector": (in_outer_order(lambda x: (torch.ones(len(x), 3) * draw(3)).view(-1, 1)), JOINS),
     "ones times a matrix": (in_outer_order(lambda x: (torch.ones(len(x), 2) @ draw(2, 3)).view(-1, 1)), JOINS),
     # ways out of what is followed
     "split at a tensor": (splits, "tensor_split in Runs hands numbers"),

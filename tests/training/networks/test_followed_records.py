@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -361,6 +362,17 @@ def put_in_other_order(model: Any, x: Tensor) -> Tensor:
     return model.f(rows.view(len(x), 4))
 
 
+def sampled(model: Any, x: Tensor) -> Tensor:
+    """Samples every record, a channel, where every other one says."""
+    found = functional.grid_sample(x[None, :, :, None], x[None, :, None, :2], align_corners=False)
+    return model.f(x + found[0, :, :4, 0])
+
+
+def directional(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return model.f(forward_ad.unpack_dual(forward_ad.make_dual(x, torch.ones_like(x))).tangent)
+
+
 def folded_back(x: Tensor) -> Tensor:
     """Sums windows of neighbouring records."""
     pairs = x[:, :, None].expand(-1, -1, 2).contiguous()
@@ -479,10 +491,24 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         lambda m, x: m.f(x + x.reshape(-1)[torch.arange(len(x))][:, None]), "index in Runs takes rows by their place",
     ),
     "constants by the place of a record": (
-        lambda m, x: m.f(x + draw(50, 4)[torch.arange(len(x))]), "index in Runs makes numbers that depend on",
+        lambda m, x: m.f(x + draw(50, 2)[torch.arange(len(x)), signs(x)[:, 0]][:, None]),
+        "index in Runs takes rows by their place",
     ),
     "records selected by records": (
         lambda m, x: m.f(x.index_select(0, signs(x)[:, 0])), "index_select in Runs takes rows by their place",
+    ),
+    "images sampled where others say": (sampled, "grid_sampler_2d in Runs returns shape .* for 37 records"),
+    "number of outliers": (
+        lambda m, x: m.f(x * (1 + len(x[x[:, 0] > 1e9]))), "index in Runs chooses rows by a mask",
+    ),
+    "another operator in small batches": (
+        lambda m, x: m.f(x.neg() if len(x) > 20 else x.flip(0)), "neg in Runs does not run in batches of every size",
+    ),
+    "the batch's size as a tensor": (
+        lambda m, x: m.f(x / torch.tensor(float(len(x)))), "lift_fresh in Runs makes numbers that depend on",
+    ),
+    "the batch's size as a filled tensor": (
+        lambda m, x: m.f(x / torch.full((4,), len(x))), "full in Runs makes numbers that depend on",
     ),
     "places put by the place": (put_by_place, "linspace in Runs makes numbers that depend on"),
     "put over the first record": (put_first, "index_put in Runs moves the rows of records"),
@@ -559,6 +585,12 @@ def test_what_mixes_records_is_refused_by_operator_and_submodule(name: str) -> N
     assert "\n" not in str(caught.value)
     assert "numpy" not in vars(Tensor)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_directional_derivatives_inside_a_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="Runs computes directional derivatives in its forward pass"):
+        RecordTape(Runs(directional), draw(6, 4))
 
 
 def test_the_submodule_is_named() -> None:

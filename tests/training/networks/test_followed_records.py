@@ -497,6 +497,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "records selected by records": (
         lambda m, x: m.f(x.index_select(0, signs(x)[:, 0])), "index_select in Runs takes rows by their place",
     ),
+    "a first row of its own": (
+        lambda m, x: m.f(x + torch.cat([torch.ones(1, 4), *[torch.zeros(1, 4)] * (len(x) - 1)])),
+        "cat in Runs makes numbers that depend on",
+    ),
+    "numbers between those of a view": (
+        lambda m, x: m.f(x + x[:, :2].as_strided((2,), (1,), 2).repeat(2)), "as_strided in Runs views memory that",
+    ),
     "images sampled where others say": (sampled, "grid_sampler_2d in Runs returns shape .* for 37 records"),
     "number of outliers": (
         lambda m, x: m.f(x * (1 + len(x[x[:, 0] > 1e9]))), "index in Runs chooses rows by a mask",
@@ -684,6 +691,7 @@ def test_layouts_are_found_from_the_numbers_of_records(layout: Layout) -> None:
         lambda x: x.tril(),
         lambda x: x.reshape(4, 5),
         lambda x: torch.cat([x, x.flip(0)]),
+        lambda x: torch.cat([x, x.roll(1, 0).minimum(x)], dim=1),
     ],
 )
 def test_rows_that_moved_have_no_layout(moved: Callable[[Tensor], Tensor]) -> None:

@@ -6,12 +6,12 @@ neither must be named in docs/privacy-records.md, and the module really mixes, s
 """
 
 import copy
+import ctypes
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -421,6 +421,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "ones that are padded": (
         in_outer_order(lambda x: functional.pad(torch.ones(len(x), 1), (0, 2)).view(-1, 1)), JOINS,
     ),
+    "ones times a vector": (in_outer_order(lambda x: (torch.ones(len(x), 3) * draw(3)).view(-1, 1)), JOINS),
     "ones times a matrix": (in_outer_order(lambda x: (torch.ones(len(x), 2) @ draw(2, 3)).view(-1, 1)), JOINS),
     # ways out of what is followed
     "split at a tensor": (splits, "tensor_split in Runs hands numbers"),
@@ -540,19 +541,9 @@ def by_state_of_a_generator(m: Any, x: Tensor) -> Tensor:
     return m.f(x * torch.rand(4))
 
 
-class Capsule:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return torch.utils.dlpack.to_dlpack(self.tensor)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
-
-
 def by_native_memory(m: Any, x: Tensor) -> Tensor:
-    return m.f(x * (1.0 + float(np.from_dlpack(Capsule(x.detach())).max() > 1e3)))
+    numbers = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+    return m.f(x * (1.0 + float(max(numbers) > 1e3)))
 
 
 TRUSTED: dict[str, tuple[Callable[..., Any], str]] = {

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from opusim.training.networks.record_gradients.followed import tracking
+from opusim.training.networks.record_gradients.followed import rules, tracking
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
-from opusim.training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.rules import Operation
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -137,6 +139,10 @@ def test_numbers_of_all_records_that_reach_no_parameter_are_no_harm() -> None:
     assert worst(lambda: Runs(lambda m, x: (m.f(x), x.mean())[0]), draw(4, 4)) < 2e-5
 
 
+def test_a_sum_of_losses_besides_that_of_the_outputs_is_accepted() -> None:
+    RecordTape(Runs(with_loss(functional.mse_loss, reduction="sum")), draw(6, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_models_of_transformers_apply_masks_without_reading_them(kind: str) -> None:
@@ -247,6 +253,147 @@ class Keeps(nn.Module):
         return self.f(x + last if self.way == "attribute" else x)
 
 
+class Exchanges(nn.Module):
+    """Adds the mean of the batch before, a buffer that each pass exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.mean = self.mean, x.detach().mean(dim=0)
+        return self.f(x + before)
+
+
+class WithLoss(torch.autograd.Function):
+    """A tensor as it is, and the gradient of a loss besides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, torch.ones(())
+
+
+def with_loss(of: Callable[..., Tensor], **options: Any) -> Callable[[Any, Tensor], Tensor]:
+    """A model that adds a loss to that of the outputs."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        outputs = model.f(x)
+        return WithLoss.apply(outputs, of(outputs, torch.zeros_like(outputs), **options))
+
+    return forward
+
+
+def running(model: Any, x: Tensor) -> Tensor:
+    """Subtracts the mean of the batch, which a batch norm writes into a tensor."""
+    mean = torch.zeros(4)
+    functional.batch_norm(x.detach(), mean, torch.ones(4), training=True, momentum=1.0)
+    return model.f(x - mean)
+
+
+def over_the_first(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    torch.zeros(4, out=copied[0])
+    return model.f(copied)
+
+
+def places(model: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():  # where torch does not take torch.where apart
+        (found,) = torch.where(x[:, 0] < 1e9)
+    return model.f(x + torch.linspace(0, 1, 50)[found.clone()][:, None])
+
+
+def signs(x: Tensor) -> Tensor:
+    """Whole numbers, two of each record."""
+    return (x[:, :2] > 0).long()
+
+
+def bags(
+    ids: Callable[[Tensor], Tensor], begin: Callable[[int], Tensor], **weights: Any
+) -> Callable[..., Tensor]:
+    """A model that adds bags of a table's rows, which begin where offsets say, to its inputs."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        own = {name: make(x) for name, make in weights.items()}
+        found = functional.embedding_bag(ids(x), draw(5, 4), begin(len(x)), mode="sum", **own)
+        return model.f(x + found)
+
+    return forward
+
+
+def normalised(model: Any, x: Tensor) -> Tensor:
+    """Channels of single records, with weights in another order."""
+    rows = x.t().reshape(1, -1, 1) * torch.arange(5.0)
+    found = functional.batch_norm(rows, None, None, weight=x.reshape(-1), training=True)
+    return model.f(found[0, :, 0].view(4, len(x)).t())
+
+
+def of_two(model: Any, x: Tensor) -> Tensor:
+    """Places in a table, by the rows of two records."""
+    found = draw(5, 4)[signs(x).reshape(-1), signs(x).t().reshape(-1)]
+    return model.f(x + found.view(len(x), 2).sum(dim=1, keepdim=True))
+
+
+def put_by_place(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[torch.arange(len(x)), signs(x)[:, 0]] = torch.linspace(0, 1, len(x))
+    return model.f(copied)
+
+
+def put_first(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[torch.tensor([0])] = 1.0
+    return model.f(copied)
+
+
+def put_by_mask_and_place(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[x[:, 0] > -1e9, torch.arange(len(x)) % 4] = 1.0
+    return model.f(copied)
+
+
+def put_in_other_order(model: Any, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, 2).clone()
+    rows[:, [0]] = x[:, :2].t().reshape(-1, 1)
+    return model.f(rows.view(len(x), 4))
+
+
+def sampled(model: Any, x: Tensor) -> Tensor:
+    """Samples every record, a channel, where every other one says."""
+    found = functional.grid_sample(x[None, :, :, None], x[None, :, None, :2], align_corners=False)
+    return model.f(x + found[0, :, :4, 0])
+
+
+def directional(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return model.f(forward_ad.unpack_dual(forward_ad.make_dual(x, torch.ones_like(x))).tangent)
+
+
+def folded_back(x: Tensor) -> Tensor:
+    """Sums windows of neighbouring records."""
+    pairs = x[:, :, None].expand(-1, -1, 2).contiguous()
+    return torch.ops.aten.unfold_backward(pairs, list(x.shape), 0, 2, 1)
+
+
+def summed_weight(gradient: Tensor) -> Tensor:
+    """Adds the gradient of a weight that all records share."""
+    rows, options = gradient[:, None], ([0], [1], [0], [1], False, [0], 1, [False, True, False])
+    _, shared, _ = torch.ops.aten.convolution_backward(rows, rows, torch.ones(1, 1, 1), *options)
+    return gradient + shared.flatten()
+
+
+SharedWeight = backward("SharedWeight", summed_weight)
+
+
+def outlier(x: Tensor) -> Tensor:
+    """1 if a record holds a number that no invented one does, else 0."""
+    return (x.detach() > 1e9).any().float()
+
+
 LENGTHS = (draw(6, 5, 4), ids(6))
 REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but one batch, the message
     "sorted by length": (by_length, LENGTHS, "index in Runs takes rows by their place"),
@@ -309,6 +456,90 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
     "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),
+    "table of the batch": (
+        lambda m, x: m.f(functional.embedding(signs(x)[:, 0], x)), "embedding in Runs takes numbers of the batch",
+    ),
+    "row of the batch": (
+        lambda m, x: m.f(x + functional.embedding(torch.zeros(1).long(), x)), "embedding in Runs takes numbers",
+    ),
+    "bags of the batch": (
+        lambda m, x: m.f(functional.embedding_bag(signs(x), x)), "_embedding_bag.* in Runs takes numbers of the batch",
+    ),
+    "bags in outer order": (
+        bags(lambda x: signs(x).t().reshape(-1), lambda n: torch.arange(0, 2 * n, 2)), "bags that begin where offsets",
+    ),
+    "bags of one, and a rest": (bags(lambda x: signs(x).reshape(-1), torch.arange), "bags that begin where offsets"),
+    "bags weighted in outer order": (
+        bags(
+            lambda x: signs(x).reshape(-1),
+            lambda n: torch.arange(0, 2 * n, 2),
+            per_sample_weights=lambda x: x[:, :2].t().reshape(-1),
+        ),
+        "_embedding_bag.* in Runs combines rows of different records",
+    ),
+    "channels weighted in another order": (normalised, "native_batch_norm in Runs combines rows of different records"),
+    "table by places of two records": (of_two, "index in Runs takes rows of other"),
+    "table that grows with the batch": (
+        lambda m, x: m.f(x + torch.linspace(0, 1, len(x))[signs(x)[:, :1]]), "index in Runs takes rows of numbers that",
+    ),
+    "positions by the place of a record": (
+        lambda m, x: m.f(x[:, :4] + x.t()[torch.arange(len(x)), torch.tensor([0])][:, None]),
+        (draw(6, 50),),
+        "index in Runs takes rows by their place",
+    ),
+    "rows by the place of a record": (
+        lambda m, x: m.f(x + x.reshape(-1)[torch.arange(len(x))][:, None]), "index in Runs takes rows by their place",
+    ),
+    "constants by the place of a record": (
+        lambda m, x: m.f(x + draw(50, 2)[torch.arange(len(x)), signs(x)[:, 0]][:, None]),
+        "index in Runs takes rows by their place",
+    ),
+    "records selected by records": (
+        lambda m, x: m.f(x.index_select(0, signs(x)[:, 0])), "index_select in Runs takes rows by their place",
+    ),
+    "a first row of its own": (
+        lambda m, x: m.f(x + torch.cat([torch.ones(1, 4), *[torch.zeros(1, 4)] * (len(x) - 1)])),
+        "cat in Runs makes numbers that depend on",
+    ),
+    "numbers between those of a view": (
+        lambda m, x: m.f(x + x[:, :2].as_strided((2,), (1,), 2).repeat(2)), "as_strided in Runs views memory that",
+    ),
+    "images sampled where others say": (sampled, "grid_sampler_2d in Runs returns shape .* for 37 records"),
+    "number of outliers": (
+        lambda m, x: m.f(x * (1 + len(x[x[:, 0] > 1e9]))), "index in Runs chooses rows by a mask",
+    ),
+    "another operator in small batches": (
+        lambda m, x: m.f(x.neg() if len(x) > 20 else x.flip(0)), "neg in Runs does not run in batches of every size",
+    ),
+    "the batch's size as a tensor": (
+        lambda m, x: m.f(x / torch.tensor(float(len(x)))), "lift_fresh in Runs makes numbers that depend on",
+    ),
+    "the batch's size as a filled tensor": (
+        lambda m, x: m.f(x / torch.full((4,), len(x))), "full in Runs makes numbers that depend on",
+    ),
+    "places put by the place": (put_by_place, "linspace in Runs makes numbers that depend on"),
+    "put over the first record": (put_first, "index_put in Runs moves the rows of records"),
+    "put by a mask and a place": (put_by_mask_and_place, "index_put in Runs chooses rows by a mask"),
+    "put in another order": (put_in_other_order, "index_put in Runs combines rows of different records"),
+    "windows folded back": (lambda m, x: m.f(folded_back(x)), "unfold_backward in Runs works along the records"),
+    "patches of the batch": (
+        lambda m, x: m.f(x + functional.unfold(x[None, None, :, :1], (3, 1), padding=(1, 0))[0, :1].t()),
+        "im2col in Runs sees the records in another dimension",
+    ),
+    "triangle behind batches of 50": (lambda m, x: m.f(x.triu(-50)), "triu in Runs works along the records"),
+    "gradient of a shared weight": (lambda m, x: SharedWeight.apply(m.f(x)), "sums gradients over the records"),
+    "a list of tensors": (lambda m, x: m.f(x + torch.tensor([outlier(x)])), "torch.tensor of a list of tensors in"),
+    "a list of whole numbers": (
+        lambda m, x: m.f(x + x.new_tensor([outlier(x).long()])), "torch.tensor of a list of tensors in Runs",
+    ),
+    "a capsule": (lambda m, x: m.f(x * (1 + str(torch.to_dlpack(x)).count("?"))), "to_dlpack in Runs hands numbers"),
+    "called fresh": (lambda m, x: m.f(x + torch.ops.aten.lift_fresh(outlier(x))), "lift_fresh in Runs has no known"),
+    "running statistics": (running, "native_batch_norm in Runs overwrites a tensor by what records share"),
+    "zeros over a record": (over_the_first, "zeros in Runs has no known rule"),
+    "places of a condition": (places, "nonzero in Runs has no known rule"),
+    "a mean written into a tensor": (
+        lambda m, x: m.f(x + torch.mean(x, 0, out=torch.zeros(4))), "mean in Runs takes a second tensor, such as out=",
+    ),
     "text of the numbers": (lambda m, x: m.f(x if "inf" in str(x) else 2 * x), "__repr__ in Runs"),
     "turned at a fixed record": (lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])), "slice in Runs"),
     "draws of its own": (
@@ -328,6 +559,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "backward hook": (hooked(False), "mean in .*BackwardHookFunctionBackward reduces over the records"),
     "hook before a backward pass": (hooked(True), "mean in .*BackwardHookFunctionBackward reduces over"),
     "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), "backward pass of ReadBackward"),
+    "mean of squares besides": (
+        with_loss(functional.mse_loss), "mse_loss_backward in .* divides by the number of records",
+    ),
+    "mean of Huber losses besides": (
+        with_loss(functional.huber_loss), "huber_loss_backward in .* divides by the number of records",
+    ),
+    "mean of smooth losses besides": (
+        with_loss(functional.smooth_l1_loss), "smooth_l1_loss_backward in .* divides by the number of records",
+    ),
+    "exchanged buffer": (Exchanges(), "Exchanges takes a tensor that torch did not compute in this pass"),
     "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), "changes buffer 'mean'"),
     "frozen parameter exchanged in the backward pass": (
@@ -353,6 +594,12 @@ def test_what_mixes_records_is_refused_by_operator_and_submodule(name: str) -> N
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_directional_derivatives_inside_a_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="Runs computes directional derivatives in its forward pass"):
+        RecordTape(Runs(directional), draw(6, 4))
+
+
 def test_the_submodule_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Runs(lambda m, x: m.f(x.flip(0)))))
     with pytest.raises(ValueError, match=r"linear\('1.0.f.weight', '1.0.f.bias'\).*flip in Runs '1.0'"):
@@ -362,7 +609,7 @@ def test_the_submodule_is_named() -> None:
 @pytest.mark.parametrize(
     ("model", "args", "message"),
     [
-        (nn.EmbeddingBag(9, 3), (ids(6), torch.arange(6)), "bags that begin where offsets say"),
+        (nn.EmbeddingBag(9, 3), (ids(40), torch.arange(40)), "bags that begin where offsets say"),
         (nn.Embedding(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
         (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
     ],
@@ -444,6 +691,7 @@ def test_layouts_are_found_from_the_numbers_of_records(layout: Layout) -> None:
         lambda x: x.tril(),
         lambda x: x.reshape(4, 5),
         lambda x: torch.cat([x, x.flip(0)]),
+        lambda x: torch.cat([x, x.roll(1, 0).minimum(x)], dim=1),
     ],
 )
 def test_rows_that_moved_have_no_layout(moved: Callable[[Tensor], Tensor]) -> None:
@@ -505,6 +753,31 @@ def test_an_operator_puts_records_where_its_rule_says(name: str) -> None:
             assert differs[layout.owners(7) != record].sum() == 0
             assert differs[layout.owners(7) == record].any()
     assert accepted
+
+
+def operation(name: str, records: int, states: list[Any], **arguments: Tensor) -> Operation:
+    """A call of an operator that this machine may not run."""
+    return Operation(
+        func=None, name=name, where=lambda: name, arguments=arguments, numbers=(), tensors=list(arguments.values()),
+        written=[], states=dict(zip(map(id, arguments.values()), states, strict=True)), records=records,
+    )  # fmt: skip
+
+
+def test_a_gradient_of_keys_that_all_heads_share_sums_over_records_in_the_heads() -> None:
+    queries, keys = torch.zeros(1, 7, 2, 3), torch.zeros(1, 1, 2, 3)
+    held = Held(Layout(1))
+    op = operation("_scaled_dot_product_flash_attention_backward", 7, [held, None], query=queries, key=keys)
+    first, second = rules.attention(op, [queries, keys])
+    assert first == held
+    assert isinstance(second, Mixed)
+
+
+def test_the_memory_of_a_recurrent_layer_is_of_all_records() -> None:
+    inputs, reserve = torch.zeros(5, 7, 3), torch.zeros(11)
+    op = operation("_cudnn_rnn", 7, [Held(Layout(1))], input=inputs)
+    *held, last = rules.recurrent(op, [inputs, inputs[:1], inputs[:1], reserve])
+    assert held == [Held(Layout(1))] * 3
+    assert isinstance(last, Mixed)
 
 
 def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,18 @@ _SIZES = frozenset({
 _STRIDED = frozenset({"as_strided", "new_empty_strided", "empty_strided"})
 _RESHAPES = frozenset({"squeeze", "unsqueeze", "t", "transpose", "as_strided"})
 """Operators whose in-place form changes the shape of a tensor, and no number."""
+WRITES = dict.fromkeys(["native_batch_norm", "cudnn_batch_norm"], ("running_mean", "running_var"))
+"""The names of arguments that operators overwrite in training, though their schemas do not say so."""
 _SEED = 2**31 + 48611
 """Seed of torch's generator in a pass that is followed; no module is likely to take it."""
 _METHODS = (
     "numpy", "tolist", "untyped_storage", "storage", "apply_", "map_", "map2_", "__dlpack__",
     "__reduce_ex__", "__repr__",
 )  # fmt: skip
+CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__complex__")
+"""How torch.tensor reads the elements of a list, while it keeps their operators from every mode."""
+_CAPSULE = "to_dlpack"
+"""Hands out a tensor's memory."""
 _PLACES = "tensor_split"
 """Splits at the places that a tensor holds, which torch reads without an operator."""
 _SHAPE = "_shape_as_tensor"
@@ -57,6 +63,8 @@ def operator_of(func: Any) -> Operator:
     package, _, name = func._schema.name.partition("::")
     in_place = name.endswith("_") and not name.endswith("__")
     name = name[:-1] if in_place else name
+    if func is torch.ops.aten.where.default:  # inference mode shows it whole
+        name = "nonzero"
     left_out = _SIZES | ({"stride", "storage_offset"} if name in _STRIDED else set())
     known = func._schema.arguments
     written = [each.name for each in known if each.alias_info and each.alias_info.is_write]
@@ -102,20 +110,28 @@ def active_tracker() -> Any:
     return active[-1] if active else None
 
 
-def _guard(owner: Any, name: str, *, first: bool) -> tuple[Any, str, Callable[..., Any]]:
+def _is_hidden() -> bool:
+    """Return whether torch keeps operators from modes."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+
+
+def _guard(
+    owner: Any, name: str, *, first: bool, when: Callable[[], bool] = lambda: True
+) -> tuple[Any, str, Callable[..., Any]]:
     """Return a function that checks with the tracker before it calls another one.
 
     Args:
         owner: Class or module of the other function.
         name: Name of the other function.
         first: Whether to check the tensor that it is called on, or those that follow.
+        when: Returns whether to check.
     """
     method: Callable[..., Any] = getattr(owner, name)
 
     @wraps(method)
     def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for each in (tensor,) if first else (*args, *kwargs.values()):
-            if active and isinstance(each, Tensor):
+            if active and isinstance(each, Tensor) and when():
                 active[-1].require_inside(each, name)
         return method(tensor, *args, **kwargs)
 
@@ -124,7 +140,9 @@ def _guard(owner: Any, name: str, *, first: bool) -> tuple[Any, str, Callable[..
 
 GUARDS = (
     *(_guard(Tensor, name, first=True) for name in _METHODS),
+    *(_guard(Tensor, name, first=True, when=_is_hidden) for name in CONVERSIONS),
     *(_guard(owner, _PLACES, first=False) for owner in (Tensor, torch)),
+    *(_guard(owner, _CAPSULE, first=True) for owner in (torch, torch.utils.dlpack)),
     (torch, _SHAPE, lambda tensor: torch.tensor(list(tensor.shape))),
 )
 """Methods that hand numbers to code outside of torch, and their replacements, which check with the tracker first.

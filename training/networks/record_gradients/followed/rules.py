@@ -112,8 +112,20 @@ def pointwise(op: Operation, outputs: Outputs) -> State | list[State]:
     state, size = joined(op.pairs(), ndim)
     if not isinstance(state, Held):
         return state
+    return _shared_out(op, outputs, state, size)
+
+
+def _shared_out(op: Operation, outputs: Outputs, state: Held, size: int | None) -> list[State]:
+    """Return the state of each result with a row for each record; others sum over the records, unless empty."""
     dim = state.layout.dim
-    return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
+    return [
+        None
+        if t is None or not t.numel()
+        else state
+        if t.ndim > dim and t.shape[dim] == size
+        else op.mixed("sums over the records")
+        for t in outputs
+    ]
 
 
 def dimensions(op: Operation, ndim: int, name: str = "dim") -> list[int]:
@@ -146,7 +158,9 @@ def along(op: Operation, outputs: Outputs) -> State | list[State]:
 
 def _single(op: Operation) -> tuple[Tensor, State]:
     """Return the only tensor."""
-    (pair,) = op.pairs()
+    pair, *others = op.pairs()
+    if others:
+        raise Refused("takes a second tensor, such as out=", "leave it out")
     return pair
 
 
@@ -226,6 +240,13 @@ def loss(op: Operation, outputs: Outputs) -> State | list[State]:
     return first_mixed(op.pairs()) or op.mixed(
         "joins the losses of records", "return outputs; losses belong outside"
     )
+
+
+def loss_backward(op: Operation, outputs: Outputs) -> State | list[State]:
+    """The gradient of a loss for each number, of their sum or of their mean."""
+    if op["reduction"] == 1:  # the mean
+        return op.mixed("divides by the number of records", "return outputs; losses belong outside")
+    return pointwise(op, outputs)
 
 
 def first_mixed(pairs: Sequence[tuple[Tensor, State]]) -> Mixed | None:
@@ -382,6 +403,8 @@ def attention(op: Operation, outputs: Outputs) -> State | list[State]:
         raise Refused(
             "attends from one record to another", "let the records come first, as with batch_first=True"
         )
+    if op.name.endswith("backward"):
+        return _shared_out(op, outputs, state, size)
     dim = state.layout.dim
     return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
 
@@ -433,7 +456,8 @@ def recurrent(op: Operation, outputs: Outputs) -> State | list[State]:
             raise Refused("works along the records", ORDER_REMEDY)
     if op.state(op["input"]) is None:
         raise Refused("takes states of records with inputs of none", ORDER_REMEDY)
-    return [Held(Layout(t.ndim - 2)) if t is not None and n < 3 else None for n, t in enumerate(outputs)]
+    own = [Held(Layout(t.ndim - 2)) if t is not None else None for t in outputs[:3]]
+    return [*own, *(op.mixed("keeps numbers of all records") for _ in outputs[3:])]
 
 
 def like(op: Operation, outputs: Outputs) -> State:
@@ -466,7 +490,7 @@ def embedding_bag(op: Operation, outputs: Outputs) -> State | list[State]:
     rows = state.layout.rows if isinstance(state, Held) else 0
     counted = torch.arange(op.records, device=offsets.device) * rows
     place = op.state(offsets)
-    fixed = place is None or (isinstance(place, Mixed) and place.counts)
+    fixed = isinstance(place, Mixed) and place.counts
     known = isinstance(state, Held) and state.layout.outer == 1 and fixed
     if not known or not torch.equal(offsets, counted.to(offsets)):
         raise Refused(
@@ -491,8 +515,6 @@ def indexed_lines(op: Operation, outputs: Outputs) -> State:
 def selected(op: Operation, outputs: Outputs) -> State | list[State]:
     """index_select: whole lines at places along one dimension."""
     table, index = op.state(op["self"]), op.state(op["index"])
-    if mixed := first_mixed([(op["self"], table), (op["index"], index)]):
-        raise Refused("takes rows by their place in the batch", mixed.remedy)
     dim = op["dim"] % max(op["self"].ndim, 1)
     if table is None and isinstance(index, Held):
         return Held(index.layout._replace(dim=dim))
@@ -514,23 +536,8 @@ def added_at(op: Operation, outputs: Outputs) -> State:
     return state
 
 
-@dataclass(frozen=True)
-class _Places:
-    """The places that a list of indices takes.
-
-    Attributes:
-        own: Whether each record is taken at its own place, by 0, 1, ... in the dimension of records.
-        dim: Where the records stand in the result, or None if the indices hold none.
-        layout: Layout of the records among the indices.
-    """
-
-    own: bool
-    dim: int | None
-    layout: Layout | None
-
-
-def _places(op: Operation, state: State) -> _Places:
-    """Read the indices of x[...], at least one of which depends on records or on their number.
+def _places(op: Operation, state: State) -> Held:
+    """Return where x[...] puts the records; at least one of its indices depends on them or on their number.
 
     Raises:
         Refused: The indices take rows of other records, or a number of rows that depends on records.
@@ -558,11 +565,11 @@ def _places(op: Operation, state: State) -> _Places:
             found.append(Layout(dims[0] + ndim - index.ndim))
         elif isinstance(placed, Held):
             found.append(placed.layout._replace(dim=placed.layout.dim + ndim - index.ndim))
-    if len(set(found)) > 1 or (isinstance(state, Held) and not own and found):
+    if len(set(found)) > 1 or (isinstance(state, Held) and not own):
         raise Refused("takes rows of other records", TABLE_REMEDY)
     numbers = [n for n, _ in given]
     start = numbers[0] if numbers == list(range(numbers[0], numbers[-1] + 1)) else 0
-    return _Places(own, start + found[0].dim, found[0]) if found else _Places(own, None, None)
+    return Held(found[0]._replace(dim=start + found[0].dim))
 
 
 def counts_on(op: Operation, output: Tensor) -> bool:
@@ -586,10 +593,7 @@ def indexed(op: Operation, outputs: Outputs) -> State | list[State]:
         raise Refused("takes rows of numbers that all records share", state.remedy)
     if _is_constant(op):
         return moved(op, outputs)
-    places = _places(op, state)
-    if places.dim is None or places.layout is None:
-        raise Refused("takes rows by their place in the batch", TABLE_REMEDY)
-    return Held(places.layout._replace(dim=places.dim))
+    return _places(op, state)
 
 
 def put(op: Operation, outputs: Outputs) -> State:
@@ -599,13 +603,7 @@ def put(op: Operation, outputs: Outputs) -> State:
     if mixed := first_mixed([(target, state), (values, added)]):
         return mixed
     mask = op["indices"][0]
-    if (
-        len(op["indices"]) == 1
-        and mask is not None
-        and mask.dtype == torch.bool
-        and added is None
-        and values.numel() == 1
-    ):
+    if len(op["indices"]) == 1 and mask is not None and mask.dtype == torch.bool and values.numel() == 1:
         return joined([(target, state), (mask, op.state(mask))], target.ndim, leading=True)[0]
     if not isinstance(state, Held):
         raise Refused(
@@ -632,5 +630,4 @@ def _written(op: Operation, target: Tensor, state: Held) -> State:
             [(target, state)], op.records, lambda coded: [coded[id(target)][places]], by_place=True
         )
         return found
-    own = _places(op, state)
-    return None if own.dim is None or own.layout is None else Held(own.layout._replace(dim=own.dim))
+    return _places(op, state)

@@ -30,7 +30,9 @@ from torch.utils._pytree import tree_leaves
 from opusim.training.networks import record_independence
 from opusim.training.networks.record_gradients.followed import rules
 from opusim.training.networks.record_gradients.followed.arguments import (
+    CONVERSIONS,
     GUARDS,
+    WRITES,
     active,
     has_own_generator,
     operator_of,
@@ -72,7 +74,10 @@ _CUTS = frozenset({
 _SAME_PLACE = frozenset({"detach", "alias"})
 """Operators whose result has the memory and the place of their argument, and so its state."""
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
-_SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
+_SHOWN = {
+    "_local_scalar_dense": "item (or a condition of Python)",
+    **dict.fromkeys(CONVERSIONS, "torch.tensor of a list of tensors"),
+}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"
 _LIST = (
     "use operators of training/networks/record_gradients/followed/tracking.py, which keep every record in rows of its "
@@ -106,7 +111,7 @@ special_ndtri special_xlog1py special_zeta ldexp threshold_backward gelu_backwar
 elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward leaky_relu_backward softplus_backward
 softshrink_backward hardshrink_backward tanh_backward sigmoid_backward logit_backward log_sigmoid_backward
 rrelu_with_noise_backward _prelu_kernel_backward gelu_backward infinitely_differentiable_gelu_backward
-huber_loss_backward smooth_l1_loss_backward mse_loss_backward fake_quantize_per_tensor_affine_cachemask
+fake_quantize_per_tensor_affine_cachemask
 """
 _REDUCTIONS = """
 sum nansum mean nanmean prod amax amin var std var_mean std_mean logsumexp linalg_vector_norm norm argmax argmin any all
@@ -155,6 +160,9 @@ RULES: dict[str, Rule] = {
     "unfold_backward": rules.unfolded_back,
     **dict.fromkeys(
         ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"], rules.loss
+    ),
+    **dict.fromkeys(
+        ["mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"], rules.loss_backward
     ),
     **dict.fromkeys(["mm", "bmm"], rules.mm),
     "mv": rules.mv,
@@ -276,7 +284,9 @@ class RowTracker(TorchDispatchMode):
         named: list[tuple[str, Tensor]] = []
         named += [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
         named += [(f"buffer {name!r}", tensor) for name, tensor in model.named_buffers()]
-        self.note(None, *(tensor for _, tensor in named))
+        known = {} if first is None else first.states
+        # a buffer that the first pass exchanged holds what that pass computed
+        self.note(None, *(t for _, t in named if not any(known.get(_memory(t)._cdata, {}).values())))
         self._kept = {_memory(tensor)._cdata: name for name, tensor in named}
 
     def __enter__(self) -> Self:
@@ -409,9 +419,11 @@ class RowTracker(TorchDispatchMode):
                 if operator.reshapes:
                     arguments["self"] = arguments["self"].detach()
                 leaves = tree_leaves([arguments.get(each) for each in operator.counted])
-                written = tree_leaves([arguments.get(each) for each in operator.written])
+                unsaid = WRITES.get(name, ()) if arguments.get("training") else ()
+                written = [arguments.get(each) for each in (*operator.written, *unsaid)]
                 tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-                states = [None] * len(tensors) if name == "lift_fresh" else self.states(*tensors)
+                fresh = name == "lift_fresh" and _memory(tensors[0])._cdata not in self.survey.states
+                states = [None] if fresh else self.states(*tensors)
                 op = Operation(
                     func=func,
                     name=name,
@@ -419,7 +431,7 @@ class RowTracker(TorchDispatchMode):
                     arguments=arguments,
                     numbers=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor | torch.Generator)),
                     tensors=tensors,
-                    written=[leaf for leaf in written if isinstance(leaf, Tensor)],
+                    written=[leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)],
                     states=dict(zip(map(id, tensors), states, strict=True)),
                     records=self._records,
                 )
@@ -574,7 +586,8 @@ class RowTracker(TorchDispatchMode):
             type(a) is type(b) and (a is b or a == b or (a != a and b != b))
             for a, b in zip(now, then, strict=True)
         )
-        factory = op.name in _FACTORIES and not (op.name.endswith("_like") and any(given))
+        takes = op.written if op.name.startswith("new_") else op.tensors
+        factory = op.name in _FACTORIES and not any(op.state(tensor) for tensor in takes)
         states: list[State]
         if factory or all(state is None or (isinstance(state, Mixed) and state.placed) for state in given):
             states = [

@@ -370,6 +370,10 @@ def program_of(
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if file is None or not Path(file).is_file() else Path(file).resolve()
     parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
+    plain = criterion
+    while isinstance(plain, partial):
+        plain = plain.func
+    name = "" if plain is None else getattr(plain, "__qualname__", type(plain).__name__)
     return Program(
         versions=versions(),
         script="" if script is None else _path_text(script),
@@ -384,16 +388,8 @@ def program_of(
             if file != script
         },
         fixed_batches=fixed_batches,
-        criterion=_criterion_text(criterion),
+        criterion=textwrap.shorten(name, _LONGEST),
     )
-
-
-def _criterion_text(criterion: Any) -> str:
-    """Return a criterion's class, or the name of a function; empty for None."""
-    while isinstance(criterion, partial):
-        criterion = criterion.func
-    name = getattr(criterion, "__qualname__", type(criterion).__name__)
-    return "" if criterion is None else textwrap.shorten(name, _LONGEST)
 
 
 def _path_text(path: Path) -> str:

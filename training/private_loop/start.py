@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from opusim import checks
 from opusim.accounting.explanation import large_delta, large_epsilon
@@ -402,6 +402,8 @@ def digest_of_data(loader: DataLoader[Any]) -> str | None:
     tensors = dataset.tensors if type(dataset) is TensorDataset else ()
     dense = tensors and all(each.layout is torch.strided for each in tensors)
     whole = _digest(tensors) if dense and sum(each.nbytes for each in tensors) <= _WHOLE else None
+    if whole is not None and loader.collate_fn is default_collate:
+        return whole
     places = sorted({place * (len(dataset) - 1) // (_PROBES - 1) for place in range(_PROBES)})
     found = []
     for _ in range(2):

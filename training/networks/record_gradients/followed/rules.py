@@ -112,17 +112,13 @@ def pointwise(op: Operation, outputs: Outputs) -> State | list[State]:
     state, size = joined(op.pairs(), ndim)
     if not isinstance(state, Held):
         return state
-    return _shared_out(op, outputs, state, size)
-
-
-def _shared_out(op: Operation, outputs: Outputs, state: Held, size: int | None) -> list[State]:
-    """Return the state of each result with a row for each record; others sum over the records, unless empty."""
+    # a result with a row for each record; others sum over the records, unless they are empty
     dim = state.layout.dim
     return [
-        None
+        state
+        if t is not None and t.ndim > dim and t.shape[dim] == size
+        else None
         if t is None or not t.numel()
-        else state
-        if t.ndim > dim and t.shape[dim] == size
         else op.mixed("sums over the records")
         for t in outputs
     ]
@@ -403,10 +399,17 @@ def attention(op: Operation, outputs: Outputs) -> State | list[State]:
         raise Refused(
             "attends from one record to another", "let the records come first, as with batch_first=True"
         )
+    dim, others = state.layout.dim, None
     if op.name.endswith("backward"):
-        return _shared_out(op, outputs, state, size)
-    dim = state.layout.dim
-    return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
+        others = op.mixed("sums over the records")
+    return [
+        state
+        if t is not None and t.ndim > dim and t.shape[dim] == size
+        else others
+        if t is not None and t.numel()
+        else None
+        for t in outputs
+    ]
 
 
 _ATTENDS = ("query", "key", "value", "grad_out", "grad_out_", "grad_output", "out", "logsumexp")

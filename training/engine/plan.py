@@ -219,6 +219,15 @@ class RunPlan(Plan):
                 f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; "
                 "give the same data in the same form"
             )
+        counts = {"n_train": len(dataset.train)}
+        if "n_users" in stored:
+            counts["n_users"] = len(users_of(config, dataset) or ())
+        for key, count in counts.items():
+            if stored.get(key, count) != count:
+                raise RunFolderError(
+                    f"run folder {folder.path} was trained with {key} = {stored[key]}, and these data have {count}; "
+                    "give the same data again"
+                )
         for key, labels in (("fingerprint", True), ("features_fingerprint", False)):
             found = stored.get(key)
             owners = dataset.owners if config.of_users else ()

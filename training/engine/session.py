@@ -380,6 +380,10 @@ def _facts(plan: RunPlan, forecast: Forecast | None, device: NoisyDevice | None)
         }
         if dataset.origin:
             data["origin"] = dict(dataset.origin)
+    elif (
+        config.of_users and config.relation is Adjacency.ZERO_OUT
+    ):  # under which the number of users is public
+        data["n_users"] = plan.sampler.n_records
     data["standardisation"] = asdict(dataset.standardisation)
     if dataset.public_map is not None:
         data["features"] = dict(dataset.public_map)
@@ -434,9 +438,9 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
     same |= {part: facts_equal(stored[part], facts[part]) for part in ("network", "data", "device")}
     for part, equal in same.items():
         if not equal:
+            other = "other data, or another number of users" if part == "data" else f"another {part}"
             raise RunFolderError(
-                f"run folder {folder.path} was started with another {part}; resume it with the same one, "
-                "or start a new folder"
+                f"run folder {folder.path} was started with {other}; resume it with the same, or start a new folder"
             )
     changed = [name for name, version in facts["versions"].items() if stored["versions"].get(name) != version]
     if changed:

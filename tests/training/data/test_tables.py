@@ -254,7 +254,7 @@ class TestRuns:
         with pytest.raises(RuntimeError, match="stopped"):
             opusim.train(CONFIG, **given, label="species", folder=tmp_path / "run", watcher=Stop())
         for other in ({"data": FRAME.assign(count=1)}, {"test": FRAME.assign(count=1)}):
-            with pytest.raises(RunFolderError, match="was started with another data"):
+            with pytest.raises(RunFolderError, match="was started with other data"):
                 opusim.train(**(given | other), folder=tmp_path / "run", resume=True)
         resumed = opusim.train(**given, folder=tmp_path / "run", resume=True)
         assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))

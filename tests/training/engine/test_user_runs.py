@@ -156,3 +156,18 @@ def test_a_release_says_that_its_records_are_on_trust(tmp_path: Path, mode: str)
     opusim.train(given, data=records(), model=model(), folder=tmp_path)
     trusted = [each.text for each in stated(tmp_path).guarantees[0].assumptions if each.holds is None]
     assert any("the same records in the same order" in text for text in trusted) is (mode == "release")
+
+
+def test_a_release_refuses_another_number_of_users(tmp_path: Path, ctrl_c_at: type) -> None:
+    """It keeps no digest of records, but zero_out makes the number of users public."""
+    given = config(mode="release", sampler={"scheme": "poisson", "batch_size": 6})
+    del given["seed"]
+    with pytest.raises(opusim.training.RunInterrupted):
+        opusim.train(given, data=records(), model=model(), folder=tmp_path / "run", callbacks=[ctrl_c_at(3)])
+    x, y, ids = records()
+    fewer = x, y, ["user 1" if each == "user 2" else each for each in ids]
+    with pytest.raises(opusim.RunFolderError, match="another number of users"):
+        opusim.train(folder=tmp_path / "run", data=fewer, model=model(), resume=True)
+    with pytest.raises(opusim.RunFolderError, match="n_users"):
+        opusim.audit_run(tmp_path / "run", data=fewer, model=model(), trials=40, out=tmp_path / "audit")
+    opusim.train(folder=tmp_path / "run", data=records(), model=model(), resume=True)

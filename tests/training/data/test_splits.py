@@ -238,7 +238,7 @@ def test_whole_numbers_next_to_an_empty_cell_of_a_table_are_ids() -> None:
 
 @pytest.mark.parametrize("ids", [["07", 7], ["7.50", "7.5"], ["+7", "7"], ["-0", "0"]])
 def test_one_number_written_in_two_ways_is_refused(ids: list[Any]) -> None:
-    with pytest.raises(ValueError, match="user_ids: write one number in two ways"):
+    with pytest.raises(ValueError, match="user_ids: two IDs are one number written in two ways"):
         users(["a", *ids])
 
 

@@ -129,8 +129,8 @@ def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
     for key in {key for key in keys if key is not None and _NUMBER.fullmatch(key)}:
         if written.setdefault(Decimal(key), key) != key:
             raise ValueError(
-                f"{name}: two IDs are one number written in two ways, as '07' and 7 are, and would be two users; write each "
-                "user's ID in one way, and different IDs with a letter, such as 'u07'"
+                f"{name}: two IDs are one number written in two ways, as '07' and 7 are, and would be two users; "
+                "write each user's ID in one way, and different IDs with a letter, such as 'u07'"
             )
     return keys
 

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from opusim.calibration.recorded import read_frames
+from opusim.calibration.recorded_transfer import reduced
 from opusim.cli import app
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
@@ -95,6 +97,29 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, again).exit_code == 0
     twice = load_description(out / "camera_low_light_measured_measured.toml")
     assert twice.provenance["camera.light.exposure_us"] == kept
+
+
+@pytest.mark.parametrize(("widths", "is_used"), [(0.5, True), (2.0, False)])
+def test_a_quantum_efficiency_whose_limits_hold_1_becomes_1(
+    widths: float, is_used: bool, tmp_path: Path
+) -> None:
+    """Photons are scaled so that the estimate lies above 1 by half of, or twice, the distance to its lower limit."""
+    arrays, frames = recording(Sensor(), np.random.default_rng(3), shape=(24, 40)), tmp_path / "frames.npz"
+    np.savez(frames, **arrays)
+    found = reduced(read_frames(frames)).estimates(0.95)["quantum_efficiency"]
+    wanted = 1 + widths * (found.value - found.low) / found.value
+    np.savez(frames, **arrays | {"flat_photons": arrays["flat_photons"] * found.value / wanted})
+    words = ["calibrate", "camera_low_light", "--recorded", str(frames), "--out", str(tmp_path)]
+    result = RUNNER.invoke(app, words)
+    if is_used:
+        assert result.exit_code == 0, result.output
+        description = load_description(tmp_path / "camera_low_light_measured.toml")
+        assert description.camera.light.quantum_efficiency == 1
+    else:
+        assert isinstance(result.exception, ConfigError)
+        assert "camera.light.quantum_efficiency: must be more than 0 and at most 1" in str(result.exception)
+    remarks = json.loads((tmp_path / "camera.json").read_text())["remarks"]
+    assert any(remark.endswith("a description takes 1") for remark in remarks) is is_used
 
 
 def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:

@@ -572,6 +572,13 @@ def test_a_missing_library_and_a_projection_of_two_frames_are_named(described: P
         open_device("my_bench.toml", frames={"frames_per_projection": 2})
 
 
+def test_noise_of_a_description_is_refused_with_what_changes_that_of_a_bench(described: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="noise: does nothing: .* bench.exposure_us changes it; leave noise .--sigma. out"
+    ):
+        open_device("my_bench.toml", noise={"sigma": 3.0})
+
+
 # Training
 
 

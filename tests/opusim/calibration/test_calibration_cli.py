@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from opusim.calibration.calibrate import _CAUSES
+from opusim.calibration.independence import independence_p_values
+from opusim.calibration.reading_noise import shape_p_values
 from opusim.calibration.recorded import read_frames
 from opusim.calibration.recorded_transfer import reduced
 from opusim.cli import app
@@ -40,7 +43,10 @@ def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_i
 ) -> None:
     result = RUNNER.invoke(app, ["calibrate", "ideal", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 3, result.output
-    assert "this does not hold: each output is Gaussian (constant outputs)" in result.stdout
+    told = "each output is Gaussian (constant outputs): does not hold (few electrons, rare jumps, clipping"
+    assert result.stdout.count("each output is Gaussian") == 1
+    assert told in result.stdout
+    assert "training needs no law" not in result.stdout
     assert (tmp_path / "ideal.certificate.toml").exists()
     RUNNER.invoke(app, ["calibrate", "gaussian", "--out", str(tmp_path), *SMALL])
     certificate = tmp_path / "gaussian.certificate.toml"
@@ -49,6 +55,13 @@ def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_i
     certificate.write_text(text.replace(line, "std = 0.3"))
     result = RUNNER.invoke(app, ["check", "gaussian", str(certificate), "--readings", "60"])
     assert isinstance(result.exception, NoiseBelowCertificate)
+
+
+def test_every_test_of_readings_has_its_cause() -> None:
+    parts = list(np.random.default_rng(1).standard_normal((2, 60, 40)))
+    texts = [*independence_p_values(parts), *shape_p_values(parts)]
+    found = [[part for part in _CAUSES if part in text] for text in texts]
+    assert sorted(found) == sorted([part] for part in _CAUSES)
 
 
 def test_frames_are_recorded(tmp_path: Path) -> None:

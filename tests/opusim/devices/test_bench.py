@@ -617,6 +617,17 @@ def test_a_bench_that_is_too_small_for_the_network_is_not_opened(described: Path
     assert optics.pulses == before
 
 
+def test_a_calibration_without_a_law_says_that_training_needs_none(described: Path) -> None:
+    text = TEXT.replace("macro_pixel", "region_step = 4\nmacro_pixel")
+    (described / "my_bench.toml").write_text(text)
+    words = ["calibrate", "my_bench.toml", "--inputs", "8", "--outputs", "16", "--readings", "40"]
+    found = CliRunner(env={"COLUMNS": "160"}).invoke(device_commands, [*words, "--out", "certificate"])
+    assert found.exit_code == 3, found.output
+    assert "certified noise: none\n" in found.stdout
+    assert "training needs no law" in found.stdout
+    assert "does not hold (" in found.stdout
+
+
 def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:
     before = optics.pulses
     for command, told in (

@@ -572,6 +572,28 @@ def test_a_missing_library_and_a_projection_of_two_frames_are_named(described: P
         open_device("my_bench.toml", frames={"frames_per_projection": 2})
 
 
+def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(
+    optics: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab: Any = ModuleType("lab")
+    lab.show = lambda pattern: setattr(lab, "shown", pattern)
+    lab.read_frame = lambda: optics.expose(lab.shown[None], (0, 0, *optics.sensor), 150.0)[0]
+    monkeypatch.setitem(sys.modules, "lab", lab)
+    monkeypatch.setitem(sys.modules, "two_functions", None)
+    del sys.modules["two_functions"]
+    mine = importlib.import_module("two_functions")
+    sizes = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "exposure_us": 150.0}
+    with open_bench(mine.Mirrors, mine.Camera, **sizes, **SETTINGS) as device:
+        matrix = device.measure_matrix(16)
+        x = torch.eye(N_INPUTS)[:4]
+        read = torch.stack([device.project(x) for _ in range(16)]).mean(dim=0)
+        error = read - matrix[:, :4].T
+        assert device.repeated_sequences == 0
+    assert error.square().mean() < 0.1 * read.square().mean()
+    lines = Path(mine.__file__).read_text().splitlines()
+    assert sum(1 for line in lines if line) <= 20
+
+
 def test_noise_of_a_description_is_refused_with_what_changes_that_of_a_bench(described: Path) -> None:
     with pytest.raises(
         ConfigError, match="noise: does nothing: .* bench.exposure_us changes it; leave noise .--sigma. out"

@@ -539,6 +539,27 @@ WORDS = {
 """Readable names of the certificates' keys."""
 
 
+_CAUSES = {
+    "outputs do not correlate": "noise that outputs share, such as the laser's power",
+    "do not repeat or follow from earlier ones": "drift, vibration, or readings that were delivered twice",
+    "sizes of the outputs' noises do not correlate": "the noise of all outputs grows and falls together",
+    "sizes of noise do not follow from earlier ones": "the noise grows or falls with time",
+    "noise is missing in no block of readings": "readings without noise, such as stored ones",
+    "each output is Gaussian": "few electrons, rare jumps, clipping, or no noise",
+    "readings lie on no grid": "steps of the converter that are not small against the noise",
+    "noise is the same at every input": "noise that depends on the light, such as shot noise",
+}
+"""Usual causes by a part of the failed property; remarks of a law of counts give the remedies of its other tests."""
+
+
+def _outcome(test: TestedProperty) -> str:
+    """Return whether a property holds, and the usual cause if it does not."""
+    if test.holds:
+        return "holds"
+    cause = next((cause for part, cause in _CAUSES.items() if part in test.text), "")
+    return f"does not hold ({cause})" if cause else "does not hold"
+
+
 def print_calibration(found: Calibration) -> None:
     """Print constants, tests and the certified law as tables."""
     rows = [(key, *shown(key, estimate)) for key, estimate in found.certificate.estimates.items()]
@@ -559,15 +580,14 @@ def print_calibration(found: Calibration) -> None:
         if tests:
             print(heading)
         for test in tests:
-            print(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
+            print(f"  {test.text}: {_outcome(test)}")
     for remark in found.certificate.remarks:
         if "law" in remark or "by the description" in remark:
             print(wrapped(remark))
     for entry in found.certificate.trust:
         print(wrapped(entry.line))
     if law is None:
-        failed = "; ".join(test.text for test in needed if not test.holds)
-        print(wrapped(f"certified noise: none{f'; this does not hold: {failed}' if failed else ''}"))
+        print("certified noise: none")
         return
     numbered = law.model_dump(exclude_none=True)
     numbers = ", ".join(f"{key} {_number(value)}" for key, value in numbered.items() if key != "law")
@@ -639,7 +659,7 @@ def write_report(calibration: Calibration, path: Path) -> None:
                 "distance from it": f"{test.standard_errors:.2f} standard errors"
                 if test.standard_errors < _CAP
                 else f"above {_CAP:g} standard errors",
-                "holds": "holds" if test.holds else "does not hold",
+                "holds": _outcome(test),
                 "for the law": "needed" if test.needed else "not needed",
             }
             for test in certificate.tests

@@ -54,6 +54,14 @@ class CameraReport:
         found = transfer.estimates(confidence)
         times = [each.level.times_s for each in transfer.levels if each.level.times_s is not None]
         first = min((float(each.min()) for each in times), default=0.0)
+        if (
+            efficiency := found.get("quantum_efficiency")
+        ) is not None and efficiency.low <= 1 < efficiency.value:
+            remarks = (
+                *remarks,
+                f"the quantum efficiency's estimate {efficiency.value:.5g} is above 1, and its limits hold 1: a "
+                "description takes 1",
+            )
         return cls(
             transfer=transfer,
             confidence=confidence,
@@ -211,6 +219,8 @@ def measured_description(
         title: of the new description; None for the base's, with a word on the frames.
         temperature_c: the sensor's temperature, degrees Celsius; None for that of the base.
 
+    A quantum efficiency above 1 whose lower limit is at most 1 becomes 1.
+
     Raises:
         ConfigError: a measured number is out of a description's range.
     """
@@ -247,6 +257,8 @@ def measured_description(
         provenance[key] = {"status": "measured", "source": f"{source}, {limits}"}
     provenance["sensor.adc_bits"] = {"status": "measured", "source": f"{source}, numbers of the frames"}
     values = {key: found[constant].value for key, constant in measured.items()}
+    if "light.quantum_efficiency" in values and found["quantum_efficiency"].low <= 1:
+        values["light.quantum_efficiency"] = min(values["light.quantum_efficiency"], 1.0)
     charge_e = _dark_charge_e(report.transfer, base, temperature_c)
     if charge_e:
         share = f", less the {charge_e:.4g} e⁻ that {base.name} describes in the dark"

@@ -92,11 +92,16 @@ class NoisyDevice(Shown, ABC):
         if mode not in MODES:
             checks.choice(MODES, mode=mode)
         if description.noise is not None and not self.reads_noise:
+            remedy = (
+                "its noise is measured when it opens, and bench.exposure_us changes it; leave noise (--sigma) out"
+                if description.kind == "bench"
+                else "set the noise in the section that the kind reads, such as options (--set "
+                "device.options.KEY=VALUE), and leave noise out"
+            )
             raise ConfigError(
                 description.name,
                 "noise",
-                f"does nothing: the kind {description.kind!r} does not read this section; set the noise in the section "
-                "that the kind reads, such as options (--set device.options.KEY=VALUE), and leave noise out",
+                f"does nothing: the kind {description.kind!r} does not read this section; {remedy}",
             )
         self.description, self.name, self.kind = description, description.name, description.kind
         self.n_inputs = _window(description, "n_inputs", n_inputs, description.n_inputs)

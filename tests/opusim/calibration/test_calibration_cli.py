@@ -5,6 +5,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from opusim.calibration.calibrate import _CAUSES
+from opusim.calibration.independence import independence_p_values
+from opusim.calibration.reading_noise import shape_p_values
+from opusim.calibration.recorded import read_frames
+from opusim.calibration.recorded_transfer import reduced
 from opusim.cli import app
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
@@ -38,7 +43,10 @@ def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_i
 ) -> None:
     result = RUNNER.invoke(app, ["calibrate", "ideal", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 3, result.output
-    assert "this does not hold: each output is Gaussian (constant outputs)" in result.stdout
+    told = "each output is Gaussian (constant outputs): does not hold (few electrons, rare jumps, clipping"
+    assert result.stdout.count("each output is Gaussian") == 1
+    assert told in result.stdout
+    assert "training needs no law" not in result.stdout
     assert (tmp_path / "ideal.certificate.toml").exists()
     RUNNER.invoke(app, ["calibrate", "gaussian", "--out", str(tmp_path), *SMALL])
     certificate = tmp_path / "gaussian.certificate.toml"
@@ -47,6 +55,13 @@ def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_i
     certificate.write_text(text.replace(line, "std = 0.3"))
     result = RUNNER.invoke(app, ["check", "gaussian", str(certificate), "--readings", "60"])
     assert isinstance(result.exception, NoiseBelowCertificate)
+
+
+def test_every_test_of_readings_has_its_cause() -> None:
+    parts = list(np.random.default_rng(1).standard_normal((2, 60, 40)))
+    texts = [*independence_p_values(parts), *shape_p_values(parts)]
+    found = [[part for part in _CAUSES if part in text] for text in texts]
+    assert sorted(found) == sorted([part] for part in _CAUSES)
 
 
 def test_frames_are_recorded(tmp_path: Path) -> None:
@@ -95,6 +110,29 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, again).exit_code == 0
     twice = load_description(out / "camera_low_light_measured_measured.toml")
     assert twice.provenance["camera.light.exposure_us"] == kept
+
+
+@pytest.mark.parametrize(("widths", "is_used"), [(0.5, True), (2.0, False)])
+def test_a_quantum_efficiency_whose_limits_hold_1_becomes_1(
+    widths: float, is_used: bool, tmp_path: Path
+) -> None:
+    """Photons are scaled so that the estimate lies above 1 by half of, or twice, the distance to its lower limit."""
+    arrays, frames = recording(Sensor(), np.random.default_rng(3), shape=(24, 40)), tmp_path / "frames.npz"
+    np.savez(frames, **arrays)
+    found = reduced(read_frames(frames)).estimates(0.95)["quantum_efficiency"]
+    wanted = 1 + widths * (found.value - found.low) / found.value
+    np.savez(frames, **arrays | {"flat_photons": arrays["flat_photons"] * found.value / wanted})
+    words = ["calibrate", "camera_low_light", "--recorded", str(frames), "--out", str(tmp_path)]
+    result = RUNNER.invoke(app, words)
+    if is_used:
+        assert result.exit_code == 0, result.output
+        description = load_description(tmp_path / "camera_low_light_measured.toml")
+        assert description.camera.light.quantum_efficiency == 1
+    else:
+        assert isinstance(result.exception, ConfigError)
+        assert "camera.light.quantum_efficiency: must be more than 0 and at most 1" in str(result.exception)
+    remarks = json.loads((tmp_path / "camera.json").read_text())["remarks"]
+    assert any(remark.endswith("a description takes 1") for remark in remarks) is is_used
 
 
 def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:

@@ -572,6 +572,35 @@ def test_a_missing_library_and_a_projection_of_two_frames_are_named(described: P
         open_device("my_bench.toml", frames={"frames_per_projection": 2})
 
 
+def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(
+    optics: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab: Any = ModuleType("lab")
+    lab.show = lambda pattern: setattr(lab, "shown", pattern)
+    lab.read_frame = lambda: optics.expose(lab.shown[None], (0, 0, *optics.sensor), 150.0)[0]
+    monkeypatch.setitem(sys.modules, "lab", lab)
+    monkeypatch.setitem(sys.modules, "two_functions", None)
+    del sys.modules["two_functions"]
+    mine = importlib.import_module("two_functions")
+    sizes = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "exposure_us": 150.0}
+    with open_bench(mine.Mirrors, mine.Camera, **sizes, **SETTINGS) as device:
+        matrix = device.measure_matrix(16)
+        x = torch.eye(N_INPUTS)[:4]
+        read = torch.stack([device.project(x) for _ in range(16)]).mean(dim=0)
+        error = read - matrix[:, :4].T
+        assert device.repeated_sequences == 0
+    assert error.square().mean() < 0.1 * read.square().mean()
+    lines = Path(mine.__file__).read_text().splitlines()
+    assert sum(1 for line in lines if line) <= 20
+
+
+def test_noise_of_a_description_is_refused_with_what_changes_that_of_a_bench(described: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="noise: does nothing: .* bench.exposure_us changes it; leave noise .--sigma. out"
+    ):
+        open_device("my_bench.toml", noise={"sigma": 3.0})
+
+
 # Training
 
 
@@ -608,6 +637,17 @@ def test_a_bench_that_is_too_small_for_the_network_is_not_opened(described: Path
             {**settings, "device": {"name": "my_bench.toml", "n_outputs": 15}}, folder=described / "run"
         )
     assert optics.pulses == before
+
+
+def test_a_calibration_without_a_law_says_that_training_needs_none(described: Path) -> None:
+    text = TEXT.replace("macro_pixel", "region_step = 4\nmacro_pixel")
+    (described / "my_bench.toml").write_text(text)
+    words = ["calibrate", "my_bench.toml", "--inputs", "8", "--outputs", "16", "--readings", "40"]
+    found = CliRunner(env={"COLUMNS": "160"}).invoke(device_commands, [*words, "--out", "certificate"])
+    assert found.exit_code == 3, found.output
+    assert "certified noise: none\n" in found.stdout
+    assert "training needs no law" in found.stdout
+    assert "does not hold (" in found.stdout
 
 
 def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:

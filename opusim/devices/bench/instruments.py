@@ -306,6 +306,11 @@ class Sequencer:
             problem = f"frames of shape {frames.shape}, and the region has {wanted}"
         elif frames.dtype.kind != "u":
             problem = f"frames of dtype {frames.dtype}; return unsigned integers"
+        elif np.iinfo(frames.dtype).max < self.top_dn:
+            problem = (
+                f"frames of dtype {frames.dtype}, which cannot hold bits = {self._grabber.bits}; return the camera's "
+                "numbers uncut, or set bits"
+            )
         elif counters.shape != (len(frames),) or counters.dtype.kind not in "iu":
             problem = (
                 f"counters of shape {counters.shape} and dtype {counters.dtype} for {len(frames)} frames; return one "

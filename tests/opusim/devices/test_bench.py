@@ -249,6 +249,10 @@ def fixed(value: Any) -> property:
     ("changes", "told"),
     [
         ({"grab": grabbed(lambda f, c: (f.astype(float), c))}, "dtype float64; return unsigned integers"),
+        (
+            {"grab": grabbed(lambda f, c: (f.astype(np.uint8), c))},
+            "frames of dtype uint8, which cannot hold bits = 12; return the camera's numbers uncut",
+        ),
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
         ({"grab": grabbed(lambda f, c: (f, c[::-1]))}, "the camera's counter goes back by 1 at frame 1"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),

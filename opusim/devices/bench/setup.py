@@ -283,26 +283,28 @@ def search_exposure(
         if abs(wanted_us / exposure_us - 1) < 0.01:
             break
     told = f"device {name!r}: at an exposure of {exposure_us:g} us"
-    if black > 0.5 * top:
-        raise DeviceFault(
-            f"{told} the blank frame shows {black:.0f} of {top} DN: light reaches the camera that no mirror switches; "
-            "cover the bench, or lower the camera's black level"
-        )
+    is_given = settings.exposure_us is not None
     noise = float(np.std(blanks[0].astype(np.float64) - blanks[1])) / light.size**0.5
     if float(light.mean()) < -max(_LEAST_DN, 10 * noise):
         raise DeviceFault(
             f"{told} the blank frame is brighter than the anchor: 1 must send a mirror's light to the medium; invert "
             "the bits in Patterns.load"
         )
+    if black > 0.5 * top:
+        raise DeviceFault(
+            f"{told} the blank frame shows {black:.0f} of {top} DN: light reaches the camera that no mirror switches; "
+            "cover the bench, or lower the camera's black level"
+        )
     if level < _LEAST_DN:
         raise DeviceFault(
             f"{told} anchor and blank frames differ by {level:.2g} of {top} DN: no light of the mirrors reaches the "
-            "camera; check laser, shutter and alignment, and lengthen frames.frame_period_us if the exposure is short"
+            "camera; check laser, shutter and alignment, and lengthen "
+            f"{'bench.exposure_us' if is_given else 'frames.frame_period_us'} if the exposure is short"
         )
     if level > 2 * wanted:
         raise DeviceFault(
             f"{told} the anchor shows {level:.0f} of {top} DN, and {wanted:.0f} are wanted (bench.range_share): "
-            "saturation; dim the laser, or lower bench.shortest_exposure_us"
+            f"saturation; dim the laser, or lower bench.{'' if is_given else 'shortest_'}exposure_us"
         )
     return exposure_us, lit
 

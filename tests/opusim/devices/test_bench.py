@@ -176,15 +176,37 @@ def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, open
     ("faults", "options", "told"),
     [
         ({"power": 40.0, "shortest_us": 100.0}, {"shortest_exposure_us": 100.0}, "saturation; dim the laser"),
-        ({"power": 0.0}, {}, "no light of the mirrors reaches the camera"),
+        ({"power": 40.0}, {"exposure_us": 400.0}, "saturation; dim the laser, or lower bench.exposure_us"),
+        ({"power": 0.0}, {}, "no light of the mirrors .* lengthen frames.frame_period_us if the exposure"),
+        (
+            {"power": 0.0},
+            {"exposure_us": 9.0},
+            "no light of the mirrors .* lengthen bench.exposure_us if the",
+        ),
         ({"inverted": True}, {}, "the blank frame is brighter than the anchor: .* invert the bits"),
+        (
+            {"inverted": True, "power": 5.0},
+            {},
+            "the blank frame is brighter than the anchor: .* invert the bits",
+        ),
         ({"ambient_e_per_us": 1e4}, {}, "light reaches the camera that no mirror switches"),
         ({"coherent": False}, {}, "not an anchor: light of data and reference mirrors does not interfere"),
         ({"gamma": 0.5}, {}, r"readings do not add up: .* switch gamma, automatic exposure"),
         pytest.param({"drift_per_frame": 4e-4}, {}, "drift: the medium moves", marks=pytest.mark.slow),
         ({}, {"n_outputs": 5000}, "outputs of 5000: speckle is independent every 2 rows and 2 columns"),
     ],
-    ids=["saturation", "dark", "inverted", "ambient", "incoherent", "gamma", "drift", "too few"],
+    ids=[
+        *(
+            "saturation",
+            "saturation as set",
+            "dark",
+            "dark as set",
+            "inverted",
+            "inverted and bright",
+            "ambient",
+        ),
+        *("incoherent", "gamma", "drift", "too few"),
+    ],
 )
 def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
     faults: dict[str, Any], options: dict[str, Any], told: str, optics: Any, opener: Opener

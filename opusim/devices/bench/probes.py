@@ -124,26 +124,28 @@ def require_light(
     Raises:
         DeviceFault: names saturation, another medium, a medium that moves, light that changed, or no interference.
     """
-    told, again = f"device {name!r}:", "or measure the setup anew (remove its file)"
+    told = f"device {name!r}:"
+    again = ", or measure the setup anew (remove its file)" if settings.setup is not None else ""
     if look.full > settings.most_saturated:
         raise DeviceFault(
             f"{told} saturation: {look.full:.1%} of the outputs are full in frames of the anchor, and "
-            f"bench.most_saturated is {settings.most_saturated:.1%}; shorten the exposure, dim the laser, {again}"
+            f"bench.most_saturated is {settings.most_saturated:.1%}; shorten the exposure or dim the laser{again}"
         )
     correlation, light = look.correlation(before_dn), look.light(before_dn)
     when = "during the opening" if setup_of is None else f"since the setup of {setup_of}"
     if correlation < settings.least_correlation and light > _LEAST_LIGHT:
         what = "drift: the medium moves" if setup_of is None else "the medium is another"
-        remedy = again if setup_of else "let it settle, and keep air and vibration away"
+        settle = "let it settle, and keep air and vibration away"
+        remedy = settle if setup_of is None else f"put plate, camera and mirrors back{again}"
         raise DeviceFault(
             f"{told} {what}: frames of the anchor correlate by {correlation:.2f} {when}, and bench.least_correlation "
-            f"is {settings.least_correlation:g}; put plate, camera and mirrors back, {remedy}"
+            f"is {settings.least_correlation:g}; {remedy}"
         )
     most = _MOST_LIGHT_NOW if setup_of is None else _MOST_LIGHT
     if not 1 / most <= light <= most:
         raise DeviceFault(
-            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm up, "
-            f"{again}"
+            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm "
+            f"up{again}"
         )
     require_interference(look, name)
 

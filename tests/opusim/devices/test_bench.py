@@ -19,7 +19,7 @@ from opusim import ConfigError, open_device
 from opusim.cli import app as device_commands
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
-from opusim.devices.bench import BenchDevice, Sequencer, grain_spacing, mirror_layout
+from opusim.devices.bench import BenchDevice, Sequencer, grain_spacing, measure_setup, mirror_layout
 from opusim.errors import CapabilityMissing, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseUnknown
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
@@ -222,7 +222,7 @@ def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
-        ({"power": 0.4}, "the light changed to 0.4 times since the setup of"),
+        ({"power": 0.4}, "the light changed to 0.4 times since the setup of .* up, or .*remove its file.$"),
         ({"angle": 1.2}, "the medium is another: frames of the anchor correlate by"),
         ({"full_well_e": 2500.0}, "do not add up: .* lower bench.range_share if its pixels are full below"),
         ({"readout_us": 2000.0}, "frames are missing; .*lengthen frames.frame_period_us = 1000"),
@@ -235,6 +235,36 @@ def test_a_bench_of_another_setup_is_refused(faults: dict, told: str, optics: An
     optics.forget()
     with pytest.raises(DeviceFault, match=told):
         opener()
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ({"power": 0.8}, "the light changed to 0.8 times during the opening: .* let it warm up$"),
+        (
+            {"angle": 1.2},
+            "drift: the medium moves: .* during the opening, .*; let it settle, .* vibration away$",
+        ),
+    ],
+    ids=["light", "medium"],
+)
+def test_what_changes_after_a_setup_without_a_file_is_told(
+    faults: dict[str, Any], told: str, optics: Any, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*arguments: Any, **options: Any) -> Any:
+        found = measure_setup(*arguments, **options)
+        vars(optics).update(faults)
+        optics.forget()
+        return found
+
+    device = opener(setup=None)
+    device.close()
+    monkeypatch.setattr("opusim.devices.bench.device.measure_setup", measured)
+    with pytest.raises(DeviceFault, match=told):
+        opener(setup=None)
+    optics.power = 0.4
+    with pytest.raises(DeviceFault, match="since the setup of [^()]*$"):
+        device.open()
 
 
 def test_outputs_that_are_full_now_are_refused(optics: Any, opener: Opener, tmp_path: Path) -> None:
@@ -561,7 +591,8 @@ def test_a_description_opens_what_it_names(described: Path) -> None:
     with open_device("my_bench.toml", **options) as device:
         assert np.array_equal(device.setup.scale, first.scale)  # type: ignore[attr-defined]
     with pytest.raises(
-        ConfigError, match="bench.setup: .* was measured with other mirrors, exposure or binning"
+        ConfigError,
+        match="bench.setup: .* was measured with other mirrors, .* anew, or give another bench.setup",
     ):
         open_device("my_bench.toml", **{**options, "bench": {"region_step": 4, "macro_pixel": 4}})
     kept = described / "my_bench_setup" / f"{N_INPUTS}x{N_OUTPUTS}.npz"

@@ -22,6 +22,7 @@ from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Sequencer
 from opusim.errors import DeviceFault
 from opusim.processes import pause
+from opusim.tables import Shown
 
 _FRAMES = 8
 """Frames of each pattern in a look at the light."""
@@ -39,8 +40,8 @@ _SEED = 20261130
 _SURE = 5.0  # standard errors
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LightLook:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LightLook(Shown):
     """Frames of the anchor, of its parts and of the blank pattern, at the outputs.
 
     Attributes:
@@ -52,6 +53,14 @@ class LightLook:
     anchor_dn: np.ndarray
     full: float
     interference: float
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "outputs": self.anchor_dn.size,
+            "anchor": f"{self.anchor_dn.mean():.1f} DN",
+            "full": f"{self.full:.2%}",
+            "interference": f"{self.interference:.2f}",
+        }
 
     def correlation(self, anchor_dn: np.ndarray) -> float:
         """Return the correlation over outputs with another frame of the anchor."""

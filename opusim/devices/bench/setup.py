@@ -33,6 +33,7 @@ from opusim.devices.bench.mirrors import MirrorLayout
 from opusim.devices.bench.probes import look_at_light, require_interference
 from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
+from opusim.tables import Shown
 
 _SEED = 20261129
 """Seed of the random patterns by which speckle is measured."""
@@ -57,8 +58,8 @@ _MOST_BYTES = 2**31
 _VERSION = 1
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BenchSetup:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class BenchSetup(Shown):
     """What the opening of a bench found, and how readings are decoded with it.
 
     Attributes:
@@ -84,6 +85,18 @@ class BenchSetup:
     levels_dn: tuple[float, float]
     grain: tuple[int, int]
     date: str
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "date": self.date,
+            "inputs": self.layout.n_inputs,
+            "outputs": len(self.outputs),
+            "exposure": f"{self.exposure_us:.4g} us",
+            "roi": self.roi,
+            "binning": self.binning,
+            "grain": self.grain,
+            "levels": f"{self.levels_dn[0]:.1f} to {self.levels_dn[1]:.1f} DN",
+        }
 
     def decode(self, signed: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Return readings of ternary vectors.

@@ -3,6 +3,7 @@
 import html
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,14 @@ from opusim import ConfigError, open_device
 from opusim.cli import app as device_commands
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
-from opusim.devices.bench import BenchDevice, Sequencer, grain_spacing, measure_setup, mirror_layout
+from opusim.devices.bench import (
+    BenchDevice,
+    Sequencer,
+    grain_spacing,
+    look_at_light,
+    measure_setup,
+    mirror_layout,
+)
 from opusim.errors import CapabilityMissing, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseUnknown
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
@@ -596,6 +604,24 @@ def test_a_setup_that_is_lost_is_told(optics: Any, opener: Opener, caplog: pytes
     assert "not kept" not in caplog.text
     opener(setup=None).close()
     assert "its setup is not kept, so its matrix is another one in the next process" in caplog.text
+
+
+def test_a_setup_and_its_parts_are_shown_in_one_line(optics: Any, opener: Opener) -> None:
+    with opener() as device:
+        setup, look = device.setup, look_at_light(device._source, device.setup.outputs)
+    for value, told in (
+        (
+            setup,
+            rf"inputs={N_INPUTS}, outputs={N_OUTPUTS}, exposure=165 us, roi=\(.*, levels=2.\.. to 5..\.. DN\)",
+        ),
+        (
+            setup.layout,
+            rf"inputs={N_INPUTS}, blocks=6 x 8, macro_pixel=4, corner=\(0, 0\), mirrors=24 x 32\)",
+        ),
+        (look, rf"outputs={N_OUTPUTS}, anchor=.* DN, full=0.00%, interference=0\.[0-9]+\)"),
+    ):
+        assert re.fullmatch(rf"{type(value).__name__}\(.*{told}", repr(value)), repr(value)
+        assert len(repr(value)) < 200
 
 
 def test_pixels_are_binned(optics: Any, opener: Opener) -> None:

@@ -304,7 +304,7 @@ class BenchDevice(NoisyDevice):
         source.configure(exposure_us=setup.exposure_us, roi=setup.roi, binning=setup.binning)
         self._source = source
         first = look_at_light(source, setup.outputs)
-        require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept and kept.date)
+        require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
         self._light = first.light(setup.anchor_dn)
         blank, anchor = setup.levels_dn
         source.expect(blank, blank + self._light * (anchor - blank))

@@ -297,13 +297,14 @@ class BenchDevice(NoisyDevice):
             tries=settings.tries,
         )
         # Without a file, an instrument that is opened again keeps the setup, and with it B.
-        setup = self._read_setup(layout) or self._setup or self._measure_setup(source, grabber.shape)
+        kept = self._read_setup(layout) or self._setup
+        setup = kept or self._measure_setup(source, grabber.shape)
         if setup is not self._setup:
             self._setup, self._matrix = setup, self._read_matrix(setup)
         source.configure(exposure_us=setup.exposure_us, roi=setup.roi, binning=setup.binning)
         self._source = source
         first = look_at_light(source, setup.outputs)
-        require_light(first, setup.anchor_dn, settings, self.name, setup_of=setup.date)
+        require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
         self._light = first.light(setup.anchor_dn)
         blank, anchor = setup.levels_dn
         source.expect(blank, blank + self._light * (anchor - blank))
@@ -414,8 +415,8 @@ class BenchDevice(NoisyDevice):
             raise ConfigError(
                 self.name,
                 "bench.setup",
-                f"{path} was measured with other mirrors, exposure or binning; put the keys of [bench] back, or remove "
-                "the file to measure anew",
+                f"{path} was measured with other mirrors, exposure or binning; put the keys of [bench] back, remove "
+                "the file to measure anew, or give another bench.setup",
             )
         return setup
 

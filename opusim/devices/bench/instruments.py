@@ -12,7 +12,7 @@ never averaged, moved or left out:
 | as many frames come as patterns were shown | a pulse that the camera missed, a frame that was dropped |
 | counters rise by one | dropped frames, frames that were delivered twice |
 | marks: a blank and an anchor pattern before and after every 64 patterns look dark and bright | a pulse too many, |
-| | frames that come late |
+| | frames that come late, light that is gone or has grown |
 | successive frames of different patterns differ | a frame whose numbers are those of the frame before |
 
 The first three look at no pattern of the caller's. The last one compares frames for equality only. All four miss a lost
@@ -39,8 +39,10 @@ MARKED = 64
 """Patterns between two marks; a multiple of the frames of a ternary vector."""
 _MARK = 2
 """Patterns of a mark: blank, then anchor."""
-_DARK, _BRIGHT = 0.25, 0.5
-"""A blank mark lies below this share of the way from blank to anchor, an anchor mark above that one."""
+_DARK, _BRIGHT, _TOO_BRIGHT = 0.25, 0.5, 3.0
+"""A blank mark lies below the first share of the way from blank to anchor, an anchor mark between the other two."""
+_FULL = 0.99
+"""Share of full scale above which the median of a mark is called saturated; read noise lowers full pixels a little."""
 _LONGEST_TOLD = 300
 """Characters of another package's message that are shown."""
 _LOOK = 2
@@ -125,7 +127,15 @@ class Grabber(Protocol):
 
 
 class FramesLost(Exception):  # a state that `Sequencer` repeats, and turns into an error of the device
-    """Frames of a sequence do not match its patterns."""
+    """Frames of a sequence do not match its patterns.
+
+    Attributes:
+        remedy: what to do; empty if frames or pulses are missing, which a look at the camera explains.
+    """
+
+    def __init__(self, told: str, remedy: str = "") -> None:
+        super().__init__(told)
+        self.remedy = remedy
 
 
 class Sequencer:
@@ -214,7 +224,7 @@ class Sequencer:
         """Show one sequence, again if its frames do not match."""
         marked, is_mark = self.layout.marked(switches, MARKED)
         shown = self.layout.mirrors(marked)
-        reason = ""
+        reason = remedy = ""
         for _ in range(self._tries):
             if reason:
                 self.repeated += 1
@@ -222,10 +232,10 @@ class Sequencer:
             try:
                 return self._taken(marked, is_mark, shown)[~is_mark]
             except FramesLost as error:
-                reason = str(error)
+                reason, remedy = str(error), error.remedy
             except TimeoutError:
-                reason = "no frame came in time"
-        advice = self._advice()
+                reason, remedy = "no frame came in time", ""
+        advice = remedy or self._advice()
         with suppress(DeviceError, OSError):
             self._arm()
         kind = DeviceTimeout if reason == "no frame came in time" else DeviceFault
@@ -269,27 +279,45 @@ class Sequencer:
         same = np.flatnonzero((frames[1:] == frames[:-1]).all(axis=(1, 2)) & varied[1:] & other)
         if len(same):
             raise FramesLost(
-                f"frames {int(same[0])} and {int(same[0]) + 1} are equal, and their patterns differ"
+                f"frames {int(same[0])} and {int(same[0]) + 1} are equal, and their patterns differ",
+                "let Grabber.grab copy each frame out of the camera's buffer",
             )
         self._check_marks(frames[is_mark])
         return frames
 
     def _check_marks(self, marks: np.ndarray) -> None:
-        """Compare blank and anchor marks with what they should look like."""
+        """Compare blank and anchor marks with what they should look like.
+
+        With w = anchor - blank of the means that `expect` was given, a blank mark must lie below blank + w / 4, and an
+        anchor mark above blank + w / 2 and below the lesser of blank + 3 w and the middle of anchor and full scale,
+        since full pixels hide how much the light has grown.
+        """
         if self._levels is None:
             return
         means, (blank, anchor) = marks.mean(axis=(1, 2), dtype=np.float64), self._levels
-        too_bright = means[0::_MARK] > blank + _DARK * (anchor - blank)
-        too_dark = means[1::_MARK] < blank + _BRIGHT * (anchor - blank)
-        for wrong, first, level, what, other in (
-            (too_bright, 0, blank, "blank frame", "there is light that no mirror switches"),
-            (too_dark, 1, anchor, "anchor", "the light is gone"),
+        full = np.median(marks, axis=(1, 2)) > _FULL * self.top_dn
+        way = anchor - blank
+        most = min(blank + _TOO_BRIGHT * way, (anchor + self.top_dn) / 2)
+        blanks, anchors = means[0::_MARK], means[1::_MARK]
+        stray, gone = blanks > blank + _DARK * way, anchors < blank + _BRIGHT * way
+        for wrong, first, cause, remedy in (
+            (anchors > most, 1, "there is too much light", "dim the laser, or cover the bench"),
+            (
+                stray,
+                0,
+                "frames are shifted, or there is light that no mirror switches",
+                "cover the bench, or check the pulses",
+            ),
+            (gone, 1, "frames are shifted, or the light is gone", "check laser and shutter, then the pulses"),
         ):
             if wrong.any():
                 where = int(np.argmax(wrong))
+                place = _MARK * where + first
                 raise FramesLost(
-                    f"the {what} that marks pattern {where * MARKED} shows {means[first::_MARK][where]:.1f} DN and not "
-                    f"{level:.1f}: frames are shifted, or {other}"
+                    f"the {('blank frame', 'anchor')[first]} that marks pattern {where * MARKED} shows "
+                    f"{means[place]:.1f} DN{', saturated at full scale,' if full[place] else ''} and not "
+                    f"{self._levels[first]:.1f}: {cause}",
+                    remedy,
                 )
 
     def _as_promised(self, frames: Any, counters: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -306,6 +334,11 @@ class Sequencer:
             problem = f"frames of shape {frames.shape}, and the region has {wanted}"
         elif frames.dtype.kind != "u":
             problem = f"frames of dtype {frames.dtype}; return unsigned integers"
+        elif np.iinfo(frames.dtype).max < self.top_dn:
+            problem = (
+                f"frames of dtype {frames.dtype}, which cannot hold bits = {self._grabber.bits}; return the camera's "
+                "numbers uncut, or set bits"
+            )
         elif counters.shape != (len(frames),) or counters.dtype.kind not in "iu":
             problem = (
                 f"counters of shape {counters.shape} and dtype {counters.dtype} for {len(frames)} frames; return one "

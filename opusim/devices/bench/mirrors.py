@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
+from opusim.tables import Shown
 
 _SEED = 20261128
 """Seed of the order of blocks, so that equal arguments give equal layouts."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MirrorLayout:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MirrorLayout(Shown):
     """Groups of mirrors: one for each input, and the reference after them.
 
     Attributes:
@@ -37,6 +38,15 @@ class MirrorLayout:
     corner: tuple[int, int]
     shape: tuple[int, int]
     n_inputs: int
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "inputs": self.n_inputs,
+            "blocks": " x ".join(map(str, self.owner.shape)),
+            "macro_pixel": self.macro_pixel,
+            "corner": self.corner,
+            "mirrors": " x ".join(map(str, self.shape)),
+        }
 
     @property
     def groups(self) -> int:

@@ -22,6 +22,7 @@ from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Sequencer
 from opusim.errors import DeviceFault
 from opusim.processes import pause
+from opusim.tables import Shown
 
 _FRAMES = 8
 """Frames of each pattern in a look at the light."""
@@ -39,8 +40,8 @@ _SEED = 20261130
 _SURE = 5.0  # standard errors
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LightLook:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LightLook(Shown):
     """Frames of the anchor, of its parts and of the blank pattern, at the outputs.
 
     Attributes:
@@ -52,6 +53,14 @@ class LightLook:
     anchor_dn: np.ndarray
     full: float
     interference: float
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "outputs": self.anchor_dn.size,
+            "anchor": f"{self.anchor_dn.mean():.1f} DN",
+            "full": f"{self.full:.2%}",
+            "interference": f"{self.interference:.2f}",
+        }
 
     def correlation(self, anchor_dn: np.ndarray) -> float:
         """Return the correlation over outputs with another frame of the anchor."""
@@ -124,26 +133,28 @@ def require_light(
     Raises:
         DeviceFault: names saturation, another medium, a medium that moves, light that changed, or no interference.
     """
-    told, again = f"device {name!r}:", "or measure the setup anew (remove its file)"
+    told = f"device {name!r}:"
+    again = ", or measure the setup anew (remove its file)" if settings.setup is not None else ""
     if look.full > settings.most_saturated:
         raise DeviceFault(
             f"{told} saturation: {look.full:.1%} of the outputs are full in frames of the anchor, and "
-            f"bench.most_saturated is {settings.most_saturated:.1%}; shorten the exposure, dim the laser, {again}"
+            f"bench.most_saturated is {settings.most_saturated:.1%}; shorten the exposure or dim the laser{again}"
         )
     correlation, light = look.correlation(before_dn), look.light(before_dn)
     when = "during the opening" if setup_of is None else f"since the setup of {setup_of}"
     if correlation < settings.least_correlation and light > _LEAST_LIGHT:
         what = "drift: the medium moves" if setup_of is None else "the medium is another"
-        remedy = again if setup_of else "let it settle, and keep air and vibration away"
+        settle = "let it settle, and keep air and vibration away"
+        remedy = settle if setup_of is None else f"put plate, camera and mirrors back{again}"
         raise DeviceFault(
             f"{told} {what}: frames of the anchor correlate by {correlation:.2f} {when}, and bench.least_correlation "
-            f"is {settings.least_correlation:g}; put plate, camera and mirrors back, {remedy}"
+            f"is {settings.least_correlation:g}; {remedy}"
         )
     most = _MOST_LIGHT_NOW if setup_of is None else _MOST_LIGHT
     if not 1 / most <= light <= most:
         raise DeviceFault(
-            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm up, "
-            f"{again}"
+            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm "
+            f"up{again}"
         )
     require_interference(look, name)
 

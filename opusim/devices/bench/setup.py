@@ -33,6 +33,7 @@ from opusim.devices.bench.mirrors import MirrorLayout
 from opusim.devices.bench.probes import look_at_light, require_interference
 from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
+from opusim.tables import Shown
 
 _SEED = 20261129
 """Seed of the random patterns by which speckle is measured."""
@@ -57,8 +58,8 @@ _MOST_BYTES = 2**31
 _VERSION = 1
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BenchSetup:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class BenchSetup(Shown):
     """What the opening of a bench found, and how readings are decoded with it.
 
     Attributes:
@@ -84,6 +85,18 @@ class BenchSetup:
     levels_dn: tuple[float, float]
     grain: tuple[int, int]
     date: str
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "date": self.date,
+            "inputs": self.layout.n_inputs,
+            "outputs": len(self.outputs),
+            "exposure": f"{self.exposure_us:.4g} us",
+            "roi": self.roi,
+            "binning": self.binning,
+            "grain": self.grain,
+            "levels": f"{self.levels_dn[0]:.1f} to {self.levels_dn[1]:.1f} DN",
+        }
 
     def decode(self, signed: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Return readings of ternary vectors.
@@ -283,26 +296,28 @@ def search_exposure(
         if abs(wanted_us / exposure_us - 1) < 0.01:
             break
     told = f"device {name!r}: at an exposure of {exposure_us:g} us"
-    if black > 0.5 * top:
-        raise DeviceFault(
-            f"{told} the blank frame shows {black:.0f} of {top} DN: light reaches the camera that no mirror switches; "
-            "cover the bench, or lower the camera's black level"
-        )
+    is_given = settings.exposure_us is not None
     noise = float(np.std(blanks[0].astype(np.float64) - blanks[1])) / light.size**0.5
     if float(light.mean()) < -max(_LEAST_DN, 10 * noise):
         raise DeviceFault(
             f"{told} the blank frame is brighter than the anchor: 1 must send a mirror's light to the medium; invert "
             "the bits in Patterns.load"
         )
+    if black > 0.5 * top:
+        raise DeviceFault(
+            f"{told} the blank frame shows {black:.0f} of {top} DN: light reaches the camera that no mirror switches; "
+            "cover the bench, or lower the camera's black level"
+        )
     if level < _LEAST_DN:
         raise DeviceFault(
             f"{told} anchor and blank frames differ by {level:.2g} of {top} DN: no light of the mirrors reaches the "
-            "camera; check laser, shutter and alignment, and lengthen frames.frame_period_us if the exposure is short"
+            "camera; check laser, shutter and alignment, and lengthen "
+            f"{'bench.exposure_us' if is_given else 'frames.frame_period_us'} if the exposure is short"
         )
     if level > 2 * wanted:
         raise DeviceFault(
             f"{told} the anchor shows {level:.0f} of {top} DN, and {wanted:.0f} are wanted (bench.range_share): "
-            "saturation; dim the laser, or lower bench.shortest_exposure_us"
+            f"saturation; dim the laser, or lower bench.{'' if is_given else 'shortest_'}exposure_us"
         )
     return exposure_us, lit
 

@@ -66,7 +66,10 @@ def test_an_audit_of_users_sees_whole_users(tmp_path: Path) -> None:
 
         return builder(tmp_path / "c")(one_each)
 
-    with pytest.raises(ValueError, match="the IDs of the users and k"):
+    with (
+        pytest.warns(UserWarning, match="no user has two records"),
+        pytest.raises(ValueError, match="the IDs of the users and k"),
+    ):
         opusim.audit_private_loop(unknown_to_the_audit, run_epoch, canaries=40, seed=1)
 
 

@@ -334,7 +334,7 @@ COUNTED: dict[str, dict[str, Any]] = {
         "model": {"hidden": [40]},
         "protection": {"epsilon": epsilon},
     }
-    for noise, epsilon in (("counts", 20.0), ("argmax", 2.0))
+    for noise, epsilon in (("counts", 10.0), ("argmax", 2.0))
 }
 """What a look by a camera is tested with: outputs for ten labels, and enough light that 20 % more of it is seen."""
 _OWN = (

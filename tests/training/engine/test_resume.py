@@ -72,14 +72,13 @@ def test_resuming_with_other_data_or_network_is_refused(tmp_path: Path, ctrl_c_a
     with pytest.raises(RunInterrupted):
         training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     x, y = data()
-    with pytest.raises(RunFolderError, match="another data"):
+    with pytest.raises(RunFolderError, match="with other data"):
         training.train(data=(x + 1, y), folder=tmp_path, resume=True)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     with pytest.raises(RunFolderError, match="another network"):
         training.train(data=data(), model=model, folder=tmp_path, resume=True)
-    assert (
-        list_checkpoints(tmp_path / "checkpoints")[-1].name == "step-0000000002.safetensors"
-    )  # nothing was lost
+    # nothing was lost
+    assert list_checkpoints(tmp_path / "checkpoints")[-1].name == "step-0000000002.safetensors"
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path, ctrl_c_at: type) -> None:

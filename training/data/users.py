@@ -144,8 +144,8 @@ def _key(value: Any, name: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{name}: an ID has the type {type(value).__name__}; IDs must be int, str, or None for a record without a "
-            "user (convert a pandas column of floats by .astype('Int64'))"
+            f"{name}: an ID has the type {type(value).__name__}; IDs must be int, str, or None, which marks a "
+            "record without a user (convert a pandas column of floats by .astype('Int64'))"
         )
     return str(value)
 

@@ -380,9 +380,8 @@ def _facts(plan: RunPlan, forecast: Forecast | None, device: NoisyDevice | None)
         }
         if dataset.origin:
             data["origin"] = dict(dataset.origin)
-    elif (
-        config.of_users and config.relation is Adjacency.ZERO_OUT
-    ):  # under which the number of users is public
+    elif config.of_users and config.relation is Adjacency.ZERO_OUT:
+        # the relation makes the number of users public
         data["n_users"] = plan.sampler.n_records
     data["standardisation"] = asdict(dataset.standardisation)
     if dataset.public_map is not None:

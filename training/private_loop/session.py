@@ -571,26 +571,21 @@ class PrivateTraining(Shown):
             RunFolderError: The optimizer's class or number of parameters, or a name or shape in the module, differs.
         """
 
-        def told(
-            module: Mapping[str, Any], optimizer: Mapping[str, Any], kind: str, points: int
-        ) -> dict[str, Any]:
+        def parts(module: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+            shapes = {
+                f"module, the shape of {name!r}": tuple(value.shape)
+                for name, value in module.items()
+                if isinstance(value, Tensor)
+            }
             groups = [len(group["params"]) for group in optimizer["param_groups"]]
-            shapes = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, Tensor)}
-            shapes = {f"module, the shape of {name!r}": shape for name, shape in shapes.items()}
-            others = {"module, the number of its FeedbackAlignment": points}
-            return {"optimizer": kind, "optimizer, parameters by group": groups, **shapes, **others}
+            return {"optimizer, parameters by group": groups, **shapes}
 
-        own = self.optimizer.state_dict()
-        ours = told(
-            self.module.state_dict(),
-            own,
-            kind := type(self.optimizer).__qualname__,
-            len(points_in(self.module)),
-        )
+        points, kind = "module, the number of its FeedbackAlignment", type(self.optimizer).__qualname__
+        ours = {"optimizer": kind, points: len(points_in(self.module))}
+        ours |= parts(self.module.state_dict(), self.optimizer.state_dict())
         # earlier versions kept no class
-        theirs = told(
-            state["module"], state["optimizer"], state.get("optimizer_class", kind), len(state["columns"])
-        )
+        theirs = {"optimizer": state.get("optimizer_class", kind), points: len(state["columns"])}
+        theirs |= parts(state["module"], state["optimizer"])
         for name in (*ours, *theirs):
             found, kept = (each.get(name, "missing") for each in (ours, theirs))
             if found != kept:

@@ -183,13 +183,14 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
         own = replace(found, weaker_mu=_weaker_mu(mechanisms, relation, delta, tenths / 10))
         return _power(by_draws(own, mechanisms, relation, tenths / 10)) >= _PLANNED_POWER
 
-    # How many times too small the noise must be, in tenths: a power of two that is found, then the least one below it.
+    # How many times too small the noise must be, in tenths: the least power of two that is found, then the least ratio
+    # up to it.
     text, high = "not even a sixteenth of the noise", next(filter(finds, (20, 40, 80, 160)), None)
     if high is not None:
         low = max(11, high // 2)
         ratio = (low + bisect.bisect_left(range(low, high), True, key=finds)) / 10
-        stated_then = _at_wider(_with_less_noise(mechanisms, ratio), relation, (delta, _WIDER[-1]))[0][1]
-        times = (stated_then or math.inf) / found.claimed
+        (_, weaker), _ = _with_less_noise(mechanisms, relation, delta, ratio)
+        times = (weaker or math.inf) / found.claimed
         text = (
             f"an epsilon {times:.1f} times the proven {found.claimed:.2f} (noise {ratio:.1f} times too small)"
         )
@@ -422,15 +423,19 @@ def reading_plans(
     }
 
 
-def _with_less_noise(mechanisms: Sequence[Mechanism], ratio: float) -> tuple[Mechanism, ...]:
-    return tuple(one.with_noise(one.noise / ratio) for one in mechanisms)
+def _with_less_noise(
+    mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float, ratio: float
+) -> tuple[tuple[float, float | None], ...]:
+    """Return what is claimed with noise `ratio` times too small, at delta and at a large one, as (delta, epsilon)."""
+    weaker = tuple(one.with_noise(one.noise / ratio) for one in mechanisms)
+    return _at_wider(weaker, relation, (delta, _WIDER[-1]))
 
 
 def _weaker_mu(
     mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float, ratio: float
 ) -> float | None:
     """Return the mu that noise `ratio` times too small has at delta, or at a large one if that is less."""
-    found = _at_wider(_with_less_noise(mechanisms, ratio), relation, (delta, _WIDER[-1]))
+    found = _with_less_noise(mechanisms, relation, delta, ratio)
     return min((gaussian_mu(epsilon, wider) for wider, epsilon in found if epsilon), default=None)
 
 

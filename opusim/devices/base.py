@@ -600,8 +600,12 @@ class NoisyDevice(Shown, ABC):
         if readings is None:
             readings = -(-math.prod(shape) // self.n_outputs)
         frames = readings * (frames_per_reading or self.description.frames.frames_per_projection)
-        self._meter.count(frames, self._actual_frame_us)
+        self._count_frames(frames)
         return y
+
+    def _count_frames(self, frames: int) -> None:
+        """Count the frames of a reading; a device that counts what it shows overrides it."""
+        self._meter.count(frames, self._actual_frame_us)
 
     def _open_all(self) -> None:
         """Open all parts; if opening ends only after its time-out, all are closed then."""

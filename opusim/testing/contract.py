@@ -28,6 +28,8 @@ from opusim.noise import ConverterLatticeNoise, GaussianNoise, MeasuredNoise, No
 N_INPUTS, N_OUTPUTS, BATCH = 12, 40, 5
 _SURE = 5.0  # standard errors
 _READINGS = 500
+_CHECKED = 1.5
+"""Most frames that a device shows for one that is asked for; a bench adds frames that check each sequence."""
 
 
 def ternary_batch() -> torch.Tensor:
@@ -92,7 +94,7 @@ class DeviceContract:
             frames[1, : N_INPUTS // 2], frames[2, N_INPUTS // 2 :], frames[3] = 1, 1, 1
             opened = device.usage.frames
             shown = camera.intensities(frames.repeat(_READINGS, 1)).double().cpu().numpy()
-            assert device.usage.frames - opened == 4 * _READINGS
+            assert 4 * _READINGS <= device.usage.frames - opened <= _CHECKED * 4 * _READINGS
             assert shown.shape == (4 * _READINGS, N_OUTPUTS)
             numbers = shown.reshape(_READINGS, 4, N_OUTPUTS)
             means, errors = numbers.mean(0), numbers.std(0, ddof=1) / math.sqrt(_READINGS)
@@ -376,7 +378,8 @@ class DeviceContract:
             else:
                 device.draw((2, N_OUTPUTS))
         frames, spent = device.description.frames, device.usage - opened
-        assert spent.frames == frames.frames_per_projection * (BATCH + 3 + 2)
+        wanted = frames.frames_per_projection * (BATCH + 3 + 2)
+        assert wanted <= spent.frames <= _CHECKED * wanted
         assert spent.seconds == pytest.approx(spent.frames * frames.period_us(N_OUTPUTS) * 1e-6)
         assert spent.joules == pytest.approx(spent.seconds * frames.power_w)
 

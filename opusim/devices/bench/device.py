@@ -295,6 +295,7 @@ class BenchDevice(NoisyDevice):
             at_once=settings.frames_per_sequence
             or max(MARKED, min(_MOST_AT_ONCE, _MIRRORS_AT_ONCE // math.prod(layout.shape))),
             tries=settings.tries,
+            count=self._meter.count,
         )
         # Without a file, an instrument that is opened again keeps the setup, and with it B.
         kept = self._read_setup(layout) or self._setup
@@ -313,7 +314,6 @@ class BenchDevice(NoisyDevice):
         last = look_at_light(source, setup.outputs)
         require_light(last, first.anchor_dn, settings, self.name, setup_of=None)
         require_linear(found, settings, self.name)
-        self._meter.count(source.shown)
 
     def _close(self) -> None:
         self._source = None
@@ -332,11 +332,14 @@ class BenchDevice(NoisyDevice):
         """Do nothing: hardware does not repeat its noise."""
 
     @override
+    def _count_frames(self, frames: int) -> None:
+        """Do nothing: the sequencer counts each pattern that it shows."""
+
+    @override
     def _saturated_share(self, vectors: torch.Tensor) -> float:
         """Show every frame of the projections."""
         source = self._open_source()
         frames = source.show(source.layout.ternary(vectors.numpy()), self.setup.outputs)
-        self._meter.count(len(frames))
         return float(np.mean(frames >= source.top_dn, axis=1).max())
 
     @override
@@ -345,7 +348,6 @@ class BenchDevice(NoisyDevice):
         shown = source.layout.data(patterns.numpy())
         pairs = np.stack([shown, source.layout.anchor() & ~shown], axis=1).reshape(-1, shown.shape[1])
         frames = source.show(pairs, self.setup.outputs)
-        self._meter.count(len(frames))
         return frames.astype(np.float32)
 
     @property

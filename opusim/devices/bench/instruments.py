@@ -145,7 +145,6 @@ class Sequencer:
         layout: of the mirrors.
         at_once: patterns of a sequence, marks not counted.
         repeated: sequences that were shown again, because their frames did not match.
-        shown: patterns that were shown, marks and repetitions included.
         roi: region of the camera, as last configured.
 
     Args:
@@ -156,6 +155,7 @@ class Sequencer:
         period_us: time from pattern to pattern, microseconds.
         at_once: patterns of a sequence.
         tries: how often a sequence is shown before lost frames are an error.
+        count: called with the patterns of each sequence that is shown, marks and repetitions included.
     """
 
     def __init__(
@@ -168,14 +168,16 @@ class Sequencer:
         period_us: float,
         at_once: int,
         tries: int,
+        count: Callable[[int], None],
     ) -> None:
         self._patterns, self._grabber, self.layout = patterns, grabber, layout
         self._name, self._period_us, self.at_once, self._tries = name, period_us, at_once, tries
+        self._count = count
         self._settings: dict[str, Any] = {}
         self._levels: tuple[float, float] | None = None
         self._last: int | None = None
         self.roi: Roi = (0, 0, 0, 0)
-        self.repeated = self.shown = 0
+        self.repeated = 0
 
     @property
     def top_dn(self) -> int:
@@ -250,7 +252,7 @@ class Sequencer:
         Raises:
             FramesLost: they do not match the patterns.
         """
-        self.shown += len(shown)
+        self._count(len(shown))
         with instrument_calls(self._name, "Patterns.load"):
             self._patterns.load(shown)
         with instrument_calls(self._name, "Patterns.run"):

@@ -549,9 +549,13 @@ def test_the_monitor_compares_two_of_its_looks(power: float, told: str, optics: 
             checked(range(3, 20))
 
 
-def test_frames_of_all_openings_are_counted(optics: Any, opener: Opener) -> None:
+def test_every_pattern_shown_is_counted(optics: Any, opener: Opener) -> None:
     optics.pulses = 0
     with opener() as device:
+        assert device.usage.frames == optics.pulses
+        optics.stale_frames.add(optics.pulses + 23)  # the sequence is shown again
+        device.project(reference_vectors(12, N_INPUTS))
+        assert device.repeated_sequences == 1
         assert device.usage.frames == optics.pulses
 
 

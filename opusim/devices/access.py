@@ -242,7 +242,7 @@ class Access:
         self._reconnect = reconnect
         self._caller: _Caller | None = None
         self._use = ExclusiveUse(name)
-        self.call = self._tried_once if settings.attempts == 1 else self._repeated
+        self.call = self.once if settings.attempts == 1 else self._repeated
 
     def acquire(self) -> None:
         """Acquire the device if its description allows one holder only; errors as `ExclusiveUse.acquire`."""
@@ -255,17 +255,6 @@ class Access:
             self._caller.stop()
             self._caller = None
         self._use.release()
-
-    def _tried_once(self, act: Callable[[], Result]) -> Result:
-        """Return the result of a call.
-
-        Raises:
-            DeviceTimeout, DeviceUnavailable, DeviceBusy: it failed.
-        """
-        try:
-            return self.once(act)
-        except TRANSIENT as error:
-            raise type(error)(f"{error} (tried once; access.attempts above 1 tries again)") from error
 
     def _repeated(self, act: Callable[[], Result]) -> Result:
         """Return the result of a call, repeated after a failure that may pass; the device is reconnected in between.
@@ -320,11 +309,13 @@ class Access:
             raise
         except TimeoutError as error:
             raise DeviceTimeout(
-                f"device {self._name!r} did not answer in time ({error}); check its cables"
+                f"device {self._name!r} did not answer in time ({error}); check its cables, or raise access.attempts "
+                "if it may pass"
             ) from error
         except OSError as error:
             raise DeviceUnavailable(
-                f"device {self._name!r} failed ({error}); check its cables and power, or its driver"
+                f"device {self._name!r} failed ({error}); check its cables, power and driver, or "
+                "raise access.attempts if it may pass"
             ) from error
 
 

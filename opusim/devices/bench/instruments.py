@@ -406,7 +406,8 @@ def instrument_calls(name: str, what: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise DeviceUnavailable(
-            f"device {name!r}: {what} failed ({error}); check its cables and power, or its driver"
+            f"device {name!r}: {what} failed ({error}); check its cables, power and driver, or raise "
+            "access.attempts if it may pass"
         ) from error
     except FOREIGN_ERRORS as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TOLD]

@@ -110,7 +110,10 @@ class FeedbackConfig(TrainerSection):
         The rate was the best on FashionMNIST's validation records, tried with this mean only.
         """
         if names_model(given):
-            return {"optimizer": {"name": "adam", "lr": 0.002}, "sampler": {"batch_size": 64}}
+            batches = given["sampler"].get("scheme") != "full-batch"
+            return {"optimizer": {"name": "adam", "lr": 0.002}} | (
+                {"sampler": {"batch_size": 64}} if batches else {}
+            )
         descends = given["optimizer"].get("name", "sgd") == "sgd"
         if descends and PROTECTIONS.find(given["protection"]["kind"]).labels_read_once:
             return {"optimizer": {"lr": 0.04, "averaged_tail": 0.5}}

@@ -44,6 +44,13 @@ def test_labels_that_are_read_once_take_larger_steps_and_a_mean(
     assert (optimizer.lr, optimizer.averaged_tail) == expected
 
 
+def test_a_full_batch_takes_no_default_batch_size() -> None:
+    values = {"trainer": {"kind": "bp"}, "model": {"name": "vit-small"}}
+    assert load_config(values).sampler.batch_size == 64
+    full = load_config({**values, "sampler": {"scheme": "full-batch"}})
+    assert full.replaced(seed=4).sampler.scheme == "full-batch"
+
+
 def test_a_changed_epsilon_is_calibrated_anew(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     values = {"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 3.0}}

@@ -368,7 +368,8 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
             warnings.warn(each, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
-    return settings.require_same(folder, found=found)
+    counted = records if given["sample_rate"] is None else None
+    return settings.require_same(folder, found=found, records=counted)
 
 
 def _facts(

@@ -38,6 +38,7 @@ from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.samplers import never_filled
 from opusim.training.data.tables import OwnData, OwnTest
+from opusim.training.data.users import id_warnings
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, RunProgress, Watchers
 from opusim.training.engine.cards import to_device
@@ -303,11 +304,13 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
 
 
 def _hints(plan: RunPlan) -> Iterator[str]:
-    """Yield warnings before a new run: of features that vary widely, a large delta or epsilon, and empty batches."""
+    """Yield warnings before a new run: of features, IDs, a large delta or epsilon, and empty batches."""
     config, data = plan.config, plan.config.data
     public = config.protection.protects != "records"
     if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
         yield hint
+    if config.of_users:
+        yield from id_warnings(plan.dataset.owners, count=len(plan.dataset.train), name="data.user")
     if config.protection.protects != "nothing":  # a private number of records is never printed
         records = len(plan.dataset.train) if config.counts_are_public else None
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)

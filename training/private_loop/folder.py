@@ -426,9 +426,10 @@ def _sha256(file: Path) -> str:
 
 def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class, its learning rates, and the settings that are not the class's defaults."""
+    kind: Any = type(optimizer)  # mypy takes the hash of its objects for its own
     groups = [{**group, **getattr(optimizer, "settings", {})} for group in optimizer.param_groups]
     shown: dict[str, list[str]] = {}
-    for name, default in _arguments(type(optimizer)).items():
+    for name, default in _arguments(kind).items():
         values = [group[name] for group in groups if name in group]
         if name != "lr" and all(value is default for value in values):
             continue
@@ -440,8 +441,8 @@ def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
 
 
 @cache
-def _arguments(optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the names of the arguments that an optimizer's class takes, and their defaults."""
+def _arguments(optimizer: Any) -> dict[str, Any]:
+    """Return the names of the arguments that a class of optimizers takes, and their defaults."""
     defaults: dict[str, Any] = {}
     for kind in optimizer.__mro__:
         parameters = (
@@ -458,7 +459,8 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, str |
 
     A value is None if it is no number and no text.
     """
-    names = _arguments(type(optimizer))
+    kind: Any = type(optimizer)
+    names = _arguments(kind)
     return [
         {name: _setting(group.get(f"initial_{name}", group[name])) for name in names if name in group}
         for group in optimizer.param_groups

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import reprlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -547,6 +548,31 @@ def wide_feature(dataset: Dataset) -> str | None:
     return (
         f"feature {name} has a standard deviation of {deviations[widest]:.3g} over the training records, where "
         "networks expect about 1; set data.standardise = 'records', or constants data.mean and data.std"
+    )
+
+
+_IDENTIFIER = re.compile(
+    r"(.*[\W\d_]|.*[a-z](?=[A-Z]))?(?i:id|u?uid|guid|mrn|ssn)|(?i:(patient|user|subject|person|participant)(id)?)"
+)
+
+
+def features_named_as_identifiers(columns: Sequence[str]) -> str | None:
+    """Return a warning that names features which look like identifiers of records or users; None without any.
+
+    That is a column whose last word is id, uid, uuid, guid, mrn or ssn, where a capital after a small letter begins a
+    word, or whose whole name is patient, user, subject, person or participant, also with "id". Values are not read.
+    """
+    found = [name for name in columns if _IDENTIFIER.fullmatch(name.strip())]
+    if not found:
+        return None
+    return f"columns named like identifiers are trained on: {some_names(found)}; {drop_or_user(found[0])}"
+
+
+def drop_or_user(column: str) -> str:
+    """Return what to do about a column of IDs, for a message."""
+    return (
+        "drop the column; if it is the ID of each record's user, set protection.kind = 'record', protection.unit = "
+        f"'user' and data.user = {column!r} (--user)"
     )
 
 

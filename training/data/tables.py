@@ -27,7 +27,13 @@ from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
-from opusim.training.data.dataset import Dataset, Standardisation, some_names, standardised_by_records
+from opusim.training.data.dataset import (
+    Dataset,
+    Standardisation,
+    drop_or_user,
+    some_names,
+    standardised_by_records,
+)
 from opusim.training.data.formats import (
     named_file,
     read_csv,
@@ -323,10 +329,7 @@ def _not_a_number(column: Any, name: str) -> str:
     row, value = next(iter(wrong.items()))
     remedy = f"drop the column, or encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
     if len(set(values)) > _MOST_CATEGORIES:
-        remedy = (
-            "drop the column; if it is the ID of each record's user, set protection.unit = 'user' and data.user = "
-            f"{name!r} (--user)"
-        )
+        remedy = drop_or_user(name)
     if all(map(_THOUSANDS.fullmatch, wrong.values())):
         remedy = "write numbers without separators of thousands"
     elif _DECIMAL_COMMA.fullmatch(value):

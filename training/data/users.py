@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Self
@@ -46,8 +46,6 @@ class Users:
     def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
         """Number the users; a record without an ID (None, a blank text) is a user of its own.
 
-        Warns if a text such as "nan" is the ID of several records, and if no user has two records.
-
         Numbers of equal value are one ID, and so is a text that writes the number; blanks around a text do not count.
 
         Args:
@@ -64,19 +62,6 @@ class Users:
         numbers: dict[object, list[int]] = {}
         for record, key in enumerate(keys):
             numbers.setdefault(key or record, []).append(record)
-        for found, own in numbers.items():
-            if len(own) > 1 and str(found).lower() in _MISSING:
-                warnings.warn(
-                    f"{name}: several records have the text {found!r} as ID and count as one user; give None for "
-                    "records without a user",
-                    stacklevel=3,
-                )
-        if len(numbers) == count:
-            warnings.warn(
-                f"{name}: no user has two records, so that only single records are protected; give each record the "
-                "ID of its user, or leave the IDs out",
-                stacklevel=3,
-            )
         return cls(tuple(np.array(own) for own in numbers.values()), most)
 
     def __len__(self) -> int:
@@ -133,6 +118,31 @@ def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
                 "write each user's ID in one way, and different IDs with a letter, such as 'u07'"
             )
     return keys
+
+
+def id_warnings(ids: OwnIds, *, count: int, name: str) -> Iterator[str]:
+    """Yield warnings about IDs, which depend on them, so that no file may hold one.
+
+    A text such as "nan" is the ID of several records, IDs differ in case or blanks only, or no user has two records.
+    See `Users.of` for arguments and errors.
+    """
+    records = Counter(key for key in keys_of(ids, count=count, name=name) if key is not None)
+    for key, own in records.items():
+        if own > 1 and key.lower() in _MISSING:
+            yield (
+                f"{name}: several records have the text {key!r} as ID and count as one user; give None for records "
+                "without a user"
+            )
+    if alike := len(records) - len({" ".join(key.casefold().split()) for key in records}):
+        yield (
+            f"{name}: some IDs ({alike}) equal another one but for case or blanks, as 'a7' equals 'A7', and count as "
+            "other users: a person with two IDs is protected as two users, not as one; write each user's ID in one way"
+        )
+    if len(records) == records.total():
+        yield (
+            f"{name}: no user has two records, so that only single records are protected; give each record the ID of "
+            "its user, or leave the IDs out"
+        )
 
 
 def _key(value: Any, name: str) -> str | None:

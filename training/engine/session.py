@@ -34,10 +34,11 @@ from opusim.training.config.kinds import KINDS
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.config.sections import is_import_path
 from opusim.training.data import Dataset
-from opusim.training.data.dataset import wide_feature
+from opusim.training.data.dataset import Standardisation, features_named_as_identifiers, wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.samplers import never_filled
 from opusim.training.data.tables import OwnData, OwnTest
+from opusim.training.data.users import id_warnings
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, RunProgress, Watchers
 from opusim.training.engine.cards import to_device
@@ -303,11 +304,23 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
 
 
 def _hints(plan: RunPlan) -> Iterator[str]:
-    """Yield warnings before a new run: of features that vary widely, a large delta or epsilon, and empty batches."""
+    """Yield warnings before a new run: of features, IDs, a large delta or epsilon, and empty batches."""
     config, data = plan.config, plan.config.data
     public = config.protection.protects != "records"
+    if (hint := features_named_as_identifiers(plan.dataset.columns)) is not None:
+        yield hint
+    # Only the configuration decides, since the records are private.
+    as_read = plan.dataset.standardisation == Standardisation.identity() and not plan.dataset.holds_tokens
+    if not public and as_read and (plan.dataset.columns or data.file_kind == "npz"):
+        yield (
+            "features are used as they are, and a protected run does not look at their scale: unless each has a mean "
+            "near 0 and a deviation near 1, give public constants data.mean and data.std, one number or one for each "
+            "feature (0 and 1 keep features as they are)"
+        )
     if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
         yield hint
+    if config.of_users:
+        yield from id_warnings(plan.dataset.owners, count=len(plan.dataset.train), name="data.user")
     if config.protection.protects != "nothing":  # a private number of records is never printed
         records = len(plan.dataset.train) if config.counts_are_public else None
         warning = large_delta(config.protection.delta, plan.mechanisms, records=records)

@@ -77,6 +77,13 @@ TAKES_NO_GRADIENTS = (
 _VERSION = 1
 _LONGEST = 200
 """Letters of the names of a module's parts, at most."""
+_GIVEN = {
+    "batch_size": "data_loader.batch_size",
+    "clipping.kind": "clipping",
+    "directions": "optimizer, directions of ZerothOrder",
+    "device": "module, feedback from a device",
+}
+"""What a user gives for a field of `PrivacySettings` that is no argument of `make_private`."""
 _CHECKED = (
     "the criterion was called on one record at a time, with the module's outputs as they were returned, and neither it "
     "nor the module in training was given a number or a tensor without a row for each record",
@@ -294,12 +301,20 @@ class PrivacySettings:
         what = "the settings of a private loop"
         return read_record(folder / SETTINGS_FILE, cls, _VERSION, what=what, remedy=remedy)
 
-    def require_same(self, folder: Path, *, found: Collection[str]) -> Self:
+    def _given(self) -> dict[str, Any]:
+        """Return the fields in JSON's types; norms of layers stand where `make_private` takes them."""
+        found = record_json(self, _VERSION)
+        rule = found.pop("clipping")
+        found["max_grad_norm"] = rule.pop("layer_norms") or self.max_grad_norm
+        return found | {f"clipping.{name}": value for name, value in rule.items()}
+
+    def require_same(self, folder: Path, *, found: Collection[str], records: int | None = None) -> Self:
         """Return the settings of a folder, which must agree with these.
 
         Args:
             folder: The folder.
             found: Names of the fields that were not given, which take the folder's values.
+            records: Number of records, or of users, that `sample_rate` follows from; None if that was given.
 
         Raises:
             RunFolderError: The folder holds no settings, or others, or they were changed.
@@ -309,27 +324,36 @@ class PrivacySettings:
                 f"folder {folder} holds no private loop to resume; leave resume out to start one"
             )
         stored = type(self).stored(folder)
-        ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
+        ours, theirs = self._given(), stored._given()
         # earlier versions kept no digest of users or records, and said nothing of a device
         known = {*found, *(name for name in ("users", "data", "device") if getattr(stored, name) is None)}
         changed = [name for name in ours if ours[name] != theirs[name] and name not in known]
-        if changed == ["users"]:
+        if not changed:
+            return stored
+        # what follows from the loader comes last
+        name = min(changed, key=lambda name: name in ("sample_rate", "batch_size", "users", "data"))
+        place, unit = f"the private loop in {folder}", "records" if self.records_per_user is None else "users"
+        if name == "users":
             raise RunFolderError(
-                f"user_ids: give other records to a user than the private loop in {folder} was started with; resume "
-                "it with the same IDs, or start a new folder"
+                f"user_ids: give other records to a user than {place} was started with; resume it with the same IDs, "
+                "or start a new folder"
             )
-        if changed == ["data"]:
+        if name == "data":
             raise RunFolderError(
-                f"data_loader: its data set has other records, or another order of them, than the private loop in "
-                f"{folder} was started with; resume it with the same data set, or start a new folder"
+                f"data_loader: its data set has other records, or another order of them, than {place} was started "
+                "with; resume it with the same data set, or start a new folder"
             )
-        if changed:
-            name = changed[0]
+        if name in ("sample_rate", "batch_size") and records is not None:
+            b, q = stored.batch_size, stored.sample_rate
             raise RunFolderError(
-                f"{name} = {ours[name]!r}: the private loop in {folder} was started with {theirs[name]!r}; resume it "
-                "with the same arguments, or start a new folder"
+                f"data_loader: has batch_size = {self.batch_size} and {records} {unit}, and {place} was started with "
+                f"batch_size = {b} and {b / q:.6g} {unit}, or with sample_rate = {q:.4g}; resume it with the same, or "
+                "start a new folder"
             )
-        return stored
+        raise RunFolderError(
+            f"{_GIVEN.get(name, name)} = {ours[name]!r}: {place} was started with {theirs[name]!r}; resume it with the "
+            "same arguments, or start a new folder"
+        )
 
 
 def enforcement(settings: PrivacySettings, *, processes: int, program: Program | None = None) -> Enforcement:
@@ -402,17 +426,10 @@ def _sha256(file: Path) -> str:
 
 def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class, its learning rates, and the settings that are not the class's defaults."""
-    defaults: dict[str, Any] = {}
-    for kind in type(optimizer).__mro__:
-        parameters = (
-            inspect.signature(vars(kind)["__init__"]).parameters.values() if "__init__" in vars(kind) else ()
-        )
-        defaults = {one.name: one.default for one in parameters} | defaults
-        if parameters and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
-            break  # bases are given nothing by name that this class does not name
+    kind: Any = type(optimizer)  # mypy takes the hash of its objects for its own
     groups = [{**group, **getattr(optimizer, "settings", {})} for group in optimizer.param_groups]
     shown: dict[str, list[str]] = {}
-    for name, default in defaults.items():
+    for name, default in _arguments(kind).items():
         values = [group[name] for group in groups if name in group]
         if name != "lr" and all(value is default for value in values):
             continue
@@ -421,6 +438,33 @@ def _optimizer_text(optimizer: torch.optim.Optimizer) -> str:
             shown[name] = list(dict.fromkeys(text for text in found if text is not None))
     told = ", ".join(f"{name}={' and '.join(values)}" for name, values in shown.items() if values)
     return type(optimizer).__name__ + (f"({told})" if told else "")
+
+
+@cache
+def _arguments(optimizer: Any) -> dict[str, Any]:
+    """Return the names of the arguments that a class of optimizers takes, and their defaults."""
+    defaults: dict[str, Any] = {}
+    for kind in optimizer.__mro__:
+        parameters = (
+            inspect.signature(vars(kind)["__init__"]).parameters.values() if "__init__" in vars(kind) else ()
+        )
+        defaults = {one.name: one.default for one in parameters} | defaults
+        if parameters and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
+            break  # bases are given nothing by name that this class does not name
+    return defaults
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, str | None]]:
+    """Return the settings of each parameter group as text; a rate that a scheduler moves is that which it began with.
+
+    A value is None if it is no number and no text.
+    """
+    kind: Any = type(optimizer)
+    names = _arguments(kind)
+    return [
+        {name: _setting(group.get(f"initial_{name}", group[name])) for name in names if name in group}
+        for group in optimizer.param_groups
+    ]
 
 
 def _setting(value: Any) -> str | None:

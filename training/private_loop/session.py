@@ -23,6 +23,7 @@ returns is stated as claimed, never as proven, and no budget counts it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from opusim.training.private_loop.folder import (
     enforcement,
     generator_states,
     loop_statement,
+    optimizer_settings,
     program_of,
     read_save,
     set_generator_states,
@@ -554,7 +556,10 @@ class PrivateTraining(Shown):
         state, position = self._steps.on_first("opens the loop", lambda: read_save(self.folder))
         self._require_same_parts(state)
         self.module.load_state_dict(state["module"])
+        given = optimizer_settings(self.optimizer)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self._steps.ranks.is_first:
+            self._warn_of_settings(given)
         for feedback, columns in zip(points_in(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
         for name, tensor in self._private.state.items():
@@ -563,6 +568,22 @@ class PrivateTraining(Shown):
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
         if state["generators"] is not None and self._steps.ranks.is_first:
             set_generator_states(state["generators"])
+
+    def _warn_of_settings(self, given: Sequence[Mapping[str, str | None]]) -> None:
+        """Warn of settings of the optimizer in whose place the save has others."""
+        groups = zip(given, optimizer_settings(self.optimizer), strict=True)
+        changed = [
+            f"{name} = {value} (saved: {saved[name]})"
+            for ours, saved in groups
+            for name, value in ours.items()
+            if name in saved and saved[name] != value
+        ]
+        if changed:
+            warnings.warn(
+                f"optimizer: was given {', '.join(dict.fromkeys(changed))}, and a resumed loop takes the saved values; "
+                "to use the given ones, set them in optimizer.param_groups after make_private",
+                stacklevel=5,
+            )
 
     def _require_same_parts(self, state: Mapping[str, Any]) -> None:
         """Refuse a module or an optimizer that the save is not of, before anything of it is loaded.

@@ -23,7 +23,7 @@ from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
 from opusim.training.data.samplers import PhysicalBatches, never_filled
-from opusim.training.data.users import OwnIds, Users, require_users
+from opusim.training.data.users import OwnIds, Users, id_warnings, require_users
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.hooks import points_in
 from opusim.training.feedback.points import FeedbackAlignment
@@ -224,6 +224,8 @@ def make_private(
         users, count = None, len(data_loader.dataset)  # type: ignore[arg-type]
         if user_ids is not None:
             users = Users.of(user_ids, count=count, most=group, name="user_ids")
+            for each in id_warnings(user_ids, count=count, name="user_ids"):
+                warnings.warn(each, stacklevel=2)
             count = len(users)
         given["users"] = users.digest if users is not None and mode == "experiment" else None
         given["data"] = data if mode == "experiment" else None
@@ -368,7 +370,8 @@ def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **g
             warnings.warn(each, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
-    return settings.require_same(folder, found=found)
+    counted = records if given["sample_rate"] is None else None
+    return settings.require_same(folder, found=found, records=counted)
 
 
 def _facts(

@@ -23,6 +23,7 @@ from opusim.training.data import arrays as arrays_module
 from opusim.training.data import formats as formats_module
 from opusim.training.data import tables as tables_module
 from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.dataset import features_named_as_identifiers
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
 from opusim.training.errors import DataError, RunFolderError
@@ -552,20 +553,97 @@ class TestFiles:
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv", "label": "x"}}), None)
 
 
+RECORD: dict[str, Any] = {
+    "protection": {"kind": "record", "noise_multiplier": 1.0},
+    "sampler": {"scheme": "poisson", "batch_size": 9},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, RECORD])
+def test_features_named_like_identifiers_are_told(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, changes: dict[str, Any]
+) -> None:
+    def told(*names: str) -> list[str]:
+        frame = pandas.DataFrame(dict.fromkeys(names, FRAME["length"]) | {"y": np.arange(40) % 2})
+        config = {**CONFIG, **changes, "data": {"n_classes": 2}}
+        recwarn.clear()
+        opusim.train(config, data=frame, label="y", folder=tmp_path / names[0])
+        return [str(each.message) for each in recwarn if "identifiers" in str(each.message)]
+
+    (text,) = told("patient_id", "age", "visitID")
+    assert "trained on: patient_id, visitID; drop the column; if it is the ID of each record's user" in text
+    assert "protection.unit = 'user' and data.user = 'patient_id' (--user)" in text
+    assert told("humid", "grid") == []
+
+
+@pytest.mark.parametrize("name", [
+    *("id", "ID", "patient_id", "PATIENT_ID", "patientID", "userId", "user id", "record-id", "row2id", "größe_id"),
+    *("uuid", "PatientUUID", "guid", "uid", "MRN", "hospital_mrn", "SSN"),
+    *("patient", "Subject", "user", "person", "participant", "patientid", "SubjectID"),
+])  # fmt: skip
+def test_a_name_is_that_of_an_identifier(name: str) -> None:
+    assert name in (features_named_as_identifiers(["age", name]) or "").split(": ")[1].split("; ")[0]
+
+
+def test_other_names_are_not_those_of_identifiers() -> None:
+    names = (
+        "humid",
+        "grid",
+        "HUMID",
+        "Grid",
+        "liquid_fluid",
+        "valid",
+        "thyroid",
+        "unpaid_bill",
+        "idle",
+        "id_score",
+    )
+    names += ("user_count", "users", "patients", "subjective", "personal", "num_patients", "0", "", "squid")
+    assert features_named_as_identifiers(names) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "told"),
+    [
+        ({}, RECORD, True),
+        ({"mean": 0.0, "std": 1.0}, RECORD, False),
+        ({"mean": (0.5, 150.0), "std": (0.3, 90.0)}, RECORD, False),
+        ({}, {}, False),
+    ],
+)
+@pytest.mark.parametrize("size", [1.0, 305.0])
+def test_a_protected_run_tells_that_features_are_used_as_they_are_whatever_they_are(
+    tmp_path: Path,
+    recwarn: pytest.WarningsRecorder,
+    size: float,
+    data: dict[str, Any],
+    changes: Any,
+    told: bool,
+) -> None:
+    frame = pandas.DataFrame(
+        {"small": FRAME["length"], "salary": size * FRAME["length"], "y": np.arange(40) % 2}
+    )
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    np.savez(tmp_path / "rows.npz", x=frame[["small", "salary"]].to_numpy(), y=frame["y"].to_numpy())
+    for kind in ("csv", "npz"):
+        label = {"label": "y"} if kind == "csv" else {}
+        given = {"name": f"{kind}:{tmp_path / 'rows'}.{kind}", "n_classes": 2, **label, **data}
+        recwarn.clear()
+        opusim.train({**CONFIG, **changes, "data": given}, folder=tmp_path / kind)
+        texts = [
+            str(each.message) for each in recwarn if "features are used as they are" in str(each.message)
+        ]
+        assert len(texts) == told
+        assert all("give public constants data.mean and data.std" in text for text in texts)
+
+
 @pytest.mark.parametrize(
     ("size", "changes", "hinted"),
     [
         (305.0, {}, True),
         (5.0, {}, False),
         (305.0, {"data": {"standardise": "records"}}, False),
-        (
-            305.0,
-            {
-                "protection": {"kind": "record", "noise_multiplier": 1.0},
-                "sampler": {"scheme": "poisson", "batch_size": 9},
-            },
-            False,
-        ),
+        (305.0, RECORD, False),
     ],
 )
 def test_features_in_units_of_their_own_give_a_hint_unless_they_are_private(

@@ -15,6 +15,7 @@ from opusim.training.runs.folder import RunFolder, stated
 from tests.support.run_folders import require_resumed_alike
 
 COUNT, EACH, CLIP = 90, 3, 0.2
+AS_THEY_ARE = {"mean": 0.0, "std": 1.0}
 
 
 def records() -> tuple[np.ndarray, np.ndarray, list[Any]]:
@@ -84,8 +85,18 @@ def test_a_run_takes_the_clipped_means_of_users(tmp_path: Path, fixed: bool) -> 
     assert number == (pytest.approx(len(users)) if is_public else None)
 
 
+def test_doubtful_ids_are_told_once_and_not_in_files(tmp_path: Path) -> None:
+    x, y, ids = records()
+    ids = [one and (one.upper() if n % 3 else one) for n, one in enumerate(ids)]
+    with pytest.warns(UserWarning, match=r"^data\.user: some IDs \(\d+\) equal another one") as found:
+        opusim.train(config(), data=(x, y, ids), model=model(), folder=tmp_path / "run")
+    assert len(found) == 1
+    assert not [file for file in tmp_path.rglob("*.*") if b"case or blanks" in file.read_bytes()]
+    RunPlan.stored(RunFolder(tmp_path / "run"), (x, y, ids), model())  # without another warning
+
+
 def test_a_column_names_the_users_who_are_held_out_as_a_whole(tmp_path: Path) -> None:
-    data = {"name": f"csv:{table(tmp_path)}", "label": "label", "user": "who", "n_classes": 3}
+    data = {"name": f"csv:{table(tmp_path)}", "label": "label", "user": "who", "n_classes": 3, **AS_THEY_ARE}
     given = config(
         data={**data, "validation_fraction": 0.3}, mode="release", protection={"noise_multiplier": 1.0}
     )

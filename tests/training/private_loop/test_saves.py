@@ -2,6 +2,7 @@
 
 import datetime
 import random
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -258,3 +259,103 @@ def test_a_save_of_an_earlier_version_names_no_optimizer(tmp_path: Path) -> None
     del state["optimizer_class"]
     write_save(tmp_path, state, ledger=position, bound=False)
     private_loop(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (
+            {"batch_size": 20},
+            {},
+            "data_loader: has batch_size = 20 and 60 records, and the private loop in {} was started with "
+            "batch_size = 12 and 60 records, or with sample_rate = 0.2; resume it with the same, or start",
+        ),
+        (
+            {"count": 72},
+            {},
+            "data_loader: has batch_size = 12 and 72 records, and .* = 12 and 60 records, or",
+        ),
+        (
+            {"count": 120, "batch_size": 24},
+            {},
+            "data_loader: has batch_size = 24 and 120 records, and .* = 12 and",
+        ),
+        ({"batch_size": 20}, {"sample_rate": 0.2}, "data_loader.batch_size = 20: .* was started with 12;"),
+        ({}, {"sample_rate": 0.3}, "sample_rate = 0.3: the private loop in {} was started with 0.2; resume"),
+        (
+            {"batch_size": 3},
+            {"user_ids": [n % 7 for n in range(60)], "records_per_user": 2},
+            "records_per_user = 2: .* was started with None",
+        ),
+        (
+            {},
+            {"clipping": "per_layer"},
+            "clipping = 'per_layer': the private loop in {} was started with 'flat'",
+        ),
+        (
+            {},
+            {"clipping": "per_layer", "max_grad_norm": [0.6, 0.8]},
+            r"max_grad_norm = \[0.6, 0.8\]: .* with 1.0;",
+        ),
+    ],
+)
+def test_other_arguments_are_named_as_the_user_gave_them(
+    tmp_path: Path, mode: str, given: dict[str, int], options: dict[str, Any], message: str
+) -> None:
+    options = {"mode": mode, "seed": 3 if mode == "experiment" else None, **options}
+    with private_loop(tmp_path, mode=mode, seed=options["seed"]) as private:
+        private.save()
+    with pytest.raises(RunFolderError, match="^" + message.format(re.escape(str(tmp_path)))):
+        private_loop(tmp_path, parts(**given), resume=True, **options)
+
+
+def test_another_number_of_users_is_named(tmp_path: Path) -> None:
+    def loop(users: int, **options: Any) -> opusim.PrivateTraining:
+        options = {"user_ids": [n % users for n in range(60)], **options}
+        return private_loop(tmp_path, parts(batch_size=5), records_per_user=2, **options)
+
+    with loop(20) as private:
+        private.save()
+    with pytest.raises(RunFolderError, match="has batch_size = 5 and 25 users, and .* = 5 and 20 users, or"):
+        loop(25, resume=True)
+    with pytest.raises(RunFolderError, match="^user_ids: give other records to a user"):
+        loop(20, resume=True, user_ids=[(n + n // 59) % 20 for n in range(60)])
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_settings_of_the_optimizer_that_a_save_replaces_are_told(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, mode: str
+) -> None:
+    def resumed(scheduled: bool = False, **changes: float) -> list[str]:
+        given = parts()
+        for group in given[1].param_groups:
+            group.update(changes)
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(given[1], 3)
+        recwarn.clear()
+        with private_loop(tmp_path, given, resume=True, **options) as private:
+            assert private.optimizer.param_groups[0]["lr"] == saved_lr
+        return [str(each.message) for each in recwarn if "optimizer: was given" in str(each.message)]
+
+    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
+    saved_lr = 0.5
+    with private_loop(tmp_path, **options) as private:
+        run_epoch(private, steps=2)
+        private.save()
+    (text,) = resumed(lr=0.1, momentum=0.9, dampening=0)
+    assert text == (
+        "optimizer: was given lr = 0.1 (saved: 0.5), momentum = 0.9 (saved: 0), and a resumed loop takes the saved "
+        "values; to use the given ones, set them in optimizer.param_groups after make_private"
+    )
+    assert resumed() == []
+    assert resumed(scheduled=True) == []
+    with private_loop(tmp_path, resume=True, **options) as private:
+        schedule = torch.optim.lr_scheduler.StepLR(private.optimizer, 1, gamma=0.5)
+        run_epoch(private, steps=1)
+        schedule.step()
+        private.save()
+    saved_lr = 0.25
+    assert resumed() == []  # the scheduler moved it
+    assert resumed(scheduled=True) == []
+    assert "lr = 0.25 (saved: 0.5)" in resumed(lr=0.25)[0]

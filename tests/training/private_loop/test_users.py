@@ -326,6 +326,26 @@ def test_users_of_one_record_each_are_told(tmp_path: Path, ids: list[Any]) -> No
         of_users(tmp_path, user_ids=ids).close()
 
 
+@pytest.mark.parametrize(
+    ("ids", "count"),
+    [
+        (["A7", "a7", " a7", "B"], 1),
+        (["b 1", "b  1", "B 1", "b1"], 2),
+        (["Straße", "STRASSE", "1", 1], 1),
+        (["a7", " a7 ", "b", None], 0),
+    ],
+)
+def test_ids_that_differ_in_case_or_blanks_are_told(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, ids: list[Any], count: int
+) -> None:
+    of_users(tmp_path, user_ids=ids * 15, sample_rate=0.5).close()
+    texts = [str(each.message) for each in recwarn if "IDs" in str(each.message)]
+    assert len(texts) == (count > 0)
+    for text in texts:
+        assert text.startswith(f"user_ids: some IDs ({count}) equal another one but for case or blanks")
+        assert "a person with two IDs is protected as two users, not as one" in text
+
+
 @pytest.mark.parametrize("missing", ["nan", "None", "NaT"])
 def test_texts_for_a_missing_user_are_told(tmp_path: Path, missing: str) -> None:
     with pytest.warns(UserWarning, match=f"user_ids: several records have the text '{missing}' as ID"):

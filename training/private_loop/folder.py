@@ -457,12 +457,16 @@ def _arguments(optimizer: Any) -> dict[str, Any]:
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, str | None]]:
     """Return the settings of each parameter group as text; a rate that a scheduler moves is that which it began with.
 
-    A value is None if it is no number and no text.
+    A value is None if it is no number and no text. A cyclic scheduler sets all rates, so that none is returned.
     """
     kind: Any = type(optimizer)
     names = _arguments(kind)
     return [
-        {name: _setting(group.get(f"initial_{name}", group[name])) for name in names if name in group}
+        {
+            name: _setting(group.get(f"initial_{name}", group[name]))
+            for name in names
+            if name in group and "max_lr" not in group
+        }
         for group in optimizer.param_groups
     ]
 

@@ -359,3 +359,8 @@ def test_settings_of_the_optimizer_that_a_save_replaces_are_told(
     assert resumed() == []  # the scheduler moved it
     assert resumed(scheduled=True) == []
     assert "lr = 0.25 (saved: 0.5)" in resumed(lr=0.25)[0]
+    with private_loop(tmp_path, resume=True, **options) as private:
+        torch.optim.lr_scheduler.OneCycleLR(private.optimizer, 1.0, total_steps=9)
+        saved_lr = private.optimizer.param_groups[0]["lr"]
+        private.save()
+    assert resumed() == []  # it set a rate of its own

@@ -161,9 +161,21 @@ class OneRunPlan:
         return self.law.methods if self.readings is None else self.readings
 
     @property
+    def normal_share(self) -> float:
+        """Probability that the scores that half of the noise gives pass the test of normality; 1 if it is not known.
+
+        -2 log(p / 2) is taken for noncentral chi-squared with two degrees of freedom, shifted by its typical value.
+        """
+        typical = 1.0 if self.weaker_normality is None else self.weaker_normality
+        if not 0 < typical < 1:
+            return typical
+        least, shift = (-2 * math.log(p / 2) for p in (NOT_NORMAL, typical))
+        return float(numerics.noncentral_chi_squared_cdf(least, 2, shift))
+
+    @property
     def refused(self) -> bool:
-        """Whether the scores that half of the noise gives typically fail the test of normality."""
-        return self.weaker_normality is not None and self.weaker_normality < NOT_NORMAL
+        """Whether the scores that half of the noise gives mostly fail the test of normality."""
+        return self.normal_share < 0.5
 
     @property
     def strictest(self) -> tuple[float, float] | None:
@@ -206,18 +218,16 @@ class OneRunPlan:
     def power(self, method: Method) -> float | None:
         """Return the probability with which a bound from ideal scores refutes the claim if the noise is halved.
 
-        The count of right guesses is taken for binomial, and the estimate of mu for normal. Normal scores have power 0
-        if they are `refused`. None for an estimate, without a claim, or if `weaker_mu` is None.
+        The count of right guesses is taken for binomial, and the estimate of mu for normal. Normal scores must also
+        pass the test of normality (`normal_share`). None for an estimate, without a claim, or if `weaker_mu` is None.
         """
         mu, m, level = self.weaker_mu, self.canaries, 1 - self.confidence
         if not method.is_bound or self.claimed is None or mu is None:
             return None
         if method is Method.NORMAL_BOUND:
-            if self.refused:
-                return 0.0
             allowed, z = self.allowed_mu, float(numerics.normal_quantile(self.confidence))
             needed = allowed + z * _standard_error(allowed, m)
-            return float(numerics.normal_cdf((mu - needed) / _standard_error(mu, m)))
+            return self.normal_share * float(numerics.normal_cdf((mu - needed) / _standard_error(mu, m)))
         guesses = self.guesses(method)
         own, claimed = gaussian_mu(self.claimed, self.delta) if self.delta else 0.0, self.claimed
 

@@ -242,6 +242,21 @@ class OneRunPlan:
         right = _ideal_accuracy(mu, guesses / m) if right is None else right
         return float(numerics.binomial.sf(least - 1, guesses, right))
 
+    @property
+    def power_of_all(self) -> float | None:
+        """Probability that any bound refutes the claim if the noise is halved, or None; see `power`.
+
+        Scores that fail the test of normality, taken for independent of the rest, leave it to the guesses.
+        """
+        powers = {method: self.power(method) for method in self.methods}
+        guessed = max(
+            (power for method, power in powers.items() if method.guesses and power is not None), default=None
+        )
+        normal = powers.get(Method.NORMAL_BOUND)
+        if normal is None or guessed is None:
+            return guessed if normal is None else normal
+        return max(guessed, normal + (1 - self.normal_share) * guessed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OneRunBound:

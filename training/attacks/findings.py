@@ -56,8 +56,10 @@ NullableFloat = Annotated[
 
 LOW_RATE = 1e-3
 """The rate of false positives at which an attack's true positives are told."""
-PLANNED_POWER, _WEAK = 0.9, 0.5
+PLANNED_POWER, WEAK = 0.9, 0.5
 """The power that is wanted, and that below which an audit is called weak."""
+_SURE = 0.95
+"""Power from which half of the noise should have been found."""
 _CURVE_POINTS = 200
 SYSTEM_NOISE = (
     "The noise comes from the operating system, as in the run: the seed repeats the coins only, and further trials are "
@@ -212,7 +214,7 @@ class Finding:
         """
         first, second = scores
         if isinstance(result, OneRunResult):
-            facts["power"] = _largest_power(result.bounds)
+            facts["power"] = result.plan.power_of_all
         return cls(
             role=role,
             attack=attack,
@@ -241,8 +243,8 @@ class Finding:
 
     @property
     def by_chance(self) -> bool:
-        """Whether it is a control that so many canaries find or miss by chance, so that its outcome tells nothing."""
-        likely = self.power is None or self.power >= PLANNED_POWER
+        """Whether it is a control of canaries that is mostly missed, so that its outcome tells nothing."""
+        likely = self.power is None or self.power >= WEAK
         return not likely and self.role is Role.BROKEN and isinstance(self.result, OneRunResult)
 
     @property
@@ -263,7 +265,7 @@ class Finding:
             if self.by_chance:
                 return f"left to chance: power {self.power:.2f}"
             if isinstance(result, OneRunResult):
-                return "found, as required" if self.refutes else _missed(result)
+                return "found, as required" if self.refutes else _missed(result, self.power)
             if bound is not None and result.ceiling <= bound.epsilon:
                 return f"too few trials to exceed {bound.epsilon:.3g}"
             really = "" if self.actual is None else f": it really costs {self.actual:.3g}"
@@ -359,12 +361,15 @@ def _reading(result: OneRunResult, bound: OneRunBound) -> str:
     return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
 
 
-def _missed(result: OneRunResult) -> str:
+def _missed(result: OneRunResult, power: float | None) -> str:
     """Return why scores of canaries do not show half of the noise, in a few words."""
-    if Method.NORMAL_BOUND not in result.plan.methods:
-        return "not found by this attack"
-    refused = result.normality < NOT_NORMAL
-    return f"not found by this attack: {'scores are not normal' if refused else 'normal scores stay below the claim'}"
+    reasons = []
+    if power is not None and power < _SURE:
+        reasons.append(f"missed by chance with probability {1 - power:.2f}")
+    if Method.NORMAL_BOUND in result.plan.methods:
+        refused = result.normality < NOT_NORMAL
+        reasons.append("scores are not normal" if refused else "normal scores stay below the claim")
+    return ": ".join(text for text in ("not found by this attack", ", and ".join(reasons)) if text)
 
 
 def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
@@ -981,7 +986,7 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
 def _weakness(audit: Audit) -> str:
     """Return a sentence about an audit that would mostly miss half of the noise; empty if its control says so."""
     power = audit.power
-    if power is None or power >= _WEAK or any(one.by_chance for one in audit.of(Role.BROKEN)):
+    if power is None or power >= WEAK or any(one.by_chance for one in audit.of(Role.BROKEN)):
         return ""
     training = " and, for most trainers, an audit of one training" if audit.strongest.scope == "step" else ""
     return (

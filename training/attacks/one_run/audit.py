@@ -35,6 +35,7 @@ from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import (
     PLANNED_POWER,
     SYSTEM_NOISE,
+    WEAK,
     WITHOUT_DRAWS,
     Audit,
     Finding,
@@ -195,7 +196,7 @@ def _foretold(
     def reading(count: int) -> tuple[OneRunPlan, float]:
         own = reading_plans(adversaries, count, mechanisms, stated, relation, delta)[ALL_UPDATES]
         own = by_draws(own, mechanisms, relation)
-        return own, _power(own)
+        return own, own.power_of_all or 0.0
 
     def likeliest() -> int:
         fitting = [count for count in _COUNTS if count <= room] or [max(room, FEWEST_CANARIES)]
@@ -213,7 +214,8 @@ def _foretold(
         )
 
     def finds(tenths: int) -> bool:
-        return _power(by_draws(found, mechanisms, relation, tenths / 10)) >= PLANNED_POWER
+        power = by_draws(found, mechanisms, relation, tenths / 10).power_of_all
+        return power is not None and power >= PLANNED_POWER
 
     # How many times too small the noise must be, in tenths: the least power of two that is found, then the least ratio
     # up to it.
@@ -234,12 +236,11 @@ def _foretold(
     )
     if power >= PLANNED_POWER:
         return canaries, text
-    best = likeliest()
-    remedy = WITHOUT_DRAWS if reading(best)[1] < PLANNED_POWER else f"Take {best:,} canaries."
-    return canaries, (
-        f"{text} So the broken control passes or fails by chance, and the audit ends with exit code 3 unless it "
-        f"refutes the claim. {remedy}"
-    )
+    best, fails = likeliest(), f"fails by chance with probability {1 - power:.2f} (exit code 3)"
+    if power < WEAK:
+        fails = "passes or fails by chance, and the audit ends with exit code 3 unless it refutes the claim"
+    remedy = f"Take {best:,} canaries." if reading(best)[1] > power + 0.01 else WITHOUT_DRAWS
+    return canaries, f"{text} So the broken control {fails}. {remedy}"
 
 
 def by_draws(
@@ -268,11 +269,6 @@ def by_draws(
         weaker_normality=law.normality(plan.canaries),
         weaker_right=tuple((method, law.right(share)) for method, share in shares),
     )
-
-
-def _power(plan: OneRunPlan) -> float:
-    """Return the largest power of the bounds."""
-    return max((plan.power(method) or 0.0 for method in plan.methods if method.is_bound), default=0.0)
 
 
 Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]

@@ -67,8 +67,8 @@ SYSTEM_NOISE = (
 )
 """What an audit says whose trials no seed repeats."""
 WITHOUT_DRAWS = (
-    "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test "
-    "(opusim audit --mechanism private-loop)."
+    "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test on 60 "
+    "steps of its own (opusim audit --mechanism private-loop)."
 )
 _NEW_GAMES = "Repeat it with another seed only, since games of the same coins are dependent; choose none by its outcome"
 
@@ -1015,8 +1015,8 @@ def _refuting(audit: Audit) -> str:
     """Return the bounds that the power is about: the likeliest of the scores', or those of trials."""
     bounds = [(bound, one.plan) for one in audit.scores().values() for bound in one.bounds]
     if bounds:
-        likeliest, plan = max(bounds, key=lambda each: each[0].power or 0.0)
-        is_counted = likeliest.method.guesses or plan.weaker_normality is not None
+        likeliest, read = max(bounds, key=lambda each: each[0].power or 0.0)
+        is_counted = likeliest.method.guesses or read.weaker_normality is not None
         return _named(likeliest) + ("" if is_counted else " if they pass the test of normality then")
     plan, games = audit.strongest.result.plan, audit.strongest.anytime
     drawn = isinstance(plan, AuditPlan) and plan.estimator is Estimator.DRAWN_NOISE

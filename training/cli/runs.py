@@ -253,12 +253,12 @@ def list_command(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
+    """List runs and private loops of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
     from opusim.accounting.explanation import print_rows
     from opusim.tables import wrapped
     from opusim.training.runs.listing import SCHEMA, VERSION, list_runs
 
-    entries = list_runs(folder)
+    entries = list_runs(folder, _loop_facts)
     if as_json:
         content = {"schema": SCHEMA, "version": VERSION, "runs": [entry.to_json() for entry in entries]}
         typer.echo(json.dumps(content, indent=2, allow_nan=False))
@@ -278,6 +278,20 @@ def list_command(
         )
     if not entries:
         typer.echo(f"no runs in {folder}")
+
+
+def _loop_facts(folder: Path) -> dict[str, Any]:
+    """Return what `list_runs` shows of a private loop; see `stated_loop` for the errors."""
+    from opusim.accounting.guarantee import NoGuarantee
+    from opusim.training.private_loop.folder import PrivacySettings, stated_loop  # torch, which no run needs
+    from opusim.training.runs.listing import strongest_of
+
+    settings = PrivacySettings.stored(folder)
+    found: dict[str, Any] = {"mode": settings.mode, "steps": settings.total_steps}
+    with suppress(NoGuarantee):  # no step was paid for
+        statement = stated_loop(folder)
+        found |= {"step": statement.ledger.steps_paid, "guarantee": strongest_of(statement.guarantees)}
+    return found
 
 
 @runs_app.command("rm")
@@ -491,7 +505,9 @@ AuditCluster = Annotated[
 ]
 CanaryCount = Annotated[
     int | None,
-    typer.Option(help="With --one-run: number of canaries, by default enough to detect half of the noise."),
+    typer.Option(
+        help="With --one-run, or of a private loop: number of canaries, by default enough to detect half of the noise."
+    ),
 ]
 AuditSeed = Annotated[
     int | None,
@@ -516,7 +532,8 @@ AuditOut = Annotated[
 ]
 Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
 Steps = Annotated[
-    int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
+    int | None,
+    typer.Option(help="With --mechanism: steps of each of its two runs, at least 40, by default 60."),
 ]
 MechanismSettings = Annotated[
     list[str] | None,

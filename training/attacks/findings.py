@@ -70,6 +70,7 @@ WITHOUT_DRAWS = (
     "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test on 60 "
     "steps of its own (opusim audit --mechanism private-loop)."
 )
+_OTHER_NUMBER = f"Ask for no number of canaries, so that the likeliest is taken. {WITHOUT_DRAWS}"
 _NEW_GAMES = "Repeat it with another seed only, since games of the same coins are dependent; choose none by its outcome"
 
 
@@ -1056,7 +1057,7 @@ def headline(audit: Audit) -> str:
     remedy = f"Repeat it with more {audit.played.counted} and another seed."
     for one in audit.failed_controls:
         if isinstance(one, Finding) and one.role is Role.BROKEN and isinstance(one.result, OneRunResult):
-            remedy = _few_draws(one.result) or remedy
+            remedy = _few_draws(one.result) or (_OTHER_NUMBER if one.by_chance else remedy)
             if one.by_chance:
                 says[one.role.value] = (
                     f"passes or fails by chance: half of the noise is found with probability {one.power:.2f}"

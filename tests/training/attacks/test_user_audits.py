@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import opusim
 from opusim.accounting.one_run import Method
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Role, read_audit
+from opusim.training.attacks.findings import Role, headline, read_audit
 from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.attacks.one_run.audit import audit_one_training, audit_private_folder
 from opusim.training.attacks.one_run.observers import Canaries, EntryObserver
@@ -258,6 +258,7 @@ def test_the_audit_of_a_folder_says_before_it_starts_what_its_draws_can_find(tmp
         assert not found.refuted
         assert found.failed_controls == [broken]
         assert f"find half of the noise with probability {broken.power:.2f}" in told[-1]
+    assert "more canaries and another seed" not in headline(found)
     for text in (
         "drawn q T = 1 times",
         "exit code 3",

@@ -161,9 +161,21 @@ class OneRunPlan:
         return self.law.methods if self.readings is None else self.readings
 
     @property
+    def normal_share(self) -> float:
+        """Probability that the scores that half of the noise gives pass the test of normality; 1 if it is not known.
+
+        -2 log(p / 2) is taken for noncentral chi-squared with two degrees of freedom, shifted by its typical value.
+        """
+        typical = 1.0 if self.weaker_normality is None else self.weaker_normality
+        if not 0 < typical < 1:
+            return typical
+        least, shift = (-2 * math.log(p / 2) for p in (NOT_NORMAL, typical))
+        return float(numerics.noncentral_chi_squared_cdf(least, 2, shift))
+
+    @property
     def refused(self) -> bool:
-        """Whether the scores that half of the noise gives typically fail the test of normality."""
-        return self.weaker_normality is not None and self.weaker_normality < NOT_NORMAL
+        """Whether the scores that half of the noise gives mostly fail the test of normality."""
+        return self.normal_share < 0.5
 
     @property
     def strictest(self) -> tuple[float, float] | None:
@@ -206,18 +218,16 @@ class OneRunPlan:
     def power(self, method: Method) -> float | None:
         """Return the probability with which a bound from ideal scores refutes the claim if the noise is halved.
 
-        The count of right guesses is taken for binomial, and the estimate of mu for normal. Normal scores have power 0
-        if they are `refused`. None for an estimate, without a claim, or if `weaker_mu` is None.
+        The count of right guesses is taken for binomial, and the estimate of mu for normal. Normal scores must also
+        pass the test of normality (`normal_share`). None for an estimate, without a claim, or if `weaker_mu` is None.
         """
         mu, m, level = self.weaker_mu, self.canaries, 1 - self.confidence
         if not method.is_bound or self.claimed is None or mu is None:
             return None
         if method is Method.NORMAL_BOUND:
-            if self.refused:
-                return 0.0
             allowed, z = self.allowed_mu, float(numerics.normal_quantile(self.confidence))
             needed = allowed + z * _standard_error(allowed, m)
-            return float(numerics.normal_cdf((mu - needed) / _standard_error(mu, m)))
+            return self.normal_share * float(numerics.normal_cdf((mu - needed) / _standard_error(mu, m)))
         guesses = self.guesses(method)
         own, claimed = gaussian_mu(self.claimed, self.delta) if self.delta else 0.0, self.claimed
 
@@ -231,6 +241,21 @@ class OneRunPlan:
         right = dict(self.weaker_right).get(method)
         right = _ideal_accuracy(mu, guesses / m) if right is None else right
         return float(numerics.binomial.sf(least - 1, guesses, right))
+
+    @property
+    def power_of_all(self) -> float | None:
+        """Probability that any bound refutes the claim if the noise is halved, or None; see `power`.
+
+        Scores that fail the test of normality, taken for independent of the rest, leave it to the guesses.
+        """
+        powers = {method: self.power(method) for method in self.methods}
+        guessed = max(
+            (power for method, power in powers.items() if method.guesses and power is not None), default=None
+        )
+        normal = powers.get(Method.NORMAL_BOUND)
+        if normal is None or guessed is None:
+            return guessed if normal is None else normal
+        return max(guessed, normal + (1 - self.normal_share) * guessed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from .sampled_noise import mixture_bounds as mixture_bounds
 from .sampled_noise import mixture_renyi_curve as mixture_renyi_curve
 from .sampled_noise import noise_bounds as noise_bounds
 from .sampled_noise import noise_curves as noise_curves
+from .sampled_noise import noncentral_chi_squared_cdf as noncentral_chi_squared_cdf
 from .sampled_noise import normal_cdf as normal_cdf
 from .sampled_noise import normal_quantile as normal_quantile
 from .sampled_noise import normality_p_value as normality_p_value

@@ -344,7 +344,8 @@ _ROUNDING = 2e-14
 find_root, logistic = optimize.brentq, special.expit
 normal_cdf, log_normal_cdf, normal_quantile = special.ndtr, special.log_ndtr, special.ndtri
 binomial, chi_squared, beta_quantile = stats.binom, stats.chi2, stats.beta.ppf
-"""Functions of scipy that are used elsewhere; the quantile is called as beta_quantile(probability, a, b)."""
+noncentral_chi_squared_cdf = special.chndtr
+"""Functions of scipy that are used elsewhere; the arguments are (probability, a, b) and (x, degrees, noncentrality)."""
 
 
 def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:

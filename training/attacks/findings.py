@@ -56,8 +56,10 @@ NullableFloat = Annotated[
 
 LOW_RATE = 1e-3
 """The rate of false positives at which an attack's true positives are told."""
+PLANNED_POWER, WEAK = 0.9, 0.5
+"""The power that is wanted, and that below which an audit is called weak."""
 _SURE = 0.95
-"""Power from which guesses should have found half of the noise."""
+"""Power from which half of the noise should have been found."""
 _CURVE_POINTS = 200
 SYSTEM_NOISE = (
     "The noise comes from the operating system, as in the run: the seed repeats the coins only, and further trials are "
@@ -65,9 +67,10 @@ SYSTEM_NOISE = (
 )
 """What an audit says whose trials no seed repeats."""
 WITHOUT_DRAWS = (
-    "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test "
-    "(opusim audit --mechanism private-loop)."
+    "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test on 60 "
+    "steps of its own (opusim audit --mechanism private-loop)."
 )
+_OTHER_NUMBER = f"Ask for no number of canaries, so that the likeliest is taken. {WITHOUT_DRAWS}"
 _NEW_GAMES = "Repeat it with another seed only, since games of the same coins are dependent; choose none by its outcome"
 
 
@@ -212,7 +215,7 @@ class Finding:
         """
         first, second = scores
         if isinstance(result, OneRunResult):
-            facts["power"] = _largest_power(result.bounds)
+            facts["power"] = result.plan.power_of_all
         return cls(
             role=role,
             attack=attack,
@@ -240,6 +243,12 @@ class Finding:
         return self.claim is not None and self.result.verdict(self.claim) is Verdict.REFUTED
 
     @property
+    def by_chance(self) -> bool:
+        """Whether it is a control of canaries that is mostly missed, so that its outcome tells nothing."""
+        likely = self.power is None or self.power >= WEAK
+        return not likely and self.role is Role.BROKEN and isinstance(self.result, OneRunResult)
+
+    @property
     def estimates(self) -> tuple[float, ...]:
         """What its scores say of epsilon without the margin of a bound."""
         read = [one for one in (self.result, self.beside) if isinstance(one, OneRunResult)]
@@ -254,8 +263,10 @@ class Finding:
         if self.role is Role.NULL:
             return "a false alarm: see the text" if found else "nothing found, as required"
         if self.role is Role.BROKEN:
+            if self.by_chance:
+                return f"left to chance: power {self.power:.2f}"
             if isinstance(result, OneRunResult):
-                return "found, as required" if self.refutes else _missed(result)
+                return "found, as required" if self.refutes else _missed(result, self.power)
             if bound is not None and result.ceiling <= bound.epsilon:
                 return f"too few trials to exceed {bound.epsilon:.3g}"
             really = "" if self.actual is None else f": it really costs {self.actual:.3g}"
@@ -351,12 +362,11 @@ def _reading(result: OneRunResult, bound: OneRunBound) -> str:
     return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
 
 
-def _missed(result: OneRunResult) -> str:
+def _missed(result: OneRunResult, power: float | None) -> str:
     """Return why scores of canaries do not show half of the noise, in a few words."""
-    power = _largest_power(bound for bound in result.bounds if bound.method.guesses)
     reasons = []
     if power is not None and power < _SURE:
-        reasons.append(f"guesses find it with probability {power:.2f}")
+        reasons.append(f"missed by chance with probability {1 - power:.2f}")
     if Method.NORMAL_BOUND in result.plan.methods:
         refused = result.normality < NOT_NORMAL
         reasons.append("scores are not normal" if refused else "normal scores stay below the claim")
@@ -589,8 +599,9 @@ class Audit(Shown):
         """The findings of controls that did not behave as required."""
         broken = self.of(Role.BROKEN)
         lost = [] if self.arrival is None or self.arrival.holds else [self.arrival]
-        # what does not arrive is not found
-        missed = [] if lost or any(one.refutes for one in broken) else broken
+        # what does not arrive is not found; what is found by chance counts as missed, unless the run itself is refuted
+        found = any(one.refutes and not one.by_chance for one in broken)
+        missed = [] if lost or found or (self.refuted and any(one.by_chance for one in broken)) else broken
         false = [one for one in self.of(Role.NULL) if one.result.epsilon_lower > 0]
         return [*lost, *missed, *false, *(one for one in self.of(Role.PROTECTED) if one.refutes)]
 
@@ -675,8 +686,6 @@ def audit_rows(audit: Audit) -> list[dict[str, str]]:
 
 
 _ANYTIME = "at any time"
-_WEAK = 0.5
-"""The power below which an audit is called weak."""
 
 
 def paragraphs(audit: Audit) -> list[str]:
@@ -976,15 +985,11 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
 
 
 def _weakness(audit: Audit) -> str:
-    """Return a sentence about an audit that would probably miss half of the noise; empty if it would not."""
+    """Return a sentence about an audit that would mostly miss half of the noise; empty if its control says so."""
     power = audit.power
-    if power is None or power >= _WEAK:
+    if power is None or power >= WEAK or any(one.by_chance for one in audit.of(Role.BROKEN)):
         return ""
     training = " and, for most trainers, an audit of one training" if audit.strongest.scope == "step" else ""
-    for few in filter(None, map(_few_draws, audit.scores().values())):
-        return (
-            f"This audit is weak: it would find half of the noise missing with probability {power:.2f}. {few}"
-        )
     return (
         f"This audit is weak: it would find half of the noise missing with probability {power:.2f}; more "
         f"{audit.played.counted}{training} find smaller faults."
@@ -1009,11 +1014,11 @@ def _named(bound: OneRunBound) -> str:
 
 def _refuting(audit: Audit) -> str:
     """Return the bounds that the power is about: the likeliest of the scores', or those of trials."""
-    bounds = [bound for result in audit.scores().values() for bound in result.bounds]
+    bounds = [(bound, one.plan) for one in audit.scores().values() for bound in one.bounds]
     if bounds:
-        likeliest = max(bounds, key=lambda bound: bound.power or 0.0)
-        passing = "" if likeliest.method.guesses else " if they pass the test of normality then"
-        return _named(likeliest) + passing
+        likeliest, read = max(bounds, key=lambda each: each[0].power or 0.0)
+        is_counted = likeliest.method.guesses or read.weaker_normality is not None
+        return _named(likeliest) + ("" if is_counted else " if they pass the test of normality then")
     plan, games = audit.strongest.result.plan, audit.strongest.anytime
     drawn = isinstance(plan, AuditPlan) and plan.estimator is Estimator.DRAWN_NOISE
     alone = "the noise that was drawn" if drawn else "errors alone"
@@ -1046,17 +1051,23 @@ def _controls(audit: Audit) -> str:
 
 def headline(audit: Audit) -> str:
     """Return the line that stands above an audit whose controls failed; empty if none did."""
-    failed = " and the ".join(sorted({finding.role.value for finding in audit.failed_controls}))
-    if not failed:
+    if not audit.failed_controls:
         return ""
+    says = {one.role.value: "did not behave as required" for one in audit.failed_controls}
     remedy = f"Repeat it with more {audit.played.counted} and another seed."
-    broken = [one for one in audit.failed_controls if one.role is Role.BROKEN]
-    for result in [one.result for one in broken if isinstance(one, Finding)][:1]:
-        if isinstance(result, OneRunResult):
-            remedy = f"Half of the noise was {_missed(result)}. {_few_draws(result) or remedy}"
+    for one in audit.failed_controls:
+        if isinstance(one, Finding) and one.role is Role.BROKEN and isinstance(one.result, OneRunResult):
+            remedy = _few_draws(one.result) or (_OTHER_NUMBER if one.by_chance else remedy)
+            if one.by_chance:
+                says[one.role.value] = (
+                    f"passes or fails by chance: half of the noise is found with probability {one.power:.2f}"
+                )
+            else:
+                remedy = f"Half of the noise was {one.says}. {remedy}"
     if audit.arrival is not None and not audit.arrival.holds:
         remedy = f"It can find nothing, since {audit.arrival.says}. Repair that, then repeat it."
-    return f"DO NOT RELY ON THIS AUDIT: the {failed} did not behave as required. {remedy}"
+    told = " and ".join(f"the {role} {text}" for role, text in sorted(says.items()))
+    return f"DO NOT RELY ON THIS AUDIT: {told}. {remedy}"
 
 
 def _few_draws(result: OneRunResult) -> str:

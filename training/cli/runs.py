@@ -121,13 +121,13 @@ def report(
     if out is not None:
         require_writable(out, "--out", (".html",))
     if len(runs) == 1 and out is None and kind_of(runs[0]) == "private loop":
-        _say_left_out(shown_audits(runs[0], PrivacySettings.stored(runs[0]).mode)[1])
+        _say(*shown_audits(runs[0], PrivacySettings.stored(runs[0]).mode)[1])
         typer.echo(write_loop_report(runs[0]))
         return
     loaded = [read_run(path) for path in runs]
     for run in loaded:
         require_checkpoints(run.folder)
-        _say_left_out(shown_audits(run.folder.path, run.config.mode)[1])
+        _say(*shown_audits(run.folder.path, run.config.mode)[1])
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
         return
@@ -135,8 +135,8 @@ def report(
     typer.echo(write_comparison(loaded, out or Path("report.html"), title="Runs compared", names=names))
 
 
-def _say_left_out(texts: Sequence[str]) -> None:
-    """Say on the error stream which audits a report leaves out."""
+def _say(*texts: str) -> None:
+    """Write paragraphs on the error stream."""
     from opusim.tables import wrapped
 
     for text in texts:
@@ -177,7 +177,6 @@ def dossier(
 ) -> None:
     """Write all that a privacy reviewer asks of a run: HTML, PDF and JSON."""
     from opusim.files import require_writable
-    from opusim.tables import wrapped
     from opusim.training.reports.dossier import dossier_schema, write_dossier
 
     if schema:
@@ -203,8 +202,7 @@ def dossier(
         for each in older
         if each.exists() and each.resolve() != page.resolve()
     ]
-    for note in dict.fromkeys(notes):
-        typer.echo(wrapped(note), err=True)
+    _say(*dict.fromkeys(notes))
     typer.echo(f"{page}\n{document}\n{data}")
 
 
@@ -255,12 +253,12 @@ def list_command(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
+    """List runs and private loops of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
     from opusim.accounting.explanation import print_rows
     from opusim.tables import wrapped
     from opusim.training.runs.listing import SCHEMA, VERSION, list_runs
 
-    entries = list_runs(folder)
+    entries = list_runs(folder, _loop_facts)
     if as_json:
         content = {"schema": SCHEMA, "version": VERSION, "runs": [entry.to_json() for entry in entries]}
         typer.echo(json.dumps(content, indent=2, allow_nan=False))
@@ -280,6 +278,20 @@ def list_command(
         )
     if not entries:
         typer.echo(f"no runs in {folder}")
+
+
+def _loop_facts(folder: Path) -> dict[str, Any]:
+    """Return what `list_runs` shows of a private loop; see `stated_loop` for the errors."""
+    from opusim.accounting.guarantee import NoGuarantee
+    from opusim.training.private_loop.folder import PrivacySettings, stated_loop  # torch, which no run needs
+    from opusim.training.runs.listing import strongest_of
+
+    settings = PrivacySettings.stored(folder)
+    found: dict[str, Any] = {"mode": settings.mode, "steps": settings.total_steps}
+    with suppress(NoGuarantee):  # no step was paid for
+        statement = stated_loop(folder)
+        found |= {"step": statement.ledger.steps_paid, "guarantee": strongest_of(statement.guarantees)}
+    return found
 
 
 @runs_app.command("rm")
@@ -493,7 +505,9 @@ AuditCluster = Annotated[
 ]
 CanaryCount = Annotated[
     int | None,
-    typer.Option(help="With --one-run: number of canaries, by default enough to detect half of the noise."),
+    typer.Option(
+        help="With --one-run, or of a private loop: number of canaries, by default enough to detect half of the noise."
+    ),
 ]
 AuditSeed = Annotated[
     int | None,
@@ -518,7 +532,8 @@ AuditOut = Annotated[
 ]
 Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
 Steps = Annotated[
-    int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
+    int | None,
+    typer.Option(help="With --mechanism: steps of each of its two runs, at least 40, by default 60."),
 ]
 MechanismSettings = Annotated[
     list[str] | None,
@@ -634,7 +649,7 @@ def _audit_loop(folder: Path, out: Path | None, asked: Mapping[str, Any], *, as_
     from opusim.training.reports.audit_page import Audited, write_audit_page, write_loop_report
 
     given = {name: value for name, value in asked.items() if value is not None}
-    found = audit_private_folder(folder, out=out, **given, progress="lines")
+    found = audit_private_folder(folder, out=out, **given, on_forecast=_say, progress="lines")
     if out is None:
         shown = write_loop_report(folder)
     else:
@@ -654,16 +669,12 @@ def _play(
     run: Path, shared: dict[str, Any], trials: int | None, canaries: int | None, *, one_run: bool
 ) -> Audit:
     """Attack a run's steps or play the game of its protection; or train once with canaries."""
-    from opusim.tables import wrapped
     from opusim.training.attacks.one_run.audit import audit_one_training
     from opusim.training.attacks.run_audit import audit_run
 
-    def say(text: str) -> None:
-        typer.echo(wrapped(text), err=True)
-
     if one_run:
-        return audit_one_training(run, **shared, canaries=canaries, on_forecast=say, progress="lines")
-    return audit_run(run, **shared, trials=trials, on_forecast=say, progress="lines")
+        return audit_one_training(run, **shared, canaries=canaries, on_forecast=_say, progress="lines")
+    return audit_run(run, **shared, trials=trials, on_forecast=_say, progress="lines")
 
 
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
@@ -691,12 +702,11 @@ def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
     Raises:
         typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
     """
-    from opusim.tables import wrapped
     from opusim.training.attacks.findings import headline
 
     if as_json:
         if not found.controls_hold:
-            typer.echo(wrapped(headline(found)), err=True)
+            _say(headline(found))
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
         typer.echo(f"{found}\n\n" + "\n".join(places))

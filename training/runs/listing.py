@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from opusim.training.runs.storage import LOCK_FILE, kind_of, only_writer
 SCHEMA = "opusim-runs"
 VERSION = 1
 
+LoopReader = Callable[[Path], Mapping[str, Any]]
 State = Literal["finished", "unfinished", "being written", "damaged"]
 
 WRITTEN = frozenset(
@@ -56,16 +57,16 @@ class Entry:
 
     Attributes:
         path: The folder.
-        kind: run, search, sweep or audit.
+        kind: run, search, sweep, audit or private loop.
         size: Bytes of its files; links are not followed.
         started: Day on which its configuration was written, such as 2026-01-31; None if unknown, as all below.
-        state: State of a run; None for other kinds.
+        state: State of a run; of a private loop "being written", "damaged" or None; None for other kinds.
         trainer: Kind of its trainer.
         data: Name of its data set.
         model: model.name of its configuration.
         mode: experiment or release.
-        step: Steps in its newest checkpoint.
-        steps: Steps of the whole run, or None while its first epoch is not over.
+        step: Steps in its newest checkpoint; of a private loop those paid for.
+        steps: Steps of the whole run, or None while its first epoch is not over; planned ones of a private loop.
         guarantee: The proven one of least epsilon, or another if none is proven; None if nothing was paid for.
         accuracy: On test records, else on validation records, in [0, 1]; None if it is not known.
         rmse: The same for real numbers; None for other targets.
@@ -116,7 +117,9 @@ class Entry:
         if stated is not None:
             epsilon = stated.status.value
             if stated.is_proven:
-                epsilon = f"{number(stated.epsilon)} {stated.unit.value}, {epsilon}"
+                epsilon = (
+                    f"{number(stated.epsilon)} at delta {stated.delta:g}, {stated.unit.value}, {epsilon}"
+                )
         state: str = self.state or "–"
         if self.state in ("unfinished", "being written") and self.step is not None:
             total = "" if self.steps is None else f" of {self.steps:,}"
@@ -130,11 +133,12 @@ class Entry:
         }
 
 
-def list_runs(folder: Path) -> list[Entry]:
-    """Return what a folder holds, by name: runs, searches, sweeps and audits; one entry if it is such a folder itself.
+def list_runs(folder: Path, read_loop: LoopReader) -> list[Entry]:
+    """Return what a folder holds, by name, one entry for each run, private loop, search, sweep and audit.
 
     Args:
-        folder: A folder of run folders, or a run folder.
+        folder: A folder of run folders, or one of them.
+        read_loop: Reads what is shown of a private loop: mode, step, steps and guarantee of its `Entry`.
 
     Raises:
         RunFolderError: There is no such folder.
@@ -143,11 +147,11 @@ def list_runs(folder: Path) -> list[Entry]:
         raise RunFolderError(f"folder {folder} does not exist; name the folder that holds the runs")
     try:
         if _kind(folder) is not None:
-            return [_entry(folder)]
+            return [_entry(folder, read_loop)]
         children = sorted(child for child in folder.iterdir() if child.is_dir())
     except OSError as error:
         raise RunFolderError(f"folder {folder} cannot be read ({error.strerror}); choose another") from error
-    return [entry for entry in map(_entry, children) if entry.kind]
+    return [entry for entry in (_entry(child, read_loop) for child in children) if entry.kind]
 
 
 def require_removable(path: Path, *, lose_ledger: bool) -> None:
@@ -243,12 +247,18 @@ def _has_account(ledger: Path) -> bool:
     return content.mode == "release" and bool(content.payments)
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path, read_loop: LoopReader) -> Entry:
     """Return what is known of a folder, whatever state it is in; its kind is "" if it holds nothing of opusim."""
     kind, busy, found = "", False, {}
     try:
         kind = _kind(path) or ""
-        if kind == "run":
+        if kind == "private loop":
+            found = {
+                **read_loop(path),
+                "started": _day(path / "private.json"),
+                "state": "being written" if is_held(path / LOCK_FILE) else None,
+            }
+        elif kind == "run":
             folder = RunFolder(path)
             busy = not folder.finished and is_held(path / LOCK_FILE)
             state = "being written" if busy else "finished" if folder.finished else "unfinished"
@@ -271,16 +281,14 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
         (name for name in ("test", "validation") if figures.keys() & {f"{name}_accuracy", f"{name}_rmse"}),
         None,
     )
-    strongest = None  # the proven guarantee of least epsilon, else one of another status
+    strongest = None
     with suppress(NoGuarantee):
         content = folder.read_ledger()
         stated = content.guarantees()
         # if there are doubts, a proven one is about the part of the run before an alarm
-        strongest = (
-            stated[0] if content.doubts else min(stated, key=lambda one: (not one.is_proven, one.epsilon))
-        )
+        strongest = stated[0] if content.doubts else strongest_of(stated)
     return {
-        "started": time.strftime("%Y-%m-%d", time.localtime(folder.config_file.stat().st_mtime)),
+        "started": _day(folder.config_file),
         "trainer": config.trainer.kind,
         "data": str(facts["data"]["name"]),
         "model": config.model.name,
@@ -292,6 +300,16 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
         "rmse": figures.get(f"{measured_on}_rmse"),
         "measured_on": measured_on,
     }
+
+
+def strongest_of(stated: Sequence[Guarantee]) -> Guarantee:
+    """Return the proven guarantee of least epsilon, else one of another status."""
+    return min(stated, key=lambda one: (not one.is_proven, one.epsilon))
+
+
+def _day(file: Path) -> str:
+    """Return the day on which a file was written."""
+    return time.strftime("%Y-%m-%d", time.localtime(file.stat().st_mtime))
 
 
 def _size(path: Path) -> int:

@@ -199,11 +199,11 @@ def test_a_broken_control_that_is_not_found_fails_for_its_true_reason(refused: b
     (broken,) = found.of(Role.BROKEN)
     assert found.failed_controls == [broken]
     assert found.to_json()["controls_hold"] is False
-    assert ("scores are not normal" in broken.says) is refused
+    assert broken.by_chance is (broken.says == "left to chance: power 0.02") is refused
     assert ("normal scores stay below the claim" in broken.says) is not refused
     said, texts = headline(found), "\n".join(paragraphs(found))
     assert said.startswith("DO NOT RELY ON THIS AUDIT: the broken control")
-    assert broken.says in said
+    assert (broken.says in said) is not refused
     assert "All controls behaved as required" not in texts
     assert ("Repeat it with more canaries" in said) is not refused
     assert ("drawn q T = 1.98 times" in said and "opusim audit RUN" in said) is refused
@@ -215,6 +215,29 @@ def test_a_broken_control_that_is_not_found_fails_for_its_true_reason(refused: b
         assert (rows[method]["finding"] == "scores are not normal: does not count") is refused
 
 
+@pytest.mark.parametrize(
+    ("power", "holds"), [(None, True), (0.95, True), (0.55, True), (0.45, False), (0.1, False)]
+)
+@pytest.mark.parametrize("refuted", [False, True])
+def test_a_control_that_is_found_by_chance_counts_as_failed_unless_the_run_is_refuted(
+    power: float | None, holds: bool, refuted: bool
+) -> None:
+    missed, scores = missed_control(refused=False), np.random.default_rng(2).standard_normal(200)
+    inside = np.arange(200) % 2 == 0
+    scores[inside] += 2.0
+    own, broken = missed.findings
+    shown = replace(broken, result=audit_one_run(scores, inside, own.result.plan), power=power)
+    assert shown.refutes
+    run = replace(own, result=shown.result) if refuted else own
+    found = replace(missed, findings=(run, shown))
+    assert found.refuted is refuted
+    assert found.controls_hold is (holds or refuted)
+    assert (shown.says == "found, as required") is holds
+    assert (
+        power is not None and f"with probability {power:.2f}" in headline(found)
+    ) is not found.controls_hold
+
+
 def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     """Six draws pass the forecast's test of normality, and the scores do not."""
     missed = missed_control(refused=True)
@@ -224,9 +247,12 @@ def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     ]
     found = replace(
         missed,
-        findings=tuple(replace(one, result=result) for one, result in zip(missed.findings, results, strict=True)),
+        findings=tuple(
+            replace(one, result=result, power=0.95) for one, result in zip(missed.findings, results, strict=True)
+        ),
     )  # fmt: skip
     said = headline(found)
+    assert "half of the noise was not found by this attack: scores are not normal" in said.lower()
     assert "drawn q T = 6 times" in said
     assert "private-loop" in said
     assert "Repeat it with more canaries" not in said

@@ -17,6 +17,7 @@ from opusim.accounting.mechanisms.labels import StagedResponse, UniformSource
 from opusim.errors import ConfigError
 from opusim.training.attacks.mechanism.audit import staged_checks
 from opusim.training.attacks.mechanism.checks import (
+    MIN_STEPS,
     BatchLaw,
     Check,
     MechanismAudit,
@@ -24,10 +25,12 @@ from opusim.training.attacks.mechanism.checks import (
     Sums,
     checked,
     report_text,
+    settings_text,
     shared,
 )
 from opusim.training.attacks.mechanism.readings import Amounts, single_record_checks
 from opusim.training.cli.app import app
+from opusim.training.cli.runs import Steps
 from opusim.training.protections import noisy_labels
 from opusim.training.zeroth_order.trainer import Differences
 from tests.support.command import opusim
@@ -479,6 +482,11 @@ def test_the_command_prints_and_keeps_a_table(tmp_path: Path) -> None:
     found = MechanismAudit.from_json(kept)
     assert found.holds
     assert found.seed == 5
+    needed = f"at least {MIN_STEPS}"
+    assert f"{found.steps} steps ({needed})" in settings_text(found).partition(". ")[0]
+    assert needed in Steps.__metadata__[0].help
+    with pytest.raises(ValueError, match=needed):
+        training.audit_mechanism("dfa", steps=MIN_STEPS - 1)
     assert json.loads(json.dumps(found.to_json())) == kept
     with pytest.raises(ValueError, match="schema_version"):
         MechanismAudit.from_json({"schema_version": 0})

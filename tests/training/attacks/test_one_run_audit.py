@@ -4,6 +4,7 @@ import json
 import math
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from typer.testing import CliRunner
 
 from benchmarks.attacks import one_run
 from opusim import training
+from opusim.accounting.audit import normal_limits
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
-from opusim.accounting.one_run import NOT_NORMAL, Method, correct_guesses
+from opusim.accounting.one_run import NOT_NORMAL, Law, Method, OneRunPlan, audit_one_run, correct_guesses
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import SYSTEM_NOISE, Audit, Role, audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
@@ -104,8 +106,10 @@ def test_the_forecast_agrees_with_the_power(
     found = audited(pdfa, canaries=canaries, on_forecast=told.append, out=tmp_path)
     ratio = re.search(r"noise ([\d.]+) times too small", told[0])
     assert ratio is not None
-    power = max(bound.power or 0.0 for bound in found.scores()["all updates"].bounds)
-    assert (float(ratio[1]) <= 2) is (power >= 0.9), (told, power)
+    assert found.power is not None
+    assert (float(ratio[1]) <= 2) is (found.power >= 0.9), told
+    assert f"half of the noise with probability {found.power:.2f}" in told[0]
+    assert ("fails by chance" in told[0]) is (found.power < 0.9)
     assert re.search(r"all updates,.*guesses, Gaussian.*normal scores,", str(found), re.DOTALL)
 
 
@@ -151,10 +155,37 @@ def test_the_law_of_scores_is_that_of_drawn_canaries(q: float, steps: int, z: fl
     right, expected = correct_guesses(scores, inside, guesses) / guesses, law.right(guesses / count)
     error = math.sqrt(expected * (1 - expected) / guesses)
     assert abs(right - expected) < 5 * error
+    _, low, high = normal_limits(scores[inside], scores[~inside], confidence=1 - 2.9e-7)  # 5 errors
+    assert low < law.mu < high
     full = ScoreLaw.of(mechanism, steps, replaces=False, ratio=1.0)  # planted: the noise is not halved
     assert abs(right - full.right(guesses / count)) > 5 * error or abs(
         scores[inside].mean() - full.values @ full.inside
     ) > 5 * scores[inside].std() / math.sqrt(count / 2)
+
+
+def test_the_share_of_scores_that_pass_as_normal_is_that_of_drawn_ones() -> None:
+    """Two draws: the typical p-value of 1,000 scores passes, and a fifth of all scores do not. Off by 0.1 at most."""
+    mechanism = RecordCentral(noise_multiplier=1.0, sampling_probability=0.02, clip_norm=1.0, divisor=1.0)
+    law = ScoreLaw.of(mechanism, 100, replaces=False, ratio=2.0)
+    plan = OneRunPlan(adversary="sees all", canaries=1000, delta=1e-5, claimed=1.43, law=Law.GAUSSIAN)
+    plan = replace(plan, readings=(Method.NORMAL_BOUND,), weaker_normality=law.normality(1000))
+    repeats, generator = 150, np.random.default_rng(1)
+    inside = np.arange(1000) % 2 == 0
+    passed = 0
+    for _ in range(repeats):
+        uniform, scores = generator.random(1000), np.zeros(1000)
+        for own, masses in ((inside, law.inside), (~inside, law.outside)):
+            scores[own] = np.interp(uniform[own], np.cumsum(masses), law.values)
+        passed += audit_one_run(scores, inside, plan).normality >= NOT_NORMAL
+    error = 0.1 + 5 * math.sqrt(plan.normal_share * (1 - plan.normal_share) / repeats)
+    assert abs(passed / repeats - plan.normal_share) < error
+    many = replace(plan, weaker_normality=law.normality(5000))  # planted: the law of other scores
+    assert abs(passed / repeats - many.normal_share) > error
+    guessed = replace(plan, readings=None, weaker_mu=law.mu)  # scores that fail leave it to the guesses
+    normal, guesses = (guessed.power(method) for method in (Method.NORMAL_BOUND, Method.GAUSSIAN_TRADE_OFF))
+    assert normal is not None
+    assert guesses is not None
+    assert guessed.power_of_all == pytest.approx(normal + (1 - guessed.normal_share) * guesses)
 
 
 @pytest.mark.slow

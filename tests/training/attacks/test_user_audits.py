@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 import opusim
 from opusim.accounting.one_run import Method
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Role, read_audit
+from opusim.training.attacks.findings import Role, headline, read_audit
 from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.attacks.one_run.audit import audit_one_training, audit_private_folder
 from opusim.training.attacks.one_run.observers import Canaries, EntryObserver
 from opusim.training.cli.app import app
 from tests.support.faults.base import replaced
 from tests.support.faults.users import FAULTS
-from tests.support.private_loops import private_loop, records, run_epoch
+from tests.support.private_loops import parts, private_loop, records, run_epoch
 
 CANARIES, EACH, STEPS = 240, 2, 20
 
@@ -245,6 +245,50 @@ def test_the_folder_of_a_private_loop_is_audited_by_its_constants(tmp_path: Path
     assert read_audit(tmp_path / "one-run.json") == found
     refused = CliRunner().invoke(app, ["audit", str(tmp_path), "--trials", "40"])
     assert "not of a private loop" in str(refused.exception)
+
+
+def test_the_audit_of_a_folder_says_before_it_starts_what_its_draws_can_find(tmp_path: Path) -> None:
+    """One draw of each canary: half of the noise is found by chance, and every seed ends alike."""
+    with private_loop(tmp_path, parts(count=600)) as private:
+        run_epoch(private, steps=20)
+    told: list[str] = []
+    for seed in (1, 2):
+        found = audit_private_folder(tmp_path, seed=seed, on_forecast=told.append, progress=False)
+        (broken,) = found.of(Role.BROKEN)
+        assert not found.refuted
+        assert found.failed_controls == [broken]
+        assert f"find half of the noise with probability {broken.power:.2f}" in told[-1]
+    assert "more canaries and another seed" not in headline(found)
+    for text in (
+        "drawn q T = 1 times",
+        "exit code 3",
+        "--mechanism private-loop",
+        "It takes 50 steps, about ",
+    ):
+        assert text in told[0], text
+
+
+@pytest.mark.parametrize("canaries", [20, None])
+def test_the_audit_of_a_folder_chooses_canaries_that_suffice(tmp_path: Path, canaries: int | None) -> None:
+    with private_loop(tmp_path, sample_rate=1.0, noise_multiplier=4.0) as private:
+        for _ in range(10):
+            run_epoch(private)
+    told: list[str] = []
+    found = audit_private_folder(tmp_path, canaries=canaries, seed=1, on_forecast=told.append, progress=False)
+    assert found.trials == (canaries or 200)
+    assert ("exit code 3 unless it refutes the claim. Take 200 canaries." in told[0]) is (
+        canaries is not None
+    )
+    assert found.controls_hold is (canaries is None)
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_forecast_before_the_audit(tmp_path: Path) -> None:
+    with private_loop(tmp_path, parts(count=600)) as private:
+        run_epoch(private, steps=20)
+    shown = CliRunner().invoke(app, ["audit", str(tmp_path), "--seed", "1", "--json"])
+    assert shown.exit_code == 3, shown.output
+    assert "Forecast: a canary is drawn" in shown.stderr.partition("DO NOT RELY")[0]
 
 
 @pytest.mark.slow

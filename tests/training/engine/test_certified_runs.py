@@ -296,7 +296,7 @@ def test_a_tenth_less_noise_stops_the_run_before_the_next_step(
     (alarm,) = content.alarms
     assert (alarm.step, alarm.since, alarm.covered) == (stop, since, False)
     rest, early = content.guarantees()
-    (listed,) = list_runs(tmp_path)
+    (listed,) = list_runs(tmp_path, lambda path: {})
     assert listed.guarantee == rest
     assert early.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert f"released before step {since}" in early.mechanism

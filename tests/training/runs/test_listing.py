@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from opusim.accounting.explanation import number
+from opusim.accounting.guarantee import LedgerCorrupt
+from opusim.training.cli.runs import _loop_facts
+from opusim.training.reports.dossier import write_dossier
 from opusim.training.runs import listing
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.listing import WRITTEN
+from opusim.training.runs.listing import WRITTEN, list_runs
 from opusim.training.runs.storage import only_writer
 from opusim.training.zeroth_order.step_log import BASE_FILE, LOG_FILE, mark_file
 from tests.support.command import Finished, opusim
+from tests.support.private_loops import private_loop, run_epoch
 from tests.support.run_folders import made
 
 
@@ -53,6 +58,34 @@ def test_a_list_is_a_table_of_80_columns_and_tolerates_damage(tmp_path: Path) ->
     assert rows["stopped"]["bytes"] == sum(map(len, files(tmp_path / "runs" / "stopped").values()))
     alone = json.loads(opusim("runs", "list", "runs/stopped", "--json", cwd=tmp_path).stdout)
     assert [row["step"] for row in alone["runs"]] == [6]
+
+
+def test_a_private_loop_has_the_epsilon_of_its_statement_and_its_damage(tmp_path: Path) -> None:
+    for name in ("edited", "new", "older", "sound"):
+        with private_loop(tmp_path / name, epochs=2) as private:
+            if name == "new":
+                continue
+            run_epoch(private)
+            if name == "older":
+                early = {path.name: path.read_bytes() for path in (tmp_path / name).glob("ledger.*")}
+                run_epoch(private)
+                private.save()
+            stated = private.statement().guarantees[0]
+    ledger = tmp_path / "edited" / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b'"steps":', b'"steps": '))
+    for name, content in early.items():
+        (tmp_path / "older" / name).write_bytes(content)
+    entries = {entry.path.name: entry for entry in list_runs(tmp_path, _loop_facts)}
+    assert {entry.kind for entry in entries.values()} == {"private loop"}
+    sound, new = entries["sound"], entries["new"]
+    assert (sound.step, sound.steps, new.step, new.guarantee, new.state) == (5, 10, None, None, None)
+    assert sound.guarantee is not None
+    assert (sound.guarantee.epsilon, sound.guarantee.delta) == (stated.epsilon, stated.delta)
+    assert sound.to_row()["epsilon"] == f"{number(stated.epsilon)} at delta 1e-05, record, proven"
+    for name in ("edited", "older"):
+        with pytest.raises(LedgerCorrupt) as refused:
+            write_dossier(tmp_path / name, out=tmp_path / "dossier.html")
+        assert (entries[name].state, entries[name].problem) == ("damaged", str(refused.value))
 
 
 def test_a_folder_that_is_closed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from opusim.description.section import BadKey, merged, parse_setting
 from opusim.errors import ConfigError
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import MODES, derive_seed
-from opusim.training.attacks.mechanism.checks import LAGS, Check, MechanismAudit, checked, shared
+from opusim.training.attacks.mechanism.checks import LAGS, MIN_STEPS, Check, MechanismAudit, checked, shared
 from opusim.training.attacks.mechanism.readings import (
     STEPS,
     FinishedRun,
@@ -286,7 +286,6 @@ def response_checks(shifts: Sequence[np.ndarray], mechanism: RandomizedResponse 
 
 
 RUNS = 2
-MIN_STEPS = 40
 
 
 def audit_mechanism(
@@ -303,10 +302,10 @@ def audit_mechanism(
 ) -> MechanismAudit:
     """Test whether a trainer releases what its ledger accounts for.
 
-    The self-test makes two runs of `opusim.train` on identical records. Their gradient is longer than the clip in
-    every layer and touches few weights. The components that no record touches must be N(0, (z C)^2), independent across
-    steps, runs and coordinates. The components along a record's contribution must show batches of binomial size and
-    contributions of norm C. z, C, q and the divisor are read from the runs' ledgers.
+    The self-test makes two runs of `opusim.train`, of at least 40 steps, on identical records. Their gradient is longer
+    than the clip in every layer and touches few weights. The components that no record touches must be N(0, (z C)^2),
+    independent across steps, runs and coordinates. The components along a record's contribution must show batches of
+    binomial size and contributions of norm C. z, C, q and the divisor are read from the runs' ledgers.
 
     Where whole records are protected on Poisson batches, two more runs have records that differ and batches of two,
     which show each record's coins, its own clip, and the noise of batches that hold one record or none. Amplified

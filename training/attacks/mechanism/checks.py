@@ -219,7 +219,7 @@ def settings_text(found: MechanismAudit) -> str:
     """Say what ran, how long, and as what it was accounted."""
     seeds = "nothing seeded" if found.seed is None else f"seed {found.seed}"
     trained = "" if found.model == "mlp" else f" on model = {found.model!r}"
-    length = "labels read once" if found.one_look else f"{found.steps} steps"
+    length = "labels read once" if found.one_look else f"{found.steps} steps (at least {MIN_STEPS})"
     return (
         f"Self-test of {found.kind}{trained} with protection.kind = {found.protection} in {found.mode} mode: "
         f"{found.runs} runs, {length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. "
@@ -258,6 +258,8 @@ def limits_text(found: MechanismAudit) -> str:
     return f"{text}. Agreement does not prove privacy."
 
 
+MIN_STEPS = 40
+"""Fewest steps of each run."""
 LAGS = (1, 2, 3, 4)
 _PARTS, _LEAST_PART = 32, 8
 """Most parts of a step whose variances are compared, and the fewest coordinates of one."""

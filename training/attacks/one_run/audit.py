@@ -30,8 +30,19 @@ from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_one_run
 from opusim.progress import Progress, Show
 from opusim.randomness.streams import derive_seed
+from opusim.tables import duration
 from opusim.training.attacks.base import Adversary
-from opusim.training.attacks.findings import SYSTEM_NOISE, WITHOUT_DRAWS, Audit, Finding, Origin, Played, Role
+from opusim.training.attacks.findings import (
+    PLANNED_POWER,
+    SYSTEM_NOISE,
+    WEAK,
+    WITHOUT_DRAWS,
+    Audit,
+    Finding,
+    Origin,
+    Played,
+    Role,
+)
 from opusim.training.attacks.one_run.observers import (
     ALL_UPDATES,
     CONSECUTIVE,
@@ -64,8 +75,8 @@ from opusim.training.protections.record import RecordProtection
 from opusim.training.runs.folder import RunFolder
 
 DEFAULT_CANARIES = 1000
-_COUNTS, _PLANNED_POWER = (200, 500, 1000, 2000, 5000), 0.9
-"""Numbers of canaries to choose from, and the power that is wanted."""
+_COUNTS = (200, 500, 1000, 2000, 5000)
+"""Numbers of canaries to choose from."""
 CONFIDENCE = 0.95
 """Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
 
@@ -74,6 +85,8 @@ updates are read by one bound (`Adversary.readings`).
 """
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
 """Deltas at which a claim must be at most that of the Gaussian mechanism; see `reading_plans`."""
+_REHEARSED = 4
+"""Steps, without canaries, that tell how long an audit of a folder takes."""
 _WRITERS = (
     "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
 )
@@ -160,19 +173,40 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
         return canaries, f"Forecast: nothing is proven of records that {canaries:,} canaries could refute."
     mechanisms = tuple(one.repeated(plan.total_steps * one.steps) for one in plan.mechanisms)
     relation = plan.algorithm.config.relation or Adjacency.REPLACE_ONE
+    room = max(rows * columns for _, _, rows, columns in weight_layers(plan.network))
+    return _foretold(mechanisms, relation, canaries, room=room, delta=delta)
+
+
+def _foretold(
+    mechanisms: tuple[Mechanism, ...], relation: Adjacency, canaries: int | None, *, room: int, delta: float
+) -> tuple[int, str]:
+    """Return the same as `planned_canaries` for what one training releases.
+
+    Args:
+        mechanisms: What it releases.
+        relation: That of the game.
+        canaries: m, or None to choose it.
+        room: The most canaries that the model has weights for.
+        delta: Of the bounds.
+    """
     stated = composed(mechanisms, delta=delta)
     adversaries = (ALL_UPDATES, CONSECUTIVE, FINAL_MODEL)
 
-    def reading(count: int) -> OneRunPlan:
+    @functools.cache
+    def reading(count: int) -> tuple[OneRunPlan, float]:
         own = reading_plans(adversaries, count, mechanisms, stated, relation, delta)[ALL_UPDATES]
-        return by_draws(own, mechanisms, relation)
+        own = by_draws(own, mechanisms, relation)
+        return own, own.power_of_all or 0.0
 
-    if canaries is None:
-        room = max(rows * columns for _, _, rows, columns in weight_layers(plan.network))
+    def likeliest() -> int:
         fitting = [count for count in _COUNTS if count <= room] or [max(room, FEWEST_CANARIES)]
-        enough = [count for count in fitting if _power(reading(count)) >= _PLANNED_POWER]
-        canaries = enough[0] if enough else max(fitting, key=lambda count: round(_power(reading(count)), 2))
-    found = reading(canaries)
+        enough = [count for count in fitting if reading(count)[1] >= PLANNED_POWER]
+        if enough:
+            return enough[0]
+        return max(fitting, key=lambda count: (round(reading(count)[1], 2), count == DEFAULT_CANARIES))
+
+    canaries = likeliest() if canaries is None else canaries
+    found, power = reading(canaries)
     if found.claimed is None or found.law is Law.ANY:
         return (
             canaries,
@@ -180,8 +214,8 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
         )
 
     def finds(tenths: int) -> bool:
-        own = replace(found, weaker_mu=_weaker_mu(mechanisms, relation, delta, tenths / 10))
-        return _power(by_draws(own, mechanisms, relation, tenths / 10)) >= _PLANNED_POWER
+        power = by_draws(found, mechanisms, relation, tenths / 10).power_of_all
+        return power is not None and power >= PLANNED_POWER
 
     # How many times too small the noise must be, in tenths: the least power of two that is found, then the least ratio
     # up to it.
@@ -195,16 +229,18 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
             f"an epsilon {times:.1f} times the proven {found.claimed:.2f} (noise {ratio:.1f} times too small)"
         )
     guessed = max(found.ceiling(method) for method in found.methods if method.guesses)
-    if found.draws is not None and found.refused:
-        return canaries, (
-            f"Forecast: a canary is drawn q T = {found.draws:.3g} times, so that its scores follow no normal law, and "
-            f"guesses decide. {canaries:,} canaries find half of the noise with probability {_power(found):.2f}, and "
-            f"{text} with probability 0.9. {WITHOUT_DRAWS}"
-        )
-    return canaries, (
-        f"Forecast: {canaries:,} canaries find {text} with probability 0.9, by normal scores if they pass the test of "
-        f"normality; guesses of ideal scores typically show epsilon {guessed:.2f}."
+    text = (
+        f"Forecast: a canary is drawn q T = {found.draws or 0:.3g} times. {canaries:,} canaries find half of the "
+        f"noise with probability {power:.2f}, and {text} with probability 0.9; guesses of ideal scores typically show "
+        f"epsilon {guessed:.2f}."
     )
+    if power >= PLANNED_POWER:
+        return canaries, text
+    best, fails = likeliest(), f"fails by chance with probability {1 - power:.2f} (exit code 3)"
+    if power < WEAK:
+        fails = "passes or fails by chance, and the audit ends with exit code 3 unless it refutes the claim"
+    remedy = f"Take {best:,} canaries." if reading(best)[1] > power + 0.01 else WITHOUT_DRAWS
+    return canaries, f"{text} So the broken control {fails}. {remedy}"
 
 
 def by_draws(
@@ -229,14 +265,10 @@ def by_draws(
     return replace(
         plan,
         draws=law.draws,
+        weaker_mu=law.mu,
         weaker_normality=law.normality(plan.canaries),
         weaker_right=tuple((method, law.right(share)) for method, share in shares),
     )
-
-
-def _power(plan: OneRunPlan) -> float:
-    """Return the largest power of the bounds."""
-    return max((plan.power(method) or 0.0 for method in plan.methods if method.is_bound), default=0.0)
 
 
 Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]
@@ -757,9 +789,10 @@ def audit_private_folder(
     path: str | Path,
     *,
     out: str | Path | None = None,
-    canaries: int = DEFAULT_CANARIES,
+    canaries: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
+    on_forecast: Callable[[str], None] = lambda text: None,
     progress: Show = True,
 ) -> Audit:
     """Audit a private loop of the auditor's own with the constants of a folder that `make_private` wrote.
@@ -769,9 +802,10 @@ def audit_private_folder(
     Args:
         path: The folder.
         out: The folder for `one-run.json`, or None for that of the loop. A release needs one outside its folder.
-        canaries: m, at least 20.
+        canaries: m, at least 20; None chooses it as `audit_one_training` does.
         seed: Repeats the audit, in [0, 2^63); None draws one, which the result keeps.
         delta: Of the bounds; None takes the folder's.
+        on_forecast: Told in words, before the loop, what so many canaries can find, and how long it takes.
         progress: See `audit_private_loop`.
 
     Raises:
@@ -780,7 +814,8 @@ def audit_private_folder(
         NoGuarantee: No step was paid for yet, or the loop's clipping is adaptive.
         ValueError: A number out of range.
     """
-    checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
+    if canaries is not None:
+        checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
     folder, settings = Path(path), PrivacySettings.stored(Path(path))
     place = audit_place(RunFolder(folder), out, settings.mode)
     content = read_ledger(folder / LEDGER_FILE)
@@ -788,12 +823,19 @@ def audit_private_folder(
     steps = sum(payment.steps for payment in content.payments)
     if settings.directions is not None:
         raise NoGuarantee(f"folder {folder}: {TAKES_NO_GRADIENTS}")
+    require_fixed_bound(settings.clipping)
+    canaries, text = _foretold(
+        (settings.mechanism.repeated(steps),),
+        settings.relation,
+        canaries,
+        room=max(_COUNTS),
+        delta=settings.target_delta if delta is None else delta,
+    )
     seed, each = drawn_seed(seed), settings.records_per_user
     own_seed, side = derive_seed(seed, "stand-in"), math.ceil(math.sqrt(canaries))
     count = max(round(settings.batch_size / settings.sample_rate), 2) * (each or 1)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(count, side, generator=generator), torch.zeros(count, dtype=torch.int64)
-    require_fixed_bound(settings.clipping)
     same = ("max_grad_norm", "target_delta", "noise_multiplier", "relation", "sample_rate")
     clipping = replace(settings.clipping, layer_norms=None)  # the stand-in has one layer, whose norm is C
 
@@ -811,7 +853,7 @@ def audit_private_folder(
             optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
             criterion=nn.CrossEntropyLoss(),
             data_loader=DataLoader(planted, batch_size=settings.batch_size),
-            folder=Path(scratch) / "loop",
+            folder=tempfile.mkdtemp(dir=scratch),
             epochs=-(-steps // settings.steps_per_epoch),
             user_ids=ids,
             records_per_user=each,
@@ -820,7 +862,7 @@ def audit_private_folder(
             **{name: getattr(settings, name) for name in same},
         )
 
-    def loop(private: PrivateTraining) -> None:
+    def loop(private: PrivateTraining, steps: int = steps) -> None:
         while private.step < steps:
             for features, labels in private.data_loader:
                 private.optimizer.zero_grad()
@@ -830,6 +872,12 @@ def audit_private_folder(
                     break
 
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
+        with build(lambda records, *users: (records, *users[:1]) if users else records) as rehearsed:
+            loop(rehearsed, 1)  # sets things up
+            started = time.perf_counter()
+            loop(rehearsed, 1 + _REHEARSED)
+            spent = (time.perf_counter() - started) / _REHEARSED * steps
+        on_forecast(f"{text} It takes {steps:,} steps, about {duration(spent)}.")
         found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
     found = replace(found, note=_STAND_IN, stand_in=True, origin=Origin.of(folder))
     found.keep(place)

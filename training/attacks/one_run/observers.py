@@ -666,6 +666,14 @@ class ScoreLaw:
         inside, outside = (law[order] / law.sum() for law in found)
         return cls(draws=q * count, values=values[order], inside=inside, outside=outside)
 
+    @property
+    def mu(self) -> float:
+        """Difference of the means over the pooled standard deviation, at least 1e-9."""
+        means = [float(self.values @ law) for law in (self.inside, self.outside)]
+        squares = [float(self.values**2 @ law) for law in (self.inside, self.outside)]
+        spread = math.sqrt((sum(squares) - means[0] ** 2 - means[1] ** 2) / 2)
+        return max((means[0] - means[1]) / spread, 1e-9)
+
     def right(self, share: float) -> float:
         """Return the share of right guesses if the highest and lowest scores, `share` of all, are guessed."""
         found = []

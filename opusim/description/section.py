@@ -129,8 +129,9 @@ def first_problem(
     if kind == "extra_forbidden":
         known = keys_of(section) if section is not None else ()
         hint = f"; the keys here are {', '.join(known)}" if known else ""
-        if section is not None and (inner := _inner_key(section, keys, sections or {})):
-            return ConfigError(origin, key, f"unknown key; did you mean {inner!r}?")
+        inner = [] if section is None else _inner_keys(section, keys, sections or {})
+        if 0 < len(inner) <= _MOST_MEANT:
+            return ConfigError(origin, key, f"unknown key; did you mean {' or '.join(map(repr, inner))}?")
         return ConfigError(origin, key, "unknown key" + did_you_mean(keys[-1], known, otherwise=hint))
     if kind == "missing":
         missing = [
@@ -257,6 +258,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+_MOST_MEANT = 4
+"""Keys of inner sections that are named for an unknown key."""
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """The names that pydantic gives to a number's limits, in words."""
 
@@ -274,18 +277,19 @@ def nested_keys(section: type[BaseModel]) -> Iterator[str]:
         yield from (f"{name}.{key}" for part in parts for key in nested_keys(part)) if parts else (name,)
 
 
-def _inner_key(
+def _inner_keys(
     section: type[BaseModel], keys: Sequence[str], sections: Mapping[str, type[BaseModel]]
-) -> str | None:
-    """Return the dotted key under which just one inner section has the unknown key's name, else None."""
-    found = []
+) -> list[str]:
+    """Return the dotted keys of inner sections, at any depth, whose last name is that of the unknown key."""
+    found: dict[str, None] = {}
     for name in keys_of(section):
         path, field = ".".join([*keys[:-1], name]), _field(section, name)
         parts = (
             [sections[path]] if path in sections else [] if field is None else variants_of(field.annotation)
         )
-        found += [f"{path}.{keys[-1]}"] if any(keys[-1] in keys_of(part) for part in parts) else []
-    return found[0] if len(found) == 1 else None
+        inner = (key for part in parts for key in nested_keys(part))
+        found |= dict.fromkeys(f"{path}.{key}" for key in inner if key.rpartition(".")[2] == keys[-1])
+    return list(found)
 
 
 def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:

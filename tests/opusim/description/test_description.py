@@ -101,6 +101,14 @@ def test_sigma_replaces_the_temperature_law() -> None:
     [
         ({"noise": {"sigm": 0.1}}, "gaussian: noise.sigm: unknown key; did you mean 'sigma'?"),
         ({"nois": {"sigma": 0.1}}, "gaussian: nois: unknown key; did you mean 'noise'?"),
+        (
+            {"read_noise_e": 5.0},
+            "gaussian: read_noise_e: unknown key; did you mean 'camera.sensor.read_noise_e'?",
+        ),
+        (
+            {"exposure_us": 50.0},
+            "exposure_us: unknown key; did you mean .*'camera.light.exposure_us' or 'bench.exp",
+        ),
         ({"name": {"sigma": 0.1}}, "gaussian: name: is one value, not a section"),
         ({"n_inputs": 2.5}, "gaussian: n_inputs: must be a valid integer, got 2.5"),
         ({"frames": None}, "gaussian: frames: missing"),

@@ -107,7 +107,8 @@ def test_sigma_replaces_the_temperature_law() -> None:
         ),
         (
             {"exposure_us": 50.0},
-            "exposure_us: unknown key; did you mean .*'camera.light.exposure_us' or 'bench.exp",
+            "gaussian: exposure_us: unknown key; did you mean 'noise.temperature_law.exposure_us' or "
+            "'camera.light.exposure_us' or 'bench.exposure_us' or 'lighton.exposure_us'?",
         ),
         ({"name": {"sigma": 0.1}}, "gaussian: name: is one value, not a section"),
         ({"n_inputs": 2.5}, "gaussian: n_inputs: must be a valid integer, got 2.5"),

@@ -66,11 +66,11 @@ SYSTEM_NOISE = (
     "new games."
 )
 """What an audit says whose trials no seed repeats."""
-WITHOUT_DRAWS = (
-    "Audits that need no draws are that of single steps (opusim audit RUN) and, of a private loop, the self-test on 60 "
+WITHOUT_CANARIES = (
+    "Audits without canaries are that of single steps (opusim audit RUN) and, of a private loop, the self-test on 60 "
     "steps of its own (opusim audit --mechanism private-loop)."
 )
-_OTHER_NUMBER = f"Ask for no number of canaries, so that the likeliest is taken. {WITHOUT_DRAWS}"
+_OTHER_NUMBER = f"Ask for no number of canaries, so that the likeliest is taken. {WITHOUT_CANARIES}"
 _NEW_GAMES = "Repeat it with another seed only, since games of the same coins are dependent; choose none by its outcome"
 
 
@@ -1055,6 +1055,8 @@ def headline(audit: Audit) -> str:
         return ""
     says = {one.role.value: "did not behave as required" for one in audit.failed_controls}
     remedy = f"Repeat it with more {audit.played.counted} and another seed."
+    if audit.played is Played.TRAINING:
+        remedy += f" The largest weight matrix holds one canary for each weight. {WITHOUT_CANARIES}"
     for one in audit.failed_controls:
         if isinstance(one, Finding) and one.role is Role.BROKEN and isinstance(one.result, OneRunResult):
             remedy = _few_draws(one.result) or (_OTHER_NUMBER if one.by_chance else remedy)
@@ -1079,7 +1081,7 @@ def _few_draws(result: OneRunResult) -> str:
     power = _largest_power(bound for bound in result.bounds if bound.method.guesses) or 0.0
     return (
         f"A canary is drawn q T = {plan.draws:.3g} times; its scores follow no normal law, which more canaries only "
-        f"show better. Guesses decide, whose power is {power:.2f}. {WITHOUT_DRAWS}"
+        f"show better. Guesses decide, whose power is {power:.2f}. {WITHOUT_CANARIES}"
     )
 
 

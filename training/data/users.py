@@ -7,6 +7,7 @@ computed from that user's records only.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -123,10 +124,16 @@ def keys_of(ids: OwnIds, *, count: int, name: str) -> list[str | None]:
 def id_warnings(ids: OwnIds, *, count: int, name: str) -> Iterator[str]:
     """Yield warnings about IDs, which depend on them, so that no file may hold one.
 
-    A text such as "nan" is the ID of several records, IDs differ in case or blanks only, or no user has two records.
+    Records have no ID, a text such as "nan" is the ID of several records, IDs differ in case or blanks only, or no user
+    has two records.
     See `Users.of` for arguments and errors.
     """
     records = Counter(key for key in keys_of(ids, count=count, name=name) if key is not None)
+    if missing := count - records.total():
+        yield (
+            f"{name}: {missing:,} records have no ID, and each counts as a user of its own: a person with such records "
+            "is not protected as one user"
+        )
     for key, own in records.items():
         if own > 1 and key.lower() in _MISSING:
             yield (
@@ -150,7 +157,10 @@ def _key(value: Any, name: str) -> str | None:
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, str):
         return value.strip() or None
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # pandas' missing values
+    missing = type(value).__name__ in ("NAType", "NaTType") or (
+        isinstance(value, float) and math.isnan(value)
+    )
+    if value is None or missing:  # pandas' missing values
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(

@@ -325,7 +325,7 @@ class Engine:
         self._folder.finish(self._summary() | {"stopped": str(error)}, self.steps.position)
         return BudgetExceeded(
             f"{error}; training ended after step {self.step} of {self.total_steps}, whose model is in "
-            f"{self._folder.path}"
+            f"{self._folder.path}{self.steps.lost}"
         )
 
     def _advance(self) -> None:

@@ -149,6 +149,14 @@ class PaidSteps:
         content = self.ledger.content
         return replace(content, payments=content.payments[len(known.payments) :])
 
+    @property
+    def lost(self) -> str:
+        """What the message of a spent budget says of paid steps that were lost; empty if none was."""
+        paid = sum(payment.steps for payment in self.content.payments if payment.name is None)
+        if paid <= self.step:
+            return ""
+        return f"; {paid - self.step:,} steps that are paid for were lost when the program stopped"
+
     def return_unused(self) -> None:
         """Return steps that were reserved and not taken; if the disk is full, they stay paid for."""
         if self._ledger is not None:

@@ -235,7 +235,7 @@ class PrivateLoader:
                 self._paid = replace(self._paid, exactly_rounded=exact, counts_sums=counts)
             self._steps.pay(self._paid, until=until)
         except BudgetExceeded as error:
-            self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
+            self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}{self._steps.lost}"
             warnings.warn(self._steps.stopped, stacklevel=3)
             return False
         self._module.begin(self._steps.step, *self._last)

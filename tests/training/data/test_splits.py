@@ -217,11 +217,11 @@ def test_one_user_has_one_id_however_it_is_written(ids: Any) -> None:
 
 
 def test_a_record_without_an_id_is_a_user_of_its_own() -> None:
-    found = users(["a", None, "", None, "  ", "a", pd.NA, pd.NaT])
-    assert [own.tolist() for own in found.records] == [[0, 5], [1], [2], [3], [4], [6], [7]]
+    found = users(["a", None, "", None, "  ", "a", pd.NA, pd.NaT, math.nan, np.float64("nan")])
+    assert [own.tolist() for own in found.records] == [[0, 5], [1], [2], [3], [4], [6], [7], [8], [9]]
 
 
-@pytest.mark.parametrize("value", [True, ("a", "b"), b"a", object(), 7.0, math.nan, np.float64("nan")])
+@pytest.mark.parametrize("value", [True, ("a", "b"), b"a", object(), 7.0])
 def test_an_id_that_is_neither_a_whole_number_nor_a_text_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="IDs must be int, str, or None"):
         users(["a", value])

@@ -56,7 +56,7 @@ def test_a_spent_budget_ends_the_loop(tmp_path: Path) -> None:
         run_epoch(private)
     assert private.step == 10
     assert 3.99 < private.epsilon <= 4.0
-    with pytest.warns(UserWarning, match=r"more than epsilon 4 .* the loop ended after step 10"):
+    with pytest.warns(UserWarning, match=r"more than epsilon 4 .* the loop ended after step 10$"):
         assert run_epoch(private) == 0
     with pytest.raises(opusim.BudgetExceeded, match="the loop ended after step 10"):
         run_epoch(private)

@@ -14,6 +14,8 @@ from opusim.accounting import Unit
 from tests.support.faults.users import FAULTS
 from tests.support.private_loops import Parts, network, parts, private_loop, run_epoch
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*records have no ID")
+
 CLIP, EACH, TINY = 0.2, 3, 1e-9
 IDS = [None if n % 5 == 0 else f"user {n % 13}" for n in range(60)]
 """Users with up to four records, and records without a user."""
@@ -324,6 +326,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], ma
 def test_users_of_one_record_each_are_told(tmp_path: Path, ids: list[Any]) -> None:
     with pytest.warns(UserWarning, match="user_ids: no user has two records, so that only single records"):
         of_users(tmp_path, user_ids=ids).close()
+
+
+def test_records_without_an_id_are_told(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="^user_ids: 20 records have no ID, and each counts as a user of its own"
+    ):
+        of_users(tmp_path, user_ids=[None if n % 3 == 0 else n // 6 for n in range(60)]).close()
 
 
 @pytest.mark.parametrize(

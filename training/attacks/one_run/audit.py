@@ -36,7 +36,7 @@ from opusim.training.attacks.findings import (
     PLANNED_POWER,
     SYSTEM_NOISE,
     WEAK,
-    WITHOUT_DRAWS,
+    WITHOUT_CANARIES,
     Audit,
     Finding,
     Origin,
@@ -239,7 +239,7 @@ def _foretold(
     best, fails = likeliest(), f"fails by chance with probability {1 - power:.2f} (exit code 3)"
     if power < WEAK:
         fails = "passes or fails by chance, and the audit ends with exit code 3 unless it refutes the claim"
-    remedy = f"Take {best:,} canaries." if reading(best)[1] > power + 0.01 else WITHOUT_DRAWS
+    remedy = f"Take {best:,} canaries." if reading(best)[1] > power + 0.01 else WITHOUT_CANARIES
     return canaries, f"{text} So the broken control {fails}. {remedy}"
 
 

@@ -269,7 +269,7 @@ class NoisyDevice(Shown, ABC):
                 )
         self._access.acquire()
         try:
-            self._open_all()
+            self._access.repeated(self._open_all, self._give_back, may_run_on=False)
             self.is_open = True
             self._begin_monitor(None)
             if self._certified is not None:

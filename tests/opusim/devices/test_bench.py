@@ -408,6 +408,37 @@ def test_a_lost_link_passes_with_another_attempt(
         assert device.setup is setup, "the matrix changed with the link"
 
 
+@pytest.mark.parametrize("method", ["__init__", "configure", "grab"])
+def test_an_opening_survives_a_link_that_is_lost_and_counts_every_pattern(
+    method: str, optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    camera, left = modules["my_bench"].Camera, [3]
+
+    def failing(self: Any, *given: Any, **named: Any) -> Any:
+        found = getattr(camera, method)(self, *given, **named)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError("the link is down")
+        return found
+
+    def closing_itself(self: Any) -> None:
+        try:
+            failing(self)
+        except OSError:
+            self.close()
+            raise
+
+    changes = {method: closing_itself if method == "__init__" else failing}
+    options = {"grabber": changed(camera, **changes), "access": {"attempts": 4, "backoff_s": 0.0}}
+    optics.pulses = 0
+    with opener(**options) as device:
+        assert device.usage.frames == optics.pulses
+        assert device.project(torch.ones(1, N_INPUTS)).shape == (1, N_OUTPUTS)
+    left[0] = 4
+    with pytest.raises(DeviceUnavailable, match=r"the link is down.* \(tried 4 times\)$"):
+        opener(**options)
+
+
 def test_a_camera_that_hangs_is_left_in_time_and_all_is_closed(optics: Any, opener: Opener) -> None:
     with opener(access={"timeout_s": 30.0}) as device:
         device._access.timeout_s = 0.2

@@ -29,11 +29,18 @@ from opusim.devices.bench.instruments import (
     opened,
 )
 from opusim.devices.bench.mirrors import MirrorLayout, mirror_layout
-from opusim.devices.bench.probes import look_at_light, nonlinearity, require_light, require_linear, retrieved
+from opusim.devices.bench.probes import (
+    LightLook,
+    look_at_light,
+    nonlinearity,
+    require_light,
+    require_linear,
+    retrieved,
+)
 from opusim.devices.bench.setup import BenchSetup, measure_setup, signed_sum
 from opusim.devices.kinds import Capability
 from opusim.devices.usage import DeviceWork
-from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown
+from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable, NoiseUnknown
 from opusim.files import read_bytes, write_file
 from opusim.noise import MeasuredNoise
 
@@ -297,23 +304,34 @@ class BenchDevice(NoisyDevice):
             tries=settings.tries,
             count=self._meter.count,
         )
+        self._source = source
         # Without a file, an instrument that is opened again keeps the setup, and with it B.
-        kept = self._read_setup(layout) or self._setup
+        kept = self._read_setup(layout, source.bits) or self._setup
         setup = kept or self._measure_setup(source, grabber.shape)
         if setup is not self._setup:
             self._setup, self._matrix = setup, self._read_matrix(setup)
         source.configure(exposure_us=setup.exposure_us, roi=setup.roi, binning=setup.binning)
-        self._source = source
         first = look_at_light(source, setup.outputs)
-        require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
+        try:
+            require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
+        except DeviceFault:
+            if first.full <= settings.most_saturated:
+                self._require_linear(
+                    source, first
+                )  # numbers that are not proportional to light look like other light
+            raise
         self._light = first.light(setup.anchor_dn)
         blank, anchor = setup.levels_dn
         source.expect(blank, blank + self._light * (anchor - blank))
         self._noise = measure_noise(self._readings, self.n_inputs, _NOISE_READINGS)
+        self._require_linear(source, first)
+
+    def _require_linear(self, source: Sequencer, first: LightLook) -> None:
+        """Refuse a bench whose readings do not add up, and one that changes meanwhile."""
         found = nonlinearity(self._readings, self.n_inputs) if self.n_inputs > 1 else (0.0, 0.0)
-        last = look_at_light(source, setup.outputs)
-        require_light(last, first.anchor_dn, settings, self.name, setup_of=None)
-        require_linear(found, settings, self.name)
+        last = look_at_light(source, self.setup.outputs)
+        require_light(last, first.anchor_dn, self._settings, self.name, setup_of=None)
+        require_linear(found, source, self._settings, self.name)
 
     def _close(self) -> None:
         self._source = None
@@ -400,7 +418,7 @@ class BenchDevice(NoisyDevice):
         folder = self._settings.setup
         return None if folder is None else Path(folder) / f"{self.n_inputs}x{self.n_outputs}{ending}"
 
-    def _read_setup(self, layout: MirrorLayout) -> BenchSetup | None:
+    def _read_setup(self, layout: MirrorLayout, bits: int) -> BenchSetup | None:
         """Return the setup that an earlier opening kept, or None.
 
         Raises:
@@ -419,6 +437,13 @@ class BenchDevice(NoisyDevice):
                 "bench.setup",
                 f"{path} was measured with other mirrors, exposure or binning; put the keys of [bench] back, remove "
                 "the file to measure anew, or give another bench.setup",
+            )
+        if setup.bits not in (None, bits):
+            raise ConfigError(
+                self.name,
+                "bench.setup",
+                f"{path} was measured with a camera of bits = {setup.bits}, and it now has bits = {bits}; set "
+                f"bits = {setup.bits} again, or remove the file to measure anew",
             )
         return setup
 

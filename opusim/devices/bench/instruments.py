@@ -43,6 +43,8 @@ _DARK, _BRIGHT, _TOO_BRIGHT = 0.25, 0.5, 3.0
 """A blank mark lies below the first share of the way from blank to anchor, an anchor mark between the other two."""
 _FULL = 0.99
 """Share of full scale above which the median of a mark is called saturated; read noise lowers full pixels a little."""
+_PILE = 5
+"""Numbers pile up at the largest one if it is met more often than this, and than the number below it."""
 _LONGEST_TOLD = 300
 """Characters of another package's message that are shown."""
 _LOOK = 2
@@ -145,6 +147,8 @@ class Sequencer:
         layout: of the mirrors.
         at_once: patterns of a sequence, marks not counted.
         repeated: sequences that were shown again, because their frames did not match.
+        largest_dn: largest number of all frames so far.
+        is_cut: whether numbers pile up at it, as they do where a camera's range ends.
         roi: region of the camera, as last configured.
 
     Args:
@@ -177,12 +181,18 @@ class Sequencer:
         self._levels: tuple[float, float] | None = None
         self._last: int | None = None
         self.roi: Roi = (0, 0, 0, 0)
-        self.repeated = 0
+        self.repeated = self.largest_dn = 0
+        self.is_cut = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of the camera's numbers."""
+        return int(self._grabber.bits)
 
     @property
     def top_dn(self) -> int:
-        """Largest number of the camera."""
-        return int(2**self._grabber.bits - 1)
+        """Largest number that these bits hold."""
+        return int(2**self.bits - 1)
 
     def configure(self, *, exposure_us: float, roi: Roi, binning: int) -> float:
         """Set the camera for the next sequences, and return the exposure that it took.
@@ -356,6 +366,9 @@ class Sequencer:
             )
         if problem:
             raise DeviceFault(f"device {self._name!r}: Grabber.grab returned {problem}")
+        if (largest := int(frames.max())) >= self.largest_dn:
+            below, there = (np.count_nonzero(frames == number) for number in (largest - 1, largest))
+            self.largest_dn, self.is_cut = largest, there > max(below, _PILE)
         return frames, counters.astype(np.int64)
 
     def _arm(self) -> float:

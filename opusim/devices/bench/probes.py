@@ -28,6 +28,8 @@ _FRAMES = 8
 """Frames of each pattern in a look at the light."""
 _MOST_LIGHT = 1.5
 """Factor by which the light may have changed since the setup."""
+_NEAR_POWER = 0.05
+"""Relative distance from a power of two within which a change of the light looks like a change of bits."""
 _MOST_LIGHT_NOW = 1.1
 """Factor by which it may change during the tests."""
 _LEAST_LIGHT = 0.2
@@ -48,11 +50,13 @@ class LightLook(Shown):
         anchor_dn: anchor less blank at each output, DN.
         full: share of the outputs that are full in a frame of the anchor, mean over frames.
         interference: mean square of cos(phase) between the fields of data and reference.
+        bits: of the camera's numbers.
     """
 
     anchor_dn: np.ndarray
     full: float
     interference: float
+    bits: int
 
     def _shown(self) -> dict[str, object]:
         return {
@@ -89,6 +93,7 @@ def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> Light
         anchor_dn=whole,
         full=float(np.mean(frames[:_FRAMES] >= source.top_dn)),
         interference=float(mixed / max(np.sum(4 * data.clip(0) * other.clip(0)), 1e-30)),
+        bits=source.bits,
     )
 
 
@@ -153,10 +158,34 @@ def require_light(
     most = _MOST_LIGHT_NOW if setup_of is None else _MOST_LIGHT
     if not 1 / most <= light <= most:
         raise DeviceFault(
-            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm "
-            f"up{again}"
+            f"{told} {_other_light(light, when, again, None if setup_of is None else look.bits)}"
         )
     require_interference(look, name)
+
+
+def _other_light(light: float, when: str, again: str, bits: int | None) -> str:
+    """Return what light of another size means, and what to do.
+
+    Args:
+        light: the light over what it was.
+        when: since when.
+        again: that the setup can be measured anew.
+        bits: of the camera's numbers; None during an opening, in which they stay.
+    """
+    changed = f"the light changed to {light:.2g} times {when}"
+    if bits is None:
+        return f"{changed}: bring the laser to its power and let it warm up"
+    shift = round(np.log2(max(light, 2.0**-20)))
+    if 2 <= abs(shift) < bits and abs(light / 2.0**shift - 1) < _NEAR_POWER:
+        was, now = (bits, bits - abs(shift)) if shift < 0 else (bits - abs(shift), bits)
+        return (
+            f"{changed}, about 2^{shift}, as if the camera's numbers had {now} bits instead of {was}: set its bit "
+            f"depth and bit shift as they were, or the laser's power{again}"
+        )
+    return (
+        f"{changed}: bring the laser to its power and let it warm up, set the camera's gain and bit depth as they "
+        f"were{again}"
+    )
 
 
 def require_interference(look: LightLook, name: str) -> None:
@@ -173,17 +202,33 @@ def require_interference(look: LightLook, name: str) -> None:
         )
 
 
-def require_linear(found: tuple[float, float], settings: BenchSettings, name: str) -> None:
+def require_bits(source: Sequencer, name: str) -> None:
+    """Refuse a camera whose numbers end at 2^k - 1 with k below its bits.
+
+    Raises:
+        DeviceFault: they do.
+    """
+    largest, bits = source.largest_dn, source.largest_dn.bit_length()
+    if source.is_cut and largest < source.top_dn and largest == 2**bits - 1:
+        raise DeviceFault(
+            f"device {name!r}: the camera's numbers end at {largest} = 2^{bits} - 1, and bits = {source.bits}; set "
+            f"bits = {bits}, or let the camera deliver {source.bits} bits"
+        )
+
+
+def require_linear(found: tuple[float, float], source: Sequencer, settings: BenchSettings, name: str) -> None:
     """Refuse a bench whose readings do not add up; `require_light` has excluded the other causes.
 
     Args:
         found: what `nonlinearity` returned.
+        source: what took the frames.
         settings: of the bench.
         name: the device's name.
 
     Raises:
-        DeviceFault: readings do not add up.
+        DeviceFault: readings do not add up, or numbers end below the camera's bits.
     """
+    require_bits(source, name)
     nonlinear, noise = found
     if nonlinear > (settings.most_nonlinear**2 + noise**2) ** 0.5:
         raise DeviceFault(

@@ -30,7 +30,7 @@ from opusim.camera.exposure import FRAME_SIGNS
 from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Roi, Sequencer
 from opusim.devices.bench.mirrors import MirrorLayout
-from opusim.devices.bench.probes import look_at_light, require_interference
+from opusim.devices.bench.probes import look_at_light, require_bits, require_interference
 from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
 from opusim.tables import Shown
@@ -73,6 +73,7 @@ class BenchSetup(Shown):
         levels_dn: mean of the region in blank frames and in anchor frames, DN.
         grain: rows and columns from output to output: the least distances at which speckle is independent.
         date: when it was measured, ISO 8601.
+        bits: of the camera's numbers; None in files of earlier versions.
     """
 
     layout: MirrorLayout
@@ -85,6 +86,7 @@ class BenchSetup(Shown):
     levels_dn: tuple[float, float]
     grain: tuple[int, int]
     date: str
+    bits: int | None
 
     def _shown(self) -> dict[str, object]:
         return {
@@ -130,6 +132,7 @@ class BenchSetup(Shown):
             scale=self.scale,
             levels_dn=self.levels_dn,
             date=self.date,
+            bits=self.bits,
         )
         write_file(path, buffer.getvalue())
 
@@ -169,6 +172,7 @@ class BenchSetup(Shown):
                     scale=found["scale"],
                     levels_dn=(float(found["levels_dn"][0]), float(found["levels_dn"][1])),
                     date=str(found["date"]),
+                    bits=int(found["bits"]) if "bits" in found else None,
                 )
         except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
             told = " ".join(str(error).split())
@@ -274,7 +278,8 @@ def search_exposure(
         exposure and region.
 
     Raises:
-        DeviceFault: the mirrors change nothing that the camera sees, or there is too much light.
+        DeviceFault: the mirrors change nothing that the camera sees, there is too much light, or numbers end below
+            the camera's bits.
     """
     wanted_us = start_us if settings.exposure_us is None else settings.exposure_us
     top = source.top_dn
@@ -319,6 +324,7 @@ def search_exposure(
             f"{told} the anchor shows {level:.0f} of {top} DN, and {wanted:.0f} are wanted (bench.range_share): "
             f"saturation; dim the laser, or lower bench.{'' if is_given else 'shortest_'}exposure_us"
         )
+    require_bits(source, name)
     return exposure_us, lit
 
 
@@ -435,6 +441,7 @@ def _choose_outputs(
         levels_dn=levels,
         grain=grain,
         date=time.strftime("%Y-%m-%d"),
+        bits=source.bits,
     )
     return setup, len(flat)
 

@@ -267,19 +267,65 @@ def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
-        ({"power": 0.4}, "the light changed to 0.4 times since the setup of .* up, or .*remove its file.$"),
+        (
+            {"power": 0.4},
+            "the light changed to 0.4 times since the setup of .* up, set the camera's gain and bit depth as they "
+            "were, or .*remove its file.$",
+        ),
+        ({"gamma": 0.45}, "readings do not add up: .* switch gamma, .* off, .* largest number$"),  # 2.5 times
+        ({"gamma": 2.2}, "readings do not add up: .* switch gamma, .* off, .* largest number$"),
+        (
+            {"electrons_per_us": 3.1},
+            r"0.26 times .*, about 2\^-2, as if .* numbers had 10 bits instead of 12:",
+        ),
+        (
+            {"electrons_per_us": 0.77},
+            r"0.06. times .*, about 2\^-4, .* had 8 bits instead of 12: set its bit",
+        ),
+        ({"bits": 8, "black_dn": 1.25}, r"numbers end at 255 = 2\^8 - 1, and bits = 12; .* deliver 12 bits$"),
         ({"angle": 1.2}, "the medium is another: frames of the anchor correlate by"),
         ({"full_well_e": 2500.0}, "do not add up: .* lower bench.range_share if its pixels are full below"),
         ({"readout_us": 2000.0}, "frames are missing; .*lengthen frames.frame_period_us = 1000"),
         ({"cable": False}, "frames are missing; the camera works without pulses; check the trigger cable"),
     ],
-    ids=["light", "medium", "full well", "period", "cable"],
+    ids=[
+        "light",
+        "gamma",
+        "dark gamma",
+        "quarter",
+        "sixteenth",
+        "8 bits",
+        "medium",
+        "full well",
+        "period",
+        "cable",
+    ],
 )
 def test_a_bench_of_another_setup_is_refused(faults: dict, told: str, optics: Any, opener: Opener) -> None:
     vars(optics).update(faults)
     optics.forget()
     with pytest.raises(DeviceFault, match=told):
         opener()
+
+
+def test_more_bits_than_the_camera_has_are_named(
+    optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    wide = changed(modules["my_bench"].Camera, bits=fixed(16))
+    for exposure_us in (None, 165.0):  # many pixels are full, and few
+        with pytest.raises(
+            DeviceFault, match=r"numbers end at 4095 = 2\^12 - 1, and bits = 16; set bits = 12, or"
+        ):
+            opener(setup=None, grabber=wide, exposure_us=exposure_us)
+    with pytest.raises(
+        ConfigError, match="measured with a camera of bits = 12, and it now has bits = 16; set bits"
+    ):
+        opener(grabber=wide)
+    optics.bits, optics.black_dn = 8, 4.0
+    with pytest.raises(
+        DeviceFault, match=r"numbers end at 255 = 2\^8 - 1, and bits = 12; set bits = 8, or let the"
+    ):
+        opener(setup=None)
 
 
 @pytest.mark.parametrize(

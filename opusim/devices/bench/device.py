@@ -30,6 +30,7 @@ from opusim.devices.bench.instruments import (
 )
 from opusim.devices.bench.mirrors import MirrorLayout, mirror_layout
 from opusim.devices.bench.probes import (
+    LEAST_KNOWN,
     LightLook,
     look_at_light,
     nonlinearity,
@@ -314,11 +315,11 @@ class BenchDevice(NoisyDevice):
         first = look_at_light(source, setup.outputs)
         try:
             require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
-        except DeviceFault:
-            if first.full <= settings.most_saturated:
-                self._require_linear(
-                    source, first
-                )  # numbers that are not proportional to light look like other light
+        except (
+            DeviceFault
+        ):  # numbers that are not proportional to light look like other light, or another medium
+            if first.full <= settings.most_saturated and first.light(setup.anchor_dn) > LEAST_KNOWN:
+                self._require_linear(source, first)
             raise
         self._light = first.light(setup.anchor_dn)
         blank, anchor = setup.levels_dn

@@ -132,12 +132,13 @@ class FramesLost(Exception):  # a state that `Sequencer` repeats, and turns into
     """Frames of a sequence do not match its patterns.
 
     Attributes:
-        remedy: what to do; empty if frames or pulses are missing, which a look at the camera explains.
+        remedy: what to do.
+        looks: whether a look at the camera without pulses tells more.
     """
 
-    def __init__(self, told: str, remedy: str = "") -> None:
+    def __init__(self, told: str, remedy: str, *, looks: bool = False) -> None:
         super().__init__(told)
-        self.remedy = remedy
+        self.remedy, self.looks = remedy, looks
 
 
 class Sequencer:
@@ -236,7 +237,7 @@ class Sequencer:
         """Show one sequence, again if its frames do not match."""
         marked, is_mark = self.layout.marked(switches, MARKED)
         shown = self.layout.mirrors(marked)
-        reason = remedy = ""
+        reason, remedy, looks = "", "", False
         for _ in range(self._tries):
             if reason:
                 self.repeated += 1
@@ -244,16 +245,19 @@ class Sequencer:
             try:
                 return self._taken(marked, is_mark, shown)[~is_mark]
             except FramesLost as error:
-                reason, remedy = str(error), error.remedy
+                reason, remedy, looks = str(error), error.remedy, error.looks
             except TimeoutError:
-                reason, remedy = "no frame came in time", ""
-        advice = remedy or self._advice()
+                reason, remedy, looks = "no frame came in time", self._missed(False), True
+        if looks and not self._runs_freely():
+            remedy = (
+                "the camera gives no frame without pulses either; check its power, its link and its driver"
+            )
         with suppress(DeviceError, OSError):
             self._arm()
         kind = DeviceTimeout if reason == "no frame came in time" else DeviceFault
         raise kind(
             f"device {self._name!r}: frames do not match the {len(marked)} patterns of a sequence in {self._tries} "
-            f"of {self._tries} tries: {reason}; {advice}"
+            f"of {self._tries} tries: {reason}; {remedy}"
         )
 
     def _taken(self, marked: np.ndarray, is_mark: np.ndarray, shown: np.ndarray) -> np.ndarray:
@@ -278,14 +282,33 @@ class Sequencer:
         if np.any(steps < 1):
             where = int(np.argmax(steps < 1))
             how = "stands still" if steps[where] == 0 else f"goes back by {-int(steps[where])}"
-            raise FramesLost(f"the camera's counter {how} at frame {where}")
-        if np.any(steps > 1):
-            where = int(np.argmax(steps > 1))
-            raise FramesLost(f"the camera's counter jumps by {int(steps[where])} at frame {where}")
-        if len(frames) < len(shown):
-            raise FramesLost(f"{len(shown) - len(frames)} frames are missing")
-        if len(frames) > len(shown):
-            raise FramesLost(f"{len(frames) - len(shown)} frames too many came")
+            raise FramesLost(
+                f"the camera's counter {how} at frame {where}",
+                "let Grabber.grab return each frame once, the oldest first, with the camera's own number",
+            )
+        skipped, missing = int((steps - 1).sum()), len(shown) - len(frames)
+        jump = (
+            f"the camera's counter jumps by {int(steps.max())} at frame {int(steps.argmax())}"
+            if skipped
+            else ""
+        )
+        if skipped and missing >= skipped:
+            raise FramesLost(
+                f"{jump}: its pulse came, and the frame was lost on the way",
+                "check the link and the host's buffer, lower bench.frames_per_sequence, or lengthen "
+                f"frames.frame_period_us = {self._period_us:g}",
+            )
+        if missing > 0 and not skipped:
+            told = f"{missing} frames are missing, without a gap in the camera's counter"
+            raise FramesLost(
+                told if len(frames) else "no frame came", self._missed(len(frames) > 0), looks=True
+            )
+        if missing or skipped:
+            raise FramesLost(
+                f"{jump}, and {len(frames)} frames came" if skipped else f"{-missing} frames too many came",
+                "the camera takes frames without a pulse, or pulses come twice: check that it waits for pulses, the "
+                "trigger's polarity, and reflections on its cable",
+            )
         varied = frames.max(axis=(1, 2)) > frames.min(axis=(1, 2))
         other = (marked[1:] != marked[:-1]).any(axis=1)
         same = np.flatnonzero((frames[1:] == frames[:-1]).all(axis=(1, 2)) & varied[1:] & other)
@@ -385,20 +408,23 @@ class Sequencer:
             )
         return exposure_us
 
-    def _advice(self) -> str:
-        """Return what to do about lost frames, from what the camera does without pulses."""
-        seen = 0
+    def _missed(self, some_came: bool) -> str:
+        """Return what to do if the camera missed pulses, all or some of them."""
+        exposure_us, (rows, columns) = self._settings["exposure_us"], self.roi[2:]
+        causes = [
+            "check the trigger cable" + ("" if some_came else ", its lines and its polarity"),
+            f"lengthen frames.frame_period_us = {self._period_us:g}, which must hold the exposure ({exposure_us:g} us) "
+            f"and the read-out of {rows} x {columns} pixels",
+        ]
+        first, second = causes[::-1] if some_came else causes
+        return f"the camera delivers when it runs freely, so it missed pulses: {first}, or {second}"
+
+    def _runs_freely(self) -> bool:
+        """Return whether the camera gives frames without pulses."""
         with suppress(DeviceError, OSError), instrument_calls(self._name, "Grabber.grab"):
             self._grabber.configure(**self._settings, trigger=False)
-            seen = len(self._grabber.grab(_LOOK)[0])
-        if not seen:
-            return "the camera gives no frame without pulses either; check its power, its link and its driver"
-        period, exposure = self._period_us, self._settings["exposure_us"]
-        return (
-            "the camera works without pulses; check the trigger cable and its polarity, and lengthen "
-            f"frames.frame_period_us = {period:g} (exposure {exposure:g} us, and the read-out of "
-            f"{self.roi[2]} x {self.roi[3]} pixels)"
-        )
+            return len(self._grabber.grab(_LOOK)[0]) > 0
+        return False
 
 
 @contextmanager

@@ -34,6 +34,8 @@ _MOST_LIGHT_NOW = 1.1
 """Factor by which it may change during the tests."""
 _LEAST_LIGHT = 0.2
 """Share of the light below which frames of the anchor tell nothing of the medium."""
+LEAST_KNOWN = 0.05
+"""Share of the light below which it counts as gone."""
 _LEAST_INTERFERENCE = 0.03
 """Least mean square of the interference of data and reference, as for fringes of 25 %; coherent light has 1/2."""
 _PAIRS = 16
@@ -175,7 +177,12 @@ def _other_light(light: float, when: str, again: str, bits: int | None) -> str:
     changed = f"the light changed to {light:.2g} times {when}"
     if bits is None:
         return f"{changed}: bring the laser to its power and let it warm up"
-    shift = round(np.log2(max(light, 2.0**-20)))
+    if light < LEAST_KNOWN:
+        return (
+            f"the light is gone (it changed to {max(light, 0.0):.2g} times {when}): check laser and shutter, that the "
+            "mirrors switch, and that the camera waits for their pulses"
+        )
+    shift = round(np.log2(light))
     if 2 <= abs(shift) < bits and abs(light / 2.0**shift - 1) < _NEAR_POWER:
         was, now = (bits, bits - abs(shift)) if shift < 0 else (bits - abs(shift), bits)
         return (

@@ -51,6 +51,8 @@ _MOST_AT_ONCE, _MIRRORS_AT_ONCE = 256, 2**27
 """Patterns, and mirrors of patterns (128 MiB), that are loaded at once."""
 _NOISE_READINGS = 32
 """Readings of each vector by which an opening measures the noise."""
+_LEAST_LEVEL = 0.5
+"""Share of the wanted level below which a setup is told to have weak light."""
 _MOST_COLUMNS = 2**13
 """Most inputs for which a matrix is measured; each takes at least four frames."""
 _MOST_BYTES = 2**33
@@ -332,7 +334,7 @@ class BenchDevice(NoisyDevice):
         found = nonlinearity(self._readings, self.n_inputs) if self.n_inputs > 1 else (0.0, 0.0)
         last = look_at_light(source, self.setup.outputs)
         require_light(last, first.anchor_dn, self._settings, self.name, setup_of=None)
-        require_linear(found, source, self._settings, self.name)
+        require_linear(found, last, source, self._settings, self.name)
 
     def _close(self) -> None:
         self._source = None
@@ -472,6 +474,14 @@ class BenchDevice(NoisyDevice):
             "opusim: device %r: exposure %.4g us, region %s, an output every %d x %d pixels",
             *(self.name, setup.exposure_us, setup.roi, *setup.grain),
         )
+        blank, anchor = setup.levels_dn
+        wanted = settings.range_share * (source.top_dn - blank)
+        if settings.exposure_us is None and anchor - blank < _LEAST_LEVEL * wanted:
+            _LOG.warning(
+                "opusim: device %r: weak light: at the longest exposure, %.4g us, the anchor shows %.0f DN, and "
+                "bench.range_share asks for %.0f; brighten the laser, or lengthen frames.frame_period_us",
+                *(self.name, setup.exposure_us, anchor - blank, wanted),
+            )
         if path is None:
             _LOG.warning(
                 "opusim: device %r: its setup is not kept, so its matrix is another one in the next process, also if a "

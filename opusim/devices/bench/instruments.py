@@ -45,6 +45,9 @@ _FULL = 0.99
 """Share of full scale above which the median of a mark is called saturated; read noise lowers full pixels a little."""
 _PILE = 5
 """Numbers pile up at the largest one if it is met more often than this, and than the number below it."""
+MOST_FLICKER = 0.05
+"""Standard deviation of the anchor's light from frame to frame, over its mean, above which a failure is put to it."""
+STABILISE = "stabilise the laser, its current and its temperature, and keep reflections out of it"
 _LONGEST_TOLD = 300
 """Characters of another package's message that are shown."""
 _LOOK = 2
@@ -335,6 +338,8 @@ class Sequencer:
         most = min(blank + _TOO_BRIGHT * way, (anchor + self.top_dn) / 2)
         blanks, anchors = means[0::_MARK], means[1::_MARK]
         stray, gone = blanks > blank + _DARK * way, anchors < blank + _BRIGHT * way
+        right = anchors[~gone & (anchors <= most)]
+        flicker = float(right.std(ddof=1) / way) if len(right) > 1 and not stray.any() else 0.0
         for wrong, first, cause, remedy in (
             (anchors > most, 1, "there is too much light", "dim the laser, or cover the bench"),
             (
@@ -348,6 +353,8 @@ class Sequencer:
             if wrong.any():
                 where = int(np.argmax(wrong))
                 place = _MARK * where + first
+                if flicker > MOST_FLICKER:
+                    cause, remedy = f"the light fluctuates by {flicker:.0%} from frame to frame", STABILISE
                 raise FramesLost(
                     f"the {('blank frame', 'anchor')[first]} that marks pattern {where * MARKED} shows "
                     f"{means[place]:.1f} DN{', saturated at full scale,' if full[place] else ''} and not "

@@ -30,7 +30,7 @@ from opusim.camera.exposure import FRAME_SIGNS
 from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Roi, Sequencer
 from opusim.devices.bench.mirrors import MirrorLayout
-from opusim.devices.bench.probes import look_at_light, require_bits, require_interference
+from opusim.devices.bench.probes import light_is_unswitched, look_at_light, require_bits, require_interference
 from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
 from opusim.tables import Shown
@@ -54,6 +54,8 @@ _USABLE = 0.7
 """Share of usable grains assumed for the first region, which grows if there are fewer."""
 _UNIT_VECTORS = 256
 _LEAST_DN = 2.0
+_FULL = 0.95
+"""Share of the camera's range from which a blank frame counts as full."""
 _MOST_BYTES = 2**31
 _VERSION = 1
 
@@ -291,9 +293,12 @@ def search_exposure(
         lit = uniform_filter(light, max(3, min(light.shape) // 2), mode="constant")
         bright = light[lit >= 0.5 * max(float(lit.max()), 0.0)]
         level, wanted = float(bright.mean()) if bright.size else 0.0, settings.range_share * (top - black)
-        if settings.exposure_us is not None:
-            break
         too_full = full > 2 * math.exp(-1 / settings.range_share) + 0.02
+        unswitched = (
+            "" if black > _FULL * top else light_is_unswitched(float(light.mean()), float(blanks.mean()), top)
+        )
+        if settings.exposure_us is not None or (unswitched and not too_full):
+            break
         ratio = 0.25 if too_full else wanted / max(level, 1e-9)
         if 1 / _NEAR <= ratio <= _NEAR:
             break
@@ -308,6 +313,8 @@ def search_exposure(
             f"{told} the blank frame is brighter than the anchor: 1 must send a mirror's light to the medium; invert "
             "the bits in Patterns.load"
         )
+    if unswitched:
+        raise DeviceFault(f"{told} {unswitched}")
     if black > 0.5 * top:
         raise DeviceFault(
             f"{told} the blank frame shows {black:.0f} of {top} DN: light reaches the camera that no mirror switches; "

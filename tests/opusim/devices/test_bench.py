@@ -236,7 +236,7 @@ def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, open
             {},
             "the blank frame is brighter than the anchor: .* invert the bits",
         ),
-        ({"ambient_e_per_us": 1e4}, {}, "light reaches the camera that no mirror switches"),
+        ({"ambient_e_per_us": 100.0}, {}, "light reaches the camera that no mirror switches"),
         ({"coherent": False}, {}, "not an anchor: light of data and reference mirrors does not interfere"),
         ({"gamma": 0.5}, {}, r"readings do not add up: .* switch gamma, automatic exposure"),
         pytest.param({"drift_per_frame": 4e-4}, {}, "drift: the medium moves", marks=pytest.mark.slow),
@@ -297,7 +297,7 @@ def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
         ),
         (
             {"power": 0.0},
-            "the light is gone .it changed to .* times since .*: check laser and shutter, that the",
+            "the light changed to .* times since .*, it is gone: check laser and shutter, that the",
         ),
     ],
     ids=[
@@ -377,6 +377,91 @@ def test_outputs_that_are_full_now_are_refused(optics: Any, opener: Opener, tmp_
     optics.power = 1.49
     with pytest.raises(DeviceFault, match="saturation: .* of the outputs are full in frames of the anchor"):
         opener(**options)
+
+
+def scaled_to_one_mean(light: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Automatic gain: each frame gets the same mean."""
+
+    def exposed(*given: Any) -> np.ndarray:
+        numbers = light(*given) - 20.0
+        means = np.maximum(numbers.mean(axis=(1, 2), keepdims=True), 0.5)
+        return np.clip(np.rint(20 + 700 / means * numbers), 0, 4095).astype(np.uint16)
+
+    return exposed
+
+
+def with_all_mirrors_on(light: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    return lambda patterns, *given: light(np.ones_like(patterns), *given)
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        (scaled_to_one_mean, {}),
+        (with_all_mirrors_on, {}),
+        (lambda light: light, {"power": 0.0, "ambient_e_per_us": 10.0}),
+    ],
+    ids=["automatic gain", "mirrors", "ambient"],
+)
+@pytest.mark.parametrize("options", [{}, {"setup": None}, {"setup": None, "exposure_us": 120.0}])
+def test_light_that_does_not_follow_the_patterns_is_not_called_missing(
+    change: Callable[..., Any], faults: dict, options: dict, optics: Any, opener: Opener, monkeypatch: Any
+) -> None:
+    vars(optics).update(faults)
+    monkeypatch.setattr(optics, "expose", change(optics.expose))
+    told = (
+        "of 4095 DN, and the anchor as much: light arrives, but does not follow the patterns; switch the camera's "
+        "automatic gain .* ambient light away, and check that the mirrors switch"
+    )
+    with pytest.raises(DeviceFault, match=told):
+        opener(**options)
+
+
+@pytest.mark.parametrize(
+    ("spread", "options", "told"),
+    [
+        (0.3, {}, r"the light fluctuates by [234].% from frame to frame \(the light changed"),
+        (
+            0.3,
+            {"setup": None},
+            "the anchor that marks .*: the light fluctuates by [123].% from frame to frame; stab",
+        ),
+        (
+            0.1,
+            {"setup": None},
+            "readings do not add up: .*; the light fluctuates by .*% from .*: stabilise the las",
+        ),
+    ],
+)
+def test_light_that_fluctuates_is_not_told_to_warm_up(
+    spread: float, options: dict, told: str, optics: Any, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expose, draw = optics.expose, np.random.default_rng(0)
+
+    def fluctuating(patterns: np.ndarray, *given: Any) -> np.ndarray:
+        frames = []
+        for pattern in patterns:
+            optics.power = max(0.0, 1 + spread * draw.standard_normal())
+            frames.append(expose(pattern[None], *given))
+        return np.concatenate(frames)
+
+    monkeypatch.setattr(optics, "expose", fluctuating)
+    with pytest.raises(DeviceFault, match=told):
+        opener(**options)
+
+
+def test_weak_light_is_told_with_the_level_wanted(
+    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    optics.power = 0.04
+    opener(setup=None).close()
+    told = r"weak light: at the longest exposure, 950 us, the anchor shows 1.. DN, and bench.range_share asks for 61.;"
+    assert len(re.findall(told, caplog.text)) == 1
+    caplog.clear()
+    opener(setup=None, exposure_us=150.0).close()  # as chosen
+    optics.power = 1.0
+    opener(setup=None).close()
+    assert "weak light" not in caplog.text
 
 
 # Instruments that break their protocol, or fail

@@ -224,6 +224,17 @@ class NoisyDevice(Shown, ABC):
             )
         return found
 
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Return the variance of readings of x, float64; for devices that compute it from a law of each number.
+
+        Raises:
+            CapabilityMissing: this device does not.
+        """
+        raise CapabilityMissing(
+            f"device {self.name!r} (kind {self.kind!r}) computes no reading_variance for a given x, as simulations do; "
+            "read the variances that device.described_noise states"
+        )
+
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 

@@ -110,7 +110,7 @@ class BenchDevice(NoisyDevice):
         self._setup: BenchSetup | None = None
         self._noise: MeasuredNoise | None = None
         self._matrix: np.ndarray | None = None
-        self._light = 1.0
+        self._light, self._is_told = 1.0, False
 
     # Properties
 
@@ -350,7 +350,15 @@ class BenchDevice(NoisyDevice):
         return torch.from_numpy(numbers.astype(np.float32)).to(self._torch_device)
 
     def _seek(self, step: int) -> None:
-        """Do nothing: hardware does not repeat its noise."""
+        """Say once if nothing watches the steps; hardware does not repeat its noise."""
+        if self.description.monitor is None and not self._is_told:
+            self._is_told = True
+            _LOG.warning(
+                "opusim: device %r: nothing watches the bench, so light or a medium that changes during the steps "
+                "passes; add [monitor] to its description (--set device.monitor.every_steps=10), or give open_bench "
+                "monitor={'every_steps': 10}",
+                self.name,
+            )
 
     @override
     def _count_frames(self, frames: int) -> None:
@@ -441,7 +449,7 @@ class BenchDevice(NoisyDevice):
                 f"{path} was measured with other mirrors, exposure or binning; put the keys of [bench] back, remove "
                 "the file to measure anew, or give another bench.setup",
             )
-        if setup.bits not in (None, bits):
+        if setup.bits not in (0, bits):
             raise ConfigError(
                 self.name,
                 "bench.setup",

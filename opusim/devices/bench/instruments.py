@@ -397,7 +397,7 @@ class Sequencer:
         if problem:
             raise DeviceFault(f"device {self._name!r}: Grabber.grab returned {problem}")
         if (largest := int(frames.max())) >= self.largest_dn:
-            below, there = (np.count_nonzero(frames == number) for number in (largest - 1, largest))
+            there, below = int(np.sum(frames == largest)), int(np.sum(frames == largest - 1))
             self.largest_dn, self.is_cut = largest, there > max(below, _PILE)
         return frames, counters.astype(np.int64)
 

@@ -75,7 +75,7 @@ class BenchSetup(Shown):
         levels_dn: mean of the region in blank frames and in anchor frames, DN.
         grain: rows and columns from output to output: the least distances at which speckle is independent.
         date: when it was measured, ISO 8601.
-        bits: of the camera's numbers; None in files of earlier versions.
+        bits: of the camera's numbers; 0 in files of earlier versions.
     """
 
     layout: MirrorLayout
@@ -88,7 +88,7 @@ class BenchSetup(Shown):
     levels_dn: tuple[float, float]
     grain: tuple[int, int]
     date: str
-    bits: int | None
+    bits: int
 
     def _shown(self) -> dict[str, object]:
         return {
@@ -174,7 +174,7 @@ class BenchSetup(Shown):
                     scale=found["scale"],
                     levels_dn=(float(found["levels_dn"][0]), float(found["levels_dn"][1])),
                     date=str(found["date"]),
-                    bits=int(found["bits"]) if "bits" in found else None,
+                    bits=int(found["bits"]) if "bits" in found else 0,
                 )
         except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
             told = " ".join(str(error).split())

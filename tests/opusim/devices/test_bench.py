@@ -713,9 +713,29 @@ def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) 
         assert not device.noise.variance_bounds()[0].any()
         y = device.draw((400, N_OUTPUTS)).double().numpy()
         assert abs(y.var(axis=0, ddof=1).mean() / device.noise.variance_at(0).mean() - 1) < 0.2
+        with pytest.raises(
+            CapabilityMissing, match=r"'bench'. computes no reading_variance .* device.described_noise"
+        ):
+            device.reading_variance(torch.ones(1, N_INPUTS))
     mine = BenchDevice(device.description, patterns=object, grabber=object)
     with pytest.raises(NoiseUnknown, match=r"its noise is measured when it opens; call open\(\)"):
         _ = mine.noise
+
+
+def test_steps_that_nothing_watches_are_told_once(
+    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "nothing watches the bench, .* add .monitor. .*every_steps=10., or give open_bench monitor="
+    with opener() as device:
+        device.project(torch.ones(1, N_INPUTS))
+        assert "nothing watches" not in caplog.text
+        for step in range(3):
+            device.seek(step)
+    assert len(re.findall(told, caplog.text)) == 1
+    caplog.clear()
+    with opener(monitor={"every_steps": 5, "baseline_readings": 8}) as device:
+        device.seek(1)
+    assert "nothing watches" not in caplog.text
 
 
 @pytest.mark.parametrize(("power", "told"), [(0.7, "light"), (2.5, "saturated in a frame")])

@@ -434,19 +434,17 @@ class SeveralChips(ProgrammableDevice):
             "converters; calibrate the device"
         )
 
-    @property
-    def reading_variance(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The sum of the chips' functions of this name; an attribute only if the chips have it."""
-        told = [chip.reading_variance for chip in self._chips]  # type: ignore[attr-defined]
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Return the sum of the chips' variances.
 
-        def of(x: torch.Tensor) -> torch.Tensor:
-            self._held()
-            total = torch.zeros((len(x), self.n_outputs), dtype=torch.float64, device=self._torch_device)
-            for tell, (_, rows, columns) in zip(told, self._placed, strict=True):
-                total[:, rows] += tell(x[:, columns])
-            return total.mul_(self._scale**2)
-
-        return of
+        Raises:
+            CapabilityMissing: the chips compute none.
+        """
+        self._held()
+        total = torch.zeros((len(x), self.n_outputs), dtype=torch.float64, device=self._torch_device)
+        for chip, (_, rows, columns) in zip(self._chips, self._placed, strict=True):
+            total[:, rows] += chip.reading_variance(x[:, columns])
+        return total.mul_(self._scale**2)
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the chips' programming spread, each for its own part of the matrix."""

@@ -62,7 +62,8 @@ class AccessSettings(StrictSection):
 
     Attributes:
         timeout_s: longest time of one call, seconds, or None to wait without limit.
-        attempts: how often a call is tried, with a new connection each time, before its failure is reported.
+        attempts: how often the opening or a call is tried, with a new connection each time, before its failure is
+            reported; an opening that runs on after its time-out is not tried again.
         backoff_s: wait before the second try, seconds; it doubles from try to try.
         exclusive: whether only one process on this machine may have the device open.
         wait_s: seconds to wait for an exclusive device that another process holds; None takes OPUSIM_WAIT, or 0.

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from opusim.description.schema import AccessSettings, DeviceDescription, LightonSettings
 from opusim.errors import DeviceBusy, DeviceError, DeviceTimeout, DeviceUnavailable
@@ -227,7 +227,7 @@ class Access:
     """Calls a device with time-outs and retries.
 
     Attributes:
-        call: makes a call, and makes it again after a failure that may pass.
+        call: makes a call, and makes it again after a failure that may pass; the device is reconnected in between.
         timeout_s: longest time of one call, or None.
 
     Args:
@@ -242,6 +242,7 @@ class Access:
         self._reconnect = reconnect
         self._caller: _Caller | None = None
         self._use = ExclusiveUse(name)
+        self._runs_on = False  # the last call, after its time-out
         self.call = self.once if settings.attempts == 1 else self._repeated
 
     def acquire(self) -> None:
@@ -257,25 +258,41 @@ class Access:
         self._use.release()
 
     def _repeated(self, act: Callable[[], Result]) -> Result:
-        """Return the result of a call, repeated after a failure that may pass; the device is reconnected in between.
+        return self.repeated(lambda: self.once(act), self._reconnect)
+
+    def repeated(
+        self, act: Callable[[], Result], recover: Callable[[], None], *, may_run_on: bool = True
+    ) -> Result:
+        """Return the result of an act, repeated after a failure that may pass.
+
+        Args:
+            act: calls `once`.
+            recover: called before each further attempt.
+            may_run_on: whether an act that still runs after its time-out is begun again.
 
         Raises:
             DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
         """
         attempts = Retrying(
-            retry=retry_if_exception_type(TRANSIENT),
+            retry=retry_if_exception(
+                lambda error: isinstance(error, TRANSIENT) and (may_run_on or not self._runs_on)
+            ),
             stop=stop_after_attempt(self._settings.attempts),
             wait=wait_exponential(multiplier=self._settings.backoff_s, max=_LONGEST_WAIT_S),
             reraise=True,
         )
+        tried = 0
         try:
             for attempt in attempts:
                 with attempt:
-                    if attempt.retry_state.attempt_number > 1:
-                        self._reconnect()
-                    return self.once(act)
+                    tried += 1
+                    if tried > 1:
+                        recover()
+                    return act()
         except TRANSIENT as error:
-            raise type(error)(f"{error} (tried {self._settings.attempts} times)") from error
+            if tried == 1:
+                raise
+            raise type(error)(f"{error} (tried {tried} times)") from error
         raise AssertionError("an attempt returns or raises")
 
     def once(self, act: Callable[[], Result], *, undo: Callable[[], None] | None = None) -> Result:
@@ -289,7 +306,7 @@ class Access:
             DeviceTimeout: the call took longer than `timeout_s` and is abandoned, or the driver reports a time-out.
             DeviceUnavailable: the driver reports another OSError; a run survives it.
         """
-        timeout = self.timeout_s
+        timeout, self._runs_on = self.timeout_s, False
         try:
             if timeout is None:
                 return act()
@@ -300,7 +317,7 @@ class Access:
         except queue.Empty:
             if self._caller is not None:
                 self._caller.stop()  # its thread hangs in the call; a new one serves the next
-                self._caller = None
+                self._caller, self._runs_on = None, True
             raise DeviceTimeout(
                 f"device {self._name!r} did not answer within {timeout:g} s; check its cables and power, or "
                 "raise access.timeout_s if it needs longer"

@@ -224,6 +224,17 @@ class NoisyDevice(Shown, ABC):
             )
         return found
 
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Return the variance of readings of x, float64; for devices that compute it from a law of each number.
+
+        Raises:
+            CapabilityMissing: this device does not.
+        """
+        raise CapabilityMissing(
+            f"device {self.name!r} (kind {self.kind!r}) computes no reading_variance for a given x, as simulations do; "
+            "read the variances that device.described_noise states"
+        )
+
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 
@@ -269,7 +280,7 @@ class NoisyDevice(Shown, ABC):
                 )
         self._access.acquire()
         try:
-            self._open_all()
+            self._access.repeated(self._open_all, self._give_back, may_run_on=False)
             self.is_open = True
             self._begin_monitor(None)
             if self._certified is not None:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -121,8 +121,13 @@ class LightonDevice(NoisyDevice):
         variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
         return variance.expand(x.shape[0], self.n_outputs)
 
+    @override
+    def open(self) -> Self:
+        if not self.is_open:
+            require_lighton(self.name, self._settings)  # once: what is not installed does not pass
+        return super().open()
+
     def _open(self) -> None:
-        require_lighton(self.name, self._settings)
         lightonml = import_lightonml()
         with translated(self.name), quiet():
             options: dict[str, Any] = {

@@ -29,11 +29,19 @@ from opusim.devices.bench.instruments import (
     opened,
 )
 from opusim.devices.bench.mirrors import MirrorLayout, mirror_layout
-from opusim.devices.bench.probes import look_at_light, nonlinearity, require_light, require_linear, retrieved
+from opusim.devices.bench.probes import (
+    LEAST_KNOWN,
+    LightLook,
+    look_at_light,
+    nonlinearity,
+    require_light,
+    require_linear,
+    retrieved,
+)
 from opusim.devices.bench.setup import BenchSetup, measure_setup, signed_sum
 from opusim.devices.kinds import Capability
 from opusim.devices.usage import DeviceWork
-from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable, NoiseUnknown
+from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable, NoiseUnknown
 from opusim.files import read_bytes, write_file
 from opusim.noise import MeasuredNoise
 
@@ -43,6 +51,8 @@ _MOST_AT_ONCE, _MIRRORS_AT_ONCE = 256, 2**27
 """Patterns, and mirrors of patterns (128 MiB), that are loaded at once."""
 _NOISE_READINGS = 32
 """Readings of each vector by which an opening measures the noise."""
+_LEAST_LEVEL = 0.5
+"""Share of the wanted level below which a setup is told to have weak light."""
 _MOST_COLUMNS = 2**13
 """Most inputs for which a matrix is measured; each takes at least four frames."""
 _MOST_BYTES = 2**33
@@ -100,7 +110,7 @@ class BenchDevice(NoisyDevice):
         self._setup: BenchSetup | None = None
         self._noise: MeasuredNoise | None = None
         self._matrix: np.ndarray | None = None
-        self._light = 1.0
+        self._light, self._is_told = 1.0, False
 
     # Properties
 
@@ -297,23 +307,34 @@ class BenchDevice(NoisyDevice):
             tries=settings.tries,
             count=self._meter.count,
         )
+        self._source = source
         # Without a file, an instrument that is opened again keeps the setup, and with it B.
-        kept = self._read_setup(layout) or self._setup
+        kept = self._read_setup(layout, source.bits) or self._setup
         setup = kept or self._measure_setup(source, grabber.shape)
         if setup is not self._setup:
             self._setup, self._matrix = setup, self._read_matrix(setup)
         source.configure(exposure_us=setup.exposure_us, roi=setup.roi, binning=setup.binning)
-        self._source = source
         first = look_at_light(source, setup.outputs)
-        require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
+        try:
+            require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
+        except (
+            DeviceFault
+        ):  # numbers that are not proportional to light look like other light, or another medium
+            if first.full <= settings.most_saturated and first.light(setup.anchor_dn) > LEAST_KNOWN:
+                self._require_linear(source, first)
+            raise
         self._light = first.light(setup.anchor_dn)
         blank, anchor = setup.levels_dn
         source.expect(blank, blank + self._light * (anchor - blank))
         self._noise = measure_noise(self._readings, self.n_inputs, _NOISE_READINGS)
+        self._require_linear(source, first)
+
+    def _require_linear(self, source: Sequencer, first: LightLook) -> None:
+        """Refuse a bench whose readings do not add up, and one that changes meanwhile."""
         found = nonlinearity(self._readings, self.n_inputs) if self.n_inputs > 1 else (0.0, 0.0)
-        last = look_at_light(source, setup.outputs)
-        require_light(last, first.anchor_dn, settings, self.name, setup_of=None)
-        require_linear(found, settings, self.name)
+        last = look_at_light(source, self.setup.outputs)
+        require_light(last, first.anchor_dn, self._settings, self.name, setup_of=None)
+        require_linear(found, last, source, self._settings, self.name)
 
     def _close(self) -> None:
         self._source = None
@@ -329,7 +350,15 @@ class BenchDevice(NoisyDevice):
         return torch.from_numpy(numbers.astype(np.float32)).to(self._torch_device)
 
     def _seek(self, step: int) -> None:
-        """Do nothing: hardware does not repeat its noise."""
+        """Say once if nothing watches the steps; hardware does not repeat its noise."""
+        if self.description.monitor is None and not self._is_told:
+            self._is_told = True
+            _LOG.warning(
+                "opusim: device %r: nothing watches the bench, so light or a medium that changes during the steps "
+                "passes; add [monitor] to its description (--set device.monitor.every_steps=10), or give open_bench "
+                "monitor={'every_steps': 10}",
+                self.name,
+            )
 
     @override
     def _count_frames(self, frames: int) -> None:
@@ -400,7 +429,7 @@ class BenchDevice(NoisyDevice):
         folder = self._settings.setup
         return None if folder is None else Path(folder) / f"{self.n_inputs}x{self.n_outputs}{ending}"
 
-    def _read_setup(self, layout: MirrorLayout) -> BenchSetup | None:
+    def _read_setup(self, layout: MirrorLayout, bits: int) -> BenchSetup | None:
         """Return the setup that an earlier opening kept, or None.
 
         Raises:
@@ -419,6 +448,13 @@ class BenchDevice(NoisyDevice):
                 "bench.setup",
                 f"{path} was measured with other mirrors, exposure or binning; put the keys of [bench] back, remove "
                 "the file to measure anew, or give another bench.setup",
+            )
+        if setup.bits not in (0, bits):
+            raise ConfigError(
+                self.name,
+                "bench.setup",
+                f"{path} was measured with a camera of bits = {setup.bits}, and it now has bits = {bits}; set "
+                f"bits = {setup.bits} again, or remove the file to measure anew",
             )
         return setup
 
@@ -446,6 +482,14 @@ class BenchDevice(NoisyDevice):
             "opusim: device %r: exposure %.4g us, region %s, an output every %d x %d pixels",
             *(self.name, setup.exposure_us, setup.roi, *setup.grain),
         )
+        blank, anchor = setup.levels_dn
+        wanted = settings.range_share * (source.top_dn - blank)
+        if settings.exposure_us is None and anchor - blank < _LEAST_LEVEL * wanted:
+            _LOG.warning(
+                "opusim: device %r: weak light: at the longest exposure, %.4g us, the anchor shows %.0f DN, and "
+                "bench.range_share asks for %.0f; brighten the laser, or lengthen frames.frame_period_us",
+                *(self.name, setup.exposure_us, anchor - blank, wanted),
+            )
         if path is None:
             _LOG.warning(
                 "opusim: device %r: its setup is not kept, so its matrix is another one in the next process, also if a "

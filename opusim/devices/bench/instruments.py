@@ -43,6 +43,11 @@ _DARK, _BRIGHT, _TOO_BRIGHT = 0.25, 0.5, 3.0
 """A blank mark lies below the first share of the way from blank to anchor, an anchor mark between the other two."""
 _FULL = 0.99
 """Share of full scale above which the median of a mark is called saturated; read noise lowers full pixels a little."""
+_PILE = 5
+"""Numbers pile up at the largest one if it is met more often than this, and than the number below it."""
+MOST_FLICKER = 0.05
+"""Standard deviation of the anchor's light from frame to frame, over its mean, above which a failure is put to it."""
+STABILISE = "stabilise the laser, its current and its temperature, and keep reflections out of it"
 _LONGEST_TOLD = 300
 """Characters of another package's message that are shown."""
 _LOOK = 2
@@ -130,12 +135,13 @@ class FramesLost(Exception):  # a state that `Sequencer` repeats, and turns into
     """Frames of a sequence do not match its patterns.
 
     Attributes:
-        remedy: what to do; empty if frames or pulses are missing, which a look at the camera explains.
+        remedy: what to do.
+        looks: whether a look at the camera without pulses tells more.
     """
 
-    def __init__(self, told: str, remedy: str = "") -> None:
+    def __init__(self, told: str, remedy: str, *, looks: bool = False) -> None:
         super().__init__(told)
-        self.remedy = remedy
+        self.remedy, self.looks = remedy, looks
 
 
 class Sequencer:
@@ -145,6 +151,8 @@ class Sequencer:
         layout: of the mirrors.
         at_once: patterns of a sequence, marks not counted.
         repeated: sequences that were shown again, because their frames did not match.
+        largest_dn: largest number of all frames so far.
+        is_cut: whether numbers pile up at it, as they do where a camera's range ends.
         roi: region of the camera, as last configured.
 
     Args:
@@ -177,12 +185,18 @@ class Sequencer:
         self._levels: tuple[float, float] | None = None
         self._last: int | None = None
         self.roi: Roi = (0, 0, 0, 0)
-        self.repeated = 0
+        self.repeated = self.largest_dn = 0
+        self.is_cut = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of the camera's numbers."""
+        return int(self._grabber.bits)
 
     @property
     def top_dn(self) -> int:
-        """Largest number of the camera."""
-        return int(2**self._grabber.bits - 1)
+        """Largest number that these bits hold."""
+        return int(2**self.bits - 1)
 
     def configure(self, *, exposure_us: float, roi: Roi, binning: int) -> float:
         """Set the camera for the next sequences, and return the exposure that it took.
@@ -226,7 +240,7 @@ class Sequencer:
         """Show one sequence, again if its frames do not match."""
         marked, is_mark = self.layout.marked(switches, MARKED)
         shown = self.layout.mirrors(marked)
-        reason = remedy = ""
+        reason, remedy, looks = "", "", False
         for _ in range(self._tries):
             if reason:
                 self.repeated += 1
@@ -234,16 +248,19 @@ class Sequencer:
             try:
                 return self._taken(marked, is_mark, shown)[~is_mark]
             except FramesLost as error:
-                reason, remedy = str(error), error.remedy
+                reason, remedy, looks = str(error), error.remedy, error.looks
             except TimeoutError:
-                reason, remedy = "no frame came in time", ""
-        advice = remedy or self._advice()
+                reason, remedy, looks = "no frame came in time", self._missed(False), True
+        if looks and not self._runs_freely():
+            remedy = (
+                "the camera gives no frame without pulses either; check its power, its link and its driver"
+            )
         with suppress(DeviceError, OSError):
             self._arm()
         kind = DeviceTimeout if reason == "no frame came in time" else DeviceFault
         raise kind(
             f"device {self._name!r}: frames do not match the {len(marked)} patterns of a sequence in {self._tries} "
-            f"of {self._tries} tries: {reason}; {advice}"
+            f"of {self._tries} tries: {reason}; {remedy}"
         )
 
     def _taken(self, marked: np.ndarray, is_mark: np.ndarray, shown: np.ndarray) -> np.ndarray:
@@ -268,14 +285,33 @@ class Sequencer:
         if np.any(steps < 1):
             where = int(np.argmax(steps < 1))
             how = "stands still" if steps[where] == 0 else f"goes back by {-int(steps[where])}"
-            raise FramesLost(f"the camera's counter {how} at frame {where}")
-        if np.any(steps > 1):
-            where = int(np.argmax(steps > 1))
-            raise FramesLost(f"the camera's counter jumps by {int(steps[where])} at frame {where}")
-        if len(frames) < len(shown):
-            raise FramesLost(f"{len(shown) - len(frames)} frames are missing")
-        if len(frames) > len(shown):
-            raise FramesLost(f"{len(frames) - len(shown)} frames too many came")
+            raise FramesLost(
+                f"the camera's counter {how} at frame {where}",
+                "let Grabber.grab return each frame once, the oldest first, with the camera's own number",
+            )
+        skipped, missing = int((steps - 1).sum()), len(shown) - len(frames)
+        jump = (
+            f"the camera's counter jumps by {int(steps.max())} at frame {int(steps.argmax())}"
+            if skipped
+            else ""
+        )
+        if skipped and missing >= skipped:
+            raise FramesLost(
+                f"{jump}: its pulse came, and the frame was lost on the way",
+                "check the link and the host's buffer, lower bench.frames_per_sequence, or lengthen "
+                f"frames.frame_period_us = {self._period_us:g}",
+            )
+        if missing > 0 and not skipped:
+            told = f"{missing} frames are missing, without a gap in the camera's counter"
+            raise FramesLost(
+                told if len(frames) else "no frame came", self._missed(len(frames) > 0), looks=True
+            )
+        if missing or skipped:
+            raise FramesLost(
+                f"{jump}, and {len(frames)} frames came" if skipped else f"{-missing} frames too many came",
+                "the camera takes frames without a pulse, or pulses come twice: check that it waits for pulses, the "
+                "trigger's polarity, and reflections on its cable",
+            )
         varied = frames.max(axis=(1, 2)) > frames.min(axis=(1, 2))
         other = (marked[1:] != marked[:-1]).any(axis=1)
         same = np.flatnonzero((frames[1:] == frames[:-1]).all(axis=(1, 2)) & varied[1:] & other)
@@ -302,6 +338,8 @@ class Sequencer:
         most = min(blank + _TOO_BRIGHT * way, (anchor + self.top_dn) / 2)
         blanks, anchors = means[0::_MARK], means[1::_MARK]
         stray, gone = blanks > blank + _DARK * way, anchors < blank + _BRIGHT * way
+        right = anchors[~gone & (anchors <= most)]
+        flicker = float(right.std(ddof=1) / way) if len(right) > 1 and not stray.any() else 0.0
         for wrong, first, cause, remedy in (
             (anchors > most, 1, "there is too much light", "dim the laser, or cover the bench"),
             (
@@ -315,6 +353,8 @@ class Sequencer:
             if wrong.any():
                 where = int(np.argmax(wrong))
                 place = _MARK * where + first
+                if flicker > MOST_FLICKER:
+                    cause, remedy = f"the light fluctuates by {flicker:.0%} from frame to frame", STABILISE
                 raise FramesLost(
                     f"the {('blank frame', 'anchor')[first]} that marks pattern {where * MARKED} shows "
                     f"{means[place]:.1f} DN{', saturated at full scale,' if full[place] else ''} and not "
@@ -356,6 +396,9 @@ class Sequencer:
             )
         if problem:
             raise DeviceFault(f"device {self._name!r}: Grabber.grab returned {problem}")
+        if (largest := int(frames.max())) >= self.largest_dn:
+            there, below = int(np.sum(frames == largest)), int(np.sum(frames == largest - 1))
+            self.largest_dn, self.is_cut = largest, there > max(below, _PILE)
         return frames, counters.astype(np.int64)
 
     def _arm(self) -> float:
@@ -372,20 +415,23 @@ class Sequencer:
             )
         return exposure_us
 
-    def _advice(self) -> str:
-        """Return what to do about lost frames, from what the camera does without pulses."""
-        seen = 0
+    def _missed(self, some_came: bool) -> str:
+        """Return what to do if the camera missed pulses, all or some of them."""
+        exposure_us, (rows, columns) = self._settings["exposure_us"], self.roi[2:]
+        causes = [
+            "check the trigger cable" + ("" if some_came else ", its lines and its polarity"),
+            f"lengthen frames.frame_period_us = {self._period_us:g}, which must hold the exposure ({exposure_us:g} us) "
+            f"and the read-out of {rows} x {columns} pixels",
+        ]
+        first, second = causes[::-1] if some_came else causes
+        return f"the camera delivers when it runs freely, so it missed pulses: {first}, or {second}"
+
+    def _runs_freely(self) -> bool:
+        """Return whether the camera gives frames without pulses."""
         with suppress(DeviceError, OSError), instrument_calls(self._name, "Grabber.grab"):
             self._grabber.configure(**self._settings, trigger=False)
-            seen = len(self._grabber.grab(_LOOK)[0])
-        if not seen:
-            return "the camera gives no frame without pulses either; check its power, its link and its driver"
-        period, exposure = self._period_us, self._settings["exposure_us"]
-        return (
-            "the camera works without pulses; check the trigger cable and its polarity, and lengthen "
-            f"frames.frame_period_us = {period:g} (exposure {exposure:g} us, and the read-out of "
-            f"{self.roi[2]} x {self.roi[3]} pixels)"
-        )
+            return len(self._grabber.grab(_LOOK)[0]) > 0
+        return False
 
 
 @contextmanager

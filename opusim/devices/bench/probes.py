@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from opusim.description.camera import BenchSettings
-from opusim.devices.bench.instruments import Sequencer
+from opusim.devices.bench.instruments import MOST_FLICKER, STABILISE, Sequencer
 from opusim.errors import DeviceFault
 from opusim.processes import pause
 from opusim.tables import Shown
@@ -28,10 +28,16 @@ _FRAMES = 8
 """Frames of each pattern in a look at the light."""
 _MOST_LIGHT = 1.5
 """Factor by which the light may have changed since the setup."""
+_NEAR_POWER = 0.05
+"""Relative distance from a power of two within which a change of the light looks like a change of bits."""
 _MOST_LIGHT_NOW = 1.1
 """Factor by which it may change during the tests."""
 _LEAST_LIGHT = 0.2
 """Share of the light below which frames of the anchor tell nothing of the medium."""
+LEAST_KNOWN = 0.05
+"""Share of the light below which it counts as gone."""
+_BRIGHT = 0.06
+"""Share of the camera's range above which a blank frame is bright; light that is below this share of it is no light."""
 _LEAST_INTERFERENCE = 0.03
 """Least mean square of the interference of data and reference, as for fringes of 25 %; coherent light has 1/2."""
 _PAIRS = 16
@@ -48,11 +54,17 @@ class LightLook(Shown):
         anchor_dn: anchor less blank at each output, DN.
         full: share of the outputs that are full in a frame of the anchor, mean over frames.
         interference: mean square of cos(phase) between the fields of data and reference.
+        bits: of the camera's numbers.
+        blank_dn: mean of the blank frames, DN.
+        flicker: standard deviation of the anchor's light from frame to frame, over its mean.
     """
 
     anchor_dn: np.ndarray
     full: float
     interference: float
+    bits: int
+    blank_dn: float
+    flicker: float
 
     def _shown(self) -> dict[str, object]:
         return {
@@ -84,11 +96,15 @@ def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> Light
     frames = source.show(shown.repeat(_FRAMES, axis=0), outputs)
     means = frames.reshape(len(shown), _FRAMES, -1).mean(axis=1)
     whole, data, other = means[:3] - means[3]
+    anchors = frames[:_FRAMES].reshape(_FRAMES, -1).mean(axis=1) - means[3].mean()
     mixed = np.sum(np.square(whole - data - other))
     return LightLook(
         anchor_dn=whole,
         full=float(np.mean(frames[:_FRAMES] >= source.top_dn)),
         interference=float(mixed / max(np.sum(4 * data.clip(0) * other.clip(0)), 1e-30)),
+        bits=source.bits,
+        blank_dn=float(means[3].mean()),
+        flicker=float(anchors.std(ddof=1) / max(anchors.mean(), 1e-9)),
     )
 
 
@@ -152,11 +168,59 @@ def require_light(
         )
     most = _MOST_LIGHT_NOW if setup_of is None else _MOST_LIGHT
     if not 1 / most <= light <= most:
-        raise DeviceFault(
-            f"{told} the light changed to {light:.2g} times {when}: bring the laser to its power and let it warm "
-            f"up{again}"
-        )
+        raise DeviceFault(f"{told} {_other_light(look, light, when, again, within=setup_of is None)}")
     require_interference(look, name)
+
+
+def light_is_unswitched(light: float, blank: float, top: int) -> str:
+    """Return what it means if the blank frame is bright and the anchor hardly brighter; empty if that is not so.
+
+    Args:
+        light: anchor less blank, mean, DN.
+        blank: of the blank frame, DN.
+        top: the camera's largest number.
+    """
+    if blank < _BRIGHT * top or light > _BRIGHT * blank:
+        return ""
+    return (
+        f"the blank frame shows {blank:.0f} of {top} DN, and the anchor as much: light arrives, but does not follow "
+        "the patterns; switch the camera's automatic gain and exposure off, keep ambient light away, and check "
+        "that the mirrors switch and that the laser lights them"
+    )
+
+
+def _other_light(look: LightLook, light: float, when: str, again: str, *, within: bool) -> str:
+    """Return what light of another size means, and what to do.
+
+    Args:
+        look: the light now.
+        light: the light over what it was.
+        when: since when.
+        again: that the setup can be measured anew.
+        within: whether it changed within an opening, in which the camera's settings stay.
+    """
+    changed = f"the light changed to {max(light, 0.0):.2g} times {when}"
+    if light < LEAST_KNOWN:
+        unswitched = light_is_unswitched(float(look.anchor_dn.mean()), look.blank_dn, 2**look.bits - 1)
+        return unswitched or (
+            f"{changed}, it is gone: check laser and shutter, that the mirrors switch, and that the camera "
+            "waits for their pulses"
+        )
+    if abs(np.log(light)) < _SURE * look.flicker * (2 / _FRAMES) ** 0.5:
+        return f"the light fluctuates by {look.flicker:.0%} from frame to frame ({changed}); {STABILISE}"
+    if within:
+        return f"{changed}: bring the laser to its power and let it warm up"
+    shift = round(np.log2(light))
+    if 2 <= abs(shift) < look.bits and abs(light / 2.0**shift - 1) < _NEAR_POWER:
+        was, now = look.bits - max(shift, 0), look.bits + min(shift, 0)
+        return (
+            f"{changed}, about 2^{shift}, as if the camera's numbers had {now} bits instead of {was}: set its bit "
+            f"depth and bit shift as they were, or the laser's power{again}"
+        )
+    return (
+        f"{changed}: bring the laser to its power and let it warm up, set the camera's gain and bit depth as they "
+        f"were{again}"
+    )
 
 
 def require_interference(look: LightLook, name: str) -> None:
@@ -173,24 +237,47 @@ def require_interference(look: LightLook, name: str) -> None:
         )
 
 
-def require_linear(found: tuple[float, float], settings: BenchSettings, name: str) -> None:
+def require_bits(source: Sequencer, name: str) -> None:
+    """Refuse a camera whose numbers end at 2^k - 1 with k below its bits.
+
+    Raises:
+        DeviceFault: they do.
+    """
+    largest, bits = source.largest_dn, source.largest_dn.bit_length()
+    if source.is_cut and largest < source.top_dn and largest == 2**bits - 1:
+        raise DeviceFault(
+            f"device {name!r}: the camera's numbers end at {largest} = 2^{bits} - 1, and bits = {source.bits}; set "
+            f"bits = {bits}, or let the camera deliver {source.bits} bits"
+        )
+
+
+def require_linear(
+    found: tuple[float, float], look: LightLook, source: Sequencer, settings: BenchSettings, name: str
+) -> None:
     """Refuse a bench whose readings do not add up; `require_light` has excluded the other causes.
 
     Args:
         found: what `nonlinearity` returned.
+        look: the light now.
+        source: what took the frames.
         settings: of the bench.
         name: the device's name.
 
     Raises:
-        DeviceFault: readings do not add up.
+        DeviceFault: readings do not add up, or numbers end below the camera's bits.
     """
+    require_bits(source, name)
     nonlinear, noise = found
     if nonlinear > (settings.most_nonlinear**2 + noise**2) ** 0.5:
+        cause = (
+            "numbers are not proportional to light: switch gamma, automatic exposure, automatic gain and defect "
+            "correction of the camera off, and lower bench.range_share if its pixels are full below its largest number"
+        )
+        if look.flicker > max(MOST_FLICKER, nonlinear / _SURE):
+            cause = f"the light fluctuates by {look.flicker:.0%} from frame to frame: {STABILISE}"
         raise DeviceFault(
             f"device {name!r}: readings do not add up: B (v + w) differs from B v + B w by {nonlinear:.1%} rms, and "
-            f"bench.most_nonlinear is {settings.most_nonlinear:.1%}; numbers are not proportional to light: switch "
-            "gamma, automatic exposure, automatic gain and defect correction of the camera off, and lower "
-            "bench.range_share if its pixels are full below its largest number"
+            f"bench.most_nonlinear is {settings.most_nonlinear:.1%}; {cause}"
         )
 
 

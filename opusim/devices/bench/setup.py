@@ -30,7 +30,7 @@ from opusim.camera.exposure import FRAME_SIGNS
 from opusim.description.camera import BenchSettings
 from opusim.devices.bench.instruments import Roi, Sequencer
 from opusim.devices.bench.mirrors import MirrorLayout
-from opusim.devices.bench.probes import look_at_light, require_interference
+from opusim.devices.bench.probes import light_is_unswitched, look_at_light, require_bits, require_interference
 from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
 from opusim.tables import Shown
@@ -54,6 +54,8 @@ _USABLE = 0.7
 """Share of usable grains assumed for the first region, which grows if there are fewer."""
 _UNIT_VECTORS = 256
 _LEAST_DN = 2.0
+_FULL = 0.95
+"""Share of the camera's range from which a blank frame counts as full."""
 _MOST_BYTES = 2**31
 _VERSION = 1
 
@@ -73,6 +75,7 @@ class BenchSetup(Shown):
         levels_dn: mean of the region in blank frames and in anchor frames, DN.
         grain: rows and columns from output to output: the least distances at which speckle is independent.
         date: when it was measured, ISO 8601.
+        bits: of the camera's numbers; 0 in files of earlier versions.
     """
 
     layout: MirrorLayout
@@ -85,6 +88,7 @@ class BenchSetup(Shown):
     levels_dn: tuple[float, float]
     grain: tuple[int, int]
     date: str
+    bits: int
 
     def _shown(self) -> dict[str, object]:
         return {
@@ -130,6 +134,7 @@ class BenchSetup(Shown):
             scale=self.scale,
             levels_dn=self.levels_dn,
             date=self.date,
+            bits=self.bits,
         )
         write_file(path, buffer.getvalue())
 
@@ -169,6 +174,7 @@ class BenchSetup(Shown):
                     scale=found["scale"],
                     levels_dn=(float(found["levels_dn"][0]), float(found["levels_dn"][1])),
                     date=str(found["date"]),
+                    bits=int(found["bits"]) if "bits" in found else 0,
                 )
         except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
             told = " ".join(str(error).split())
@@ -274,7 +280,8 @@ def search_exposure(
         exposure and region.
 
     Raises:
-        DeviceFault: the mirrors change nothing that the camera sees, or there is too much light.
+        DeviceFault: the mirrors change nothing that the camera sees, there is too much light, or numbers end below
+            the camera's bits.
     """
     wanted_us = start_us if settings.exposure_us is None else settings.exposure_us
     top = source.top_dn
@@ -286,9 +293,12 @@ def search_exposure(
         lit = uniform_filter(light, max(3, min(light.shape) // 2), mode="constant")
         bright = light[lit >= 0.5 * max(float(lit.max()), 0.0)]
         level, wanted = float(bright.mean()) if bright.size else 0.0, settings.range_share * (top - black)
-        if settings.exposure_us is not None:
-            break
         too_full = full > 2 * math.exp(-1 / settings.range_share) + 0.02
+        unswitched = (
+            "" if black > _FULL * top else light_is_unswitched(float(light.mean()), float(blanks.mean()), top)
+        )
+        if settings.exposure_us is not None or (unswitched and not too_full):
+            break
         ratio = 0.25 if too_full else wanted / max(level, 1e-9)
         if 1 / _NEAR <= ratio <= _NEAR:
             break
@@ -303,6 +313,8 @@ def search_exposure(
             f"{told} the blank frame is brighter than the anchor: 1 must send a mirror's light to the medium; invert "
             "the bits in Patterns.load"
         )
+    if unswitched:
+        raise DeviceFault(f"{told} {unswitched}")
     if black > 0.5 * top:
         raise DeviceFault(
             f"{told} the blank frame shows {black:.0f} of {top} DN: light reaches the camera that no mirror switches; "
@@ -319,6 +331,7 @@ def search_exposure(
             f"{told} the anchor shows {level:.0f} of {top} DN, and {wanted:.0f} are wanted (bench.range_share): "
             f"saturation; dim the laser, or lower bench.{'' if is_given else 'shortest_'}exposure_us"
         )
+    require_bits(source, name)
     return exposure_us, lit
 
 
@@ -435,6 +448,7 @@ def _choose_outputs(
         levels_dn=levels,
         grain=grain,
         date=time.strftime("%Y-%m-%d"),
+        bits=source.bits,
     )
     return setup, len(flat)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opusim.description.schema import load_description
-from opusim.devices.access import FOLDER_VARIABLE, lock_file
+from opusim.devices.access import FOLDER_VARIABLE, is_held, lock_file
 from opusim.devices.base import NoisyDevice
 from opusim.devices.lighton import quiet
 from opusim.devices.simulated import GaussianDevice
@@ -168,6 +168,47 @@ def test_a_device_that_does_not_open_gives_back_what_it_took(access: dict[str, A
         device.open()
 
 
+@pytest.mark.parametrize("access", [{}, {"timeout_s": 30.0}])
+@pytest.mark.parametrize(("error", "kind"), [(OSError, DeviceUnavailable), (TimeoutError, DeviceTimeout)])
+def test_an_opening_that_fails_is_repeated_like_a_call_under_the_same_lock(
+    access: dict[str, Any],
+    error: type[OSError],
+    kind: type[DeviceError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    waits, held = list[float](), list[str]()
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    class Waking(Scripted):
+        failing = Failing(error("the camera starts"), 3)
+
+        def _open(self) -> None:
+            assert is_held(lock_file(self.name))
+            assert not held, "what an earlier attempt opened is closed"
+            held.append("mirrors")
+            self.opened_parts.callback(held.remove, "mirrors")
+            self.failing()
+            super()._open()
+
+    access = {"attempts": 4, "backoff_s": 0.5, "exclusive": True, **access}
+    device = Waking(load_description("gaussian", {"access": access}), n_inputs=12, n_outputs=40)
+    with device:
+        assert (waits, device.opened, held) == ([0.5, 1.0, 2.0], 1, ["mirrors"])
+        assert device.usage.frames == 0
+        assert device.project(X).shape == (4, 40)
+    assert not held
+    device.failing.left = 4
+    with pytest.raises(kind, match=r"the camera starts.* \(tried 4 times\)$"):
+        device.open()
+    assert not held
+    assert not is_held(lock_file(device.name))
+    device.failing = Failing(DeviceFault("broken"), 1)
+    with pytest.raises(DeviceFault, match="broken$"):
+        device.open()
+
+
 def test_a_quiet_call_left_behind_silences_no_other_thread(capsys: pytest.CaptureFixture[str]) -> None:
     begun, release, filters = threading.Event(), threading.Event(), list(warnings.filters)
 
@@ -203,8 +244,9 @@ def test_opening_that_ends_after_its_time_out_is_closed_again() -> None:
         def _close(self) -> None:
             events.append("closed")
 
-    device = Slow(load_description("gaussian", {"access": {"timeout_s": 0.05}}), n_inputs=12, n_outputs=40)
-    with pytest.raises(DeviceTimeout):
+    access = {"timeout_s": 0.05, "attempts": 3, "backoff_s": 0.0}  # two openings at once would collide
+    device = Slow(load_description("gaussian", {"access": access}), n_inputs=12, n_outputs=40)
+    with pytest.raises(DeviceTimeout, match="raise access.timeout_s if it needs longer$"):
         device.open()
     assert events == ["closed"]
     release.set()

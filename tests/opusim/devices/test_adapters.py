@@ -175,7 +175,7 @@ def test_plans_of_bluesky_scan_the_temperature_of_a_device() -> None:
         with open_device(
             "camera_low_light", n_inputs=10, n_outputs=64, temperature_c=temperature_c
         ) as device:
-            variances.append(float(device.reading_variance(torch.zeros(1, 10)).mean()))  # type: ignore[attr-defined]
+            variances.append(float(device.reading_variance(torch.zeros(1, 10)).mean()))
         squares = np.square(np.asarray(each["opu-readings"], dtype=float))
         assert abs(squares.mean() - variances[-1]) < 5 * squares.std() / squares.size**0.5
         assert each["opu-std"] == pytest.approx(squares.mean() ** 0.5, rel=0.02)

@@ -126,10 +126,12 @@ def projected(device: BenchDevice, x: torch.Tensor, b: torch.Tensor) -> float:
 
 
 FAULTS = {
-    "dropped_frames": "jumps by 2.*; the camera works without pulses",
-    "missed_pulses": "1 frames are missing.*; the camera works without pulses",
-    "doubled_frames": "stands still.*; the camera works without pulses",
-    "extra_pulses": "1 frames too many.*; the camera works without pulses",
+    "dropped_frames": "jumps by 2 at frame [0-9]+: its pulse came, and the frame was lost on the way; check the "
+    "link and the host's buffer, lower bench.frames_per_sequence, or lengthen frames.frame_period_us = 1000$",
+    "missed_pulses": "1 frames are missing, without a gap in the camera's counter; .* it missed pulses: lengthen "
+    "frames.frame_period_us = 1000, which must hold the exposure .*, or check the trigger cable$",
+    "doubled_frames": "stands still.*; let Grabber.grab return each frame once",
+    "extra_pulses": "1 frames too many came; .*the trigger's polarity, and reflections on its cable$",
     "stale_frames": "are equal, and their patterns differ; let Grabber.grab copy each frame [^;]*$",
 }
 
@@ -234,7 +236,7 @@ def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, open
             {},
             "the blank frame is brighter than the anchor: .* invert the bits",
         ),
-        ({"ambient_e_per_us": 1e4}, {}, "light reaches the camera that no mirror switches"),
+        ({"ambient_e_per_us": 100.0}, {}, "light reaches the camera that no mirror switches"),
         ({"coherent": False}, {}, "not an anchor: light of data and reference mirrors does not interfere"),
         ({"gamma": 0.5}, {}, r"readings do not add up: .* switch gamma, automatic exposure"),
         pytest.param({"drift_per_frame": 4e-4}, {}, "drift: the medium moves", marks=pytest.mark.slow),
@@ -267,19 +269,76 @@ def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
-        ({"power": 0.4}, "the light changed to 0.4 times since the setup of .* up, or .*remove its file.$"),
+        (
+            {"power": 0.4},
+            "the light changed to 0.4 times since the setup of .* up, set the camera's gain and bit depth as they "
+            "were, or .*remove its file.$",
+        ),
+        ({"gamma": 0.45}, "readings do not add up: .* switch gamma, .* off, .* largest number$"),  # 2.5 times
+        ({"gamma": 2.2}, "readings do not add up: .* switch gamma, .* off, .* largest number$"),
+        (
+            {"electrons_per_us": 3.1},
+            r"0.26 times .*, about 2\^-2, as if .* numbers had 10 bits instead of 12:",
+        ),
+        (
+            {"electrons_per_us": 0.77},
+            r"0.06. times .*, about 2\^-4, .* had 8 bits instead of 12: set its bit",
+        ),
+        ({"bits": 8, "black_dn": 1.25}, r"numbers end at 255 = 2\^8 - 1, and bits = 12; .* deliver 12 bits$"),
         ({"angle": 1.2}, "the medium is another: frames of the anchor correlate by"),
         ({"full_well_e": 2500.0}, "do not add up: .* lower bench.range_share if its pixels are full below"),
-        ({"readout_us": 2000.0}, "frames are missing; .*lengthen frames.frame_period_us = 1000"),
-        ({"cable": False}, "frames are missing; the camera works without pulses; check the trigger cable"),
+        (
+            {"readout_us": 2000.0},
+            "frames are missing, .* missed pulses: lengthen frames.frame_period_us = 1000",
+        ),
+        (
+            {"cable": False},
+            "no frame came; the camera delivers when it runs freely, .*: check the trigger cable",
+        ),
+        (
+            {"power": 0.0},
+            "the light changed to .* times since .*, it is gone: check laser and shutter, that the",
+        ),
     ],
-    ids=["light", "medium", "full well", "period", "cable"],
+    ids=[
+        "light",
+        "gamma",
+        "dark gamma",
+        "quarter",
+        "sixteenth",
+        "8 bits",
+        "medium",
+        "full well",
+        "period",
+        "cable",
+        "gone",
+    ],
 )
 def test_a_bench_of_another_setup_is_refused(faults: dict, told: str, optics: Any, opener: Opener) -> None:
     vars(optics).update(faults)
     optics.forget()
     with pytest.raises(DeviceFault, match=told):
         opener()
+
+
+def test_more_bits_than_the_camera_has_are_named(
+    optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    wide = changed(modules["my_bench"].Camera, bits=fixed(16))
+    for exposure_us in (None, 165.0):  # many pixels are full, and few
+        with pytest.raises(
+            DeviceFault, match=r"numbers end at 4095 = 2\^12 - 1, and bits = 16; set bits = 12, or"
+        ):
+            opener(setup=None, grabber=wide, exposure_us=exposure_us)
+    with pytest.raises(
+        ConfigError, match="measured with a camera of bits = 12, and it now has bits = 16; set bits"
+    ):
+        opener(grabber=wide)
+    optics.bits, optics.black_dn = 8, 4.0
+    with pytest.raises(
+        DeviceFault, match=r"numbers end at 255 = 2\^8 - 1, and bits = 12; set bits = 8, or let the"
+    ):
+        opener(setup=None)
 
 
 @pytest.mark.parametrize(
@@ -320,6 +379,91 @@ def test_outputs_that_are_full_now_are_refused(optics: Any, opener: Opener, tmp_
         opener(**options)
 
 
+def scaled_to_one_mean(light: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Automatic gain: each frame gets the same mean."""
+
+    def exposed(*given: Any) -> np.ndarray:
+        numbers = light(*given) - 20.0
+        means = np.maximum(numbers.mean(axis=(1, 2), keepdims=True), 0.5)
+        return np.clip(np.rint(20 + 700 / means * numbers), 0, 4095).astype(np.uint16)
+
+    return exposed
+
+
+def with_all_mirrors_on(light: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    return lambda patterns, *given: light(np.ones_like(patterns), *given)
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        (scaled_to_one_mean, {}),
+        (with_all_mirrors_on, {}),
+        (lambda light: light, {"power": 0.0, "ambient_e_per_us": 10.0}),
+    ],
+    ids=["automatic gain", "mirrors", "ambient"],
+)
+@pytest.mark.parametrize("options", [{}, {"setup": None}, {"setup": None, "exposure_us": 120.0}])
+def test_light_that_does_not_follow_the_patterns_is_not_called_missing(
+    change: Callable[..., Any], faults: dict, options: dict, optics: Any, opener: Opener, monkeypatch: Any
+) -> None:
+    vars(optics).update(faults)
+    monkeypatch.setattr(optics, "expose", change(optics.expose))
+    told = (
+        "of 4095 DN, and the anchor as much: light arrives, but does not follow the patterns; switch the camera's "
+        "automatic gain .* ambient light away, and check that the mirrors switch"
+    )
+    with pytest.raises(DeviceFault, match=told):
+        opener(**options)
+
+
+@pytest.mark.parametrize(
+    ("spread", "options", "told"),
+    [
+        (0.3, {}, r"the light fluctuates by [234].% from frame to frame \(the light changed"),
+        (
+            0.3,
+            {"setup": None},
+            "the anchor that marks .*: the light fluctuates by [123].% from frame to frame; stab",
+        ),
+        (
+            0.1,
+            {"setup": None},
+            "readings do not add up: .*; the light fluctuates by .*% from .*: stabilise the las",
+        ),
+    ],
+)
+def test_light_that_fluctuates_is_not_told_to_warm_up(
+    spread: float, options: dict, told: str, optics: Any, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expose, draw = optics.expose, np.random.default_rng(0)
+
+    def fluctuating(patterns: np.ndarray, *given: Any) -> np.ndarray:
+        frames = []
+        for pattern in patterns:
+            optics.power = max(0.0, 1 + spread * draw.standard_normal())
+            frames.append(expose(pattern[None], *given))
+        return np.concatenate(frames)
+
+    monkeypatch.setattr(optics, "expose", fluctuating)
+    with pytest.raises(DeviceFault, match=told):
+        opener(**options)
+
+
+def test_weak_light_is_told_with_the_level_wanted(
+    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    optics.power = 0.04
+    opener(setup=None).close()
+    told = r"weak light: at the longest exposure, 950 us, the anchor shows 1.. DN, and bench.range_share asks for 61.;"
+    assert len(re.findall(told, caplog.text)) == 1
+    caplog.clear()
+    opener(setup=None, exposure_us=150.0).close()  # as chosen
+    optics.power = 1.0
+    opener(setup=None).close()
+    assert "weak light" not in caplog.text
+
+
 # Instruments that break their protocol, or fail
 
 
@@ -351,6 +495,10 @@ def fixed(value: Any) -> property:
             "frames of dtype uint8, which cannot hold bits = 12; return the camera's numbers uncut",
         ),
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
+        (
+            {"grab": grabbed(lambda f, c: (f, 2 * c))},
+            "counter jumps by 2 at frame 1, and 36 frames came; the camera",
+        ),
         ({"grab": grabbed(lambda f, c: (f, c[::-1]))}, "the camera's counter goes back by 1 at frame 1"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
         ({"bits": fixed(8)}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
@@ -371,7 +519,10 @@ def test_a_camera_that_breaks_its_protocol_is_told_how(
     changes: dict[str, Any], told: str, optics: Any, opener: Opener, modules: dict[str, ModuleType]
 ) -> None:
     with pytest.raises(DeviceFault, match=told):
-        opener(grabber=changed(modules["my_bench"].Camera, **changes))
+        opener(
+            grabber=changed(modules["my_bench"].Camera, **changes),
+            **({"setup": None} if "bits" in changes else {}),
+        )
 
 
 def test_what_does_not_open_leaves_no_mirrors_behind(
@@ -406,6 +557,37 @@ def test_a_lost_link_passes_with_another_attempt(
         failures.append("the link is down")
         assert device.project(x).shape == (1, N_OUTPUTS)
         assert device.setup is setup, "the matrix changed with the link"
+
+
+@pytest.mark.parametrize("method", ["__init__", "configure", "grab"])
+def test_an_opening_survives_a_link_that_is_lost_and_counts_every_pattern(
+    method: str, optics: Any, opener: Opener, modules: dict[str, ModuleType]
+) -> None:
+    camera, left = modules["my_bench"].Camera, [3]
+
+    def failing(self: Any, *given: Any, **named: Any) -> Any:
+        found = getattr(camera, method)(self, *given, **named)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError("the link is down")
+        return found
+
+    def closing_itself(self: Any) -> None:
+        try:
+            failing(self)
+        except OSError:
+            self.close()
+            raise
+
+    changes = {method: closing_itself if method == "__init__" else failing}
+    options = {"grabber": changed(camera, **changes), "access": {"attempts": 4, "backoff_s": 0.0}}
+    optics.pulses = 0
+    with opener(**options) as device:
+        assert device.usage.frames == optics.pulses
+        assert device.project(torch.ones(1, N_INPUTS)).shape == (1, N_OUTPUTS)
+    left[0] = 4
+    with pytest.raises(DeviceUnavailable, match=r"the link is down.* \(tried 4 times\)$"):
+        opener(**options)
 
 
 def test_a_camera_that_hangs_is_left_in_time_and_all_is_closed(optics: Any, opener: Opener) -> None:
@@ -531,9 +713,29 @@ def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) 
         assert not device.noise.variance_bounds()[0].any()
         y = device.draw((400, N_OUTPUTS)).double().numpy()
         assert abs(y.var(axis=0, ddof=1).mean() / device.noise.variance_at(0).mean() - 1) < 0.2
+        with pytest.raises(
+            CapabilityMissing, match=r"'bench'. computes no reading_variance .* device.described_noise"
+        ):
+            device.reading_variance(torch.ones(1, N_INPUTS))
     mine = BenchDevice(device.description, patterns=object, grabber=object)
     with pytest.raises(NoiseUnknown, match=r"its noise is measured when it opens; call open\(\)"):
         _ = mine.noise
+
+
+def test_steps_that_nothing_watches_are_told_once(
+    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "nothing watches the bench, .* add .monitor. .*every_steps=10., or give open_bench monitor="
+    with opener() as device:
+        device.project(torch.ones(1, N_INPUTS))
+        assert "nothing watches" not in caplog.text
+        for step in range(3):
+            device.seek(step)
+    assert len(re.findall(told, caplog.text)) == 1
+    caplog.clear()
+    with opener(monitor={"every_steps": 5, "baseline_readings": 8}) as device:
+        device.seek(1)
+    assert "nothing watches" not in caplog.text
 
 
 @pytest.mark.parametrize(("power", "told"), [(0.7, "light"), (2.5, "saturated in a frame")])

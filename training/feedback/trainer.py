@@ -129,7 +129,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             if points is None:
                 return {}
             points.shape(network.shaped(self._two_records))
-            points.tell_choices()
+            points.tell_choices(started=self.config.model.initial_output == "feedback")
             found = {name: bool(v) if name == "normalised" else v for name, v in points.chosen.items()}
         return {name: value for name, value in found.items() if getattr(options, name) is None}
 

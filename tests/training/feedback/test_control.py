@@ -93,7 +93,8 @@ def test_feedback_that_is_worse_than_none_is_told_in_one_line() -> None:
     ruined._read = lambda rows, projection, step: torch.randn(len(rows), WIDTH, generator=drawn)
     line = (
         r"^feedback is worse than none: over batches 49 to 64 the loss is [\d.]+, and [\d.]+ in a copy .*"
-        r"try normalised=True, a lower learning rate, or train without feedback$"
+        r"try model.start_from_feedback\('5'\) before training, .*, normalised=True, a lower learning rate, or train "
+        r"without feedback$"
     )
     with pytest.warns(UserWarning, match=line):
         losses(ruined, 64, control=True)

@@ -204,11 +204,11 @@ class Run(Shown, StoredRun):
         Args:
             what: "learning", the run's main figure on validation records, or on training records if none were held out;
                 "alignment", the cosine of each layer's update with its backpropagation gradient; "noise", the norms of
-                the signal that each hidden layer receives and of its noise.
+                the signal that each hidden layer receives and of its noise, or their ratio at a module's points.
 
         Raises:
             ValueError: There are no metrics to draw: release mode keeps none, before the first epoch has ended there
-                are none, and only trainers with feedback have an alignment and a noise.
+                are none, and only trainers with feedback have an alignment and a noise, if their signals carry noise.
         """
         checks.choice(("learning", "alignment", "noise"), what=what)
         charts = {"alignment": alignment_curves, "noise": noise_curves}
@@ -216,7 +216,7 @@ class Run(Shown, StoredRun):
         if chart is None:
             raise ValueError(
                 f"run {self.folder.path} has no metrics of {what} to draw; release mode keeps none, others have some "
-                "after an epoch, and alignment and noise are those of trainers with feedback"
+                "after an epoch; alignment and noise are those of trainers with feedback, noise only of noisy signals"
             )
         return chart
 

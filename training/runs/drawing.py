@@ -159,7 +159,7 @@ class LineChart(Shown):
             axes.plot(line.x, line.y, label=line.label, markevery=every, **style(line.number) | hollow)
         axes.set(xlabel=self.x_label, ylabel=self.y_label, ylim=self.limits)
         axes.set_yscale("log" if self.is_logarithmic else "linear")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.legend(frameon=False, fontsize=8.5)
         figure.savefig(path, dpi=130)
 

@@ -1,6 +1,7 @@
 """Send a run's figures to TensorBoard; a logger for MLflow or Weights & Biases differs in three lines.
 
     python examples/tensorboard_logger.py logs
+    opusim train bp --callback tensorboard_logger:logger    # in this folder
     tensorboard --logdir logs
 
 It takes tensorboard: pip install 'opusim[tracking]'. A release run sends epochs and steps only.
@@ -34,6 +35,11 @@ class TensorBoardLogger(opusim.Callback):
     def on_end(self, summary: Mapping[str, Any] | None) -> None:
         """See opusim.Callback."""
         self._writer.close()  # mlflow.end_run(), wandb.finish()
+
+
+def logger() -> TensorBoardLogger:
+    """Return a logger into the folder logs, for the option --callback."""
+    return TensorBoardLogger("logs")
 
 
 def main(path: str, **options: Any) -> opusim.Run:

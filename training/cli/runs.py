@@ -42,7 +42,8 @@ def evaluate(
         str | None,
         typer.Option(
             help="Evaluate on the test records of this known data set, or on all records of csv:PATH, parquet:PATH, "
-            "npz:PATH, folder:PATH, text:PATH or package.module:function, instead of the run's own test records."
+            "npz:PATH, folder:PATH, text:PATH or package.module:function, those of the training too, instead of the "
+            "run's own test records."
         ),
     ] = None,
     device: Annotated[

@@ -283,6 +283,14 @@ def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
     return None
 
 
+def starting_at(layer: str) -> str:
+    """Return the calls that let feedback start as the gradient of a linear layer, in a loop and in a run."""
+    return (
+        f"model.start_from_feedback({layer!r}) before training, so that feedback starts as the gradient of this layer "
+        f"(opusim train: the module's attribute feedback_start = {layer!r}, and model.initial_output=feedback)"
+    )
+
+
 class Choosing:
     """Chooses arguments that are not given, and logs the choices; subclasses call `_choose`.
 
@@ -299,6 +307,11 @@ class Choosing:
     _normalised: bool | None
 
     @property
+    def unstarted(self) -> str | None:
+        """Name of the layer that `start_from_feedback` suits and has not set; None if there is none, or no size yet."""
+        return None
+
+    @property
     def chosen(self) -> dict[str, Any]:
         """Points, place of the error and feedback as arguments of this class; None if the first pass will decide."""
         return {
@@ -311,16 +324,19 @@ class Choosing:
 
     def extra_repr(self) -> str:
         """Say where feedback enters, and why there."""
-        return "\n".join(self._explained())
+        start = self.unstarted
+        return "\n".join([*self._explained(), *([] if start is None else [starting_at(start)])])
 
-    def tell_choices(self) -> None:
-        """Log what was chosen, and why, once for each text."""
+    def tell_choices(self, *, started: bool = False) -> None:
+        """Log what was chosen, and why, once for each text; unless `started`, also a layer that can be started."""
         chosen = {name: value for name, value in self.chosen.items() if name in self._reasons}
         text = ", ".join(self._explained(only_chosen=True))
         unusual = any(_USUAL.get(name, value) != value for name, value in chosen.items())
         if text:
             unusual = unusual or self._reasons.get("points") == TRUNK
-            tell(f"FeedbackAlignment takes {text}; an argument that you give wins", unusual=unusual)
+            start = None if started else self.unstarted
+            more = "" if start is None else f"; try {starting_at(start)}"
+            tell(f"FeedbackAlignment takes {text}; an argument that you give wins{more}", unusual=unusual)
 
     def _explained(self, *, only_chosen: bool = False) -> list[str]:
         """Return each argument with its value, and with the reason if it was chosen."""

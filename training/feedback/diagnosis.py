@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from opusim.devices.usage import Usage
 from opusim.tables import as_records, column_widths, output_width
+from opusim.training.feedback.choice import starting_at
 from opusim.training.feedback.layout import Slice
 from opusim.training.feedback.projection import Projection
 from opusim.training.networks.record_independence import preserved_generators
@@ -81,6 +82,7 @@ class Diagnosis:
         rows: Rows that are projected in a step.
         frames: Frames of the device in a step; 0 without a device.
         seconds: Device time of a step, s.
+        start: Name of the layer that `start_from_feedback` suits and has not set, or None.
     """
 
     points: tuple[PointDiagnosis, ...]
@@ -88,6 +90,7 @@ class Diagnosis:
     rows: int
     frames: int
     seconds: float
+    start: str | None = None
 
     def __str__(self) -> str:
         columns = [
@@ -115,6 +118,8 @@ class Diagnosis:
             else " a step"
         )
         step = f"{self.rows:,} rows{device}, {self.shown:.0%} of the entries shown"
+        if self.start is not None:
+            step += f"\ntry {starting_at(self.start)}"
         widths = column_widths([columns, *cells], output_width())
         if widths is None:
             return f"{as_records('', columns, cells)}\n{step}"
@@ -146,6 +151,7 @@ def compared(
     seen: Reading,
     projection: Projection,
     slices: Sequence[Slice],
+    start: str | None,
 ) -> Diagnosis:
     """Compare feedback with backpropagation.
 
@@ -158,6 +164,7 @@ def compared(
         seen: The projected rows and their readings.
         projection: The projection that read them.
         slices: The outputs of B of each call of a point.
+        start: See `Diagnosis`.
     """
     power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
     points = list[PointDiagnosis]()
@@ -193,6 +200,7 @@ def compared(
         rows=len(seen.rows),
         frames=seen.used.frames,
         seconds=seen.used.seconds,
+        start=start,
     )
 
 
@@ -259,7 +267,9 @@ class Control:
         if is_worse(self._with, self._without):
             last, chosen = self._batches // 4, self._feedback.chosen
             reached, without = (statistics.fmean(losses[-last:]) for losses in (self._with, self._without))
+            start = self._feedback.unstarted
             remedies = [
+                *([] if start is None else [starting_at(start)]),
                 *(["normalised=True"] if not chosen["normalised"] else []),
                 *(["fewer points"] if len(chosen["points"]) > 1 else []),
                 *(["less noise of the device"] if self._feedback.noisy_device is not None else []),

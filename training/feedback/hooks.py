@@ -62,7 +62,7 @@ class PointHooks(Choosing, nn.Module):
         self._n_inputs, self._slices, self._extent = 0, list[Slice](), Extent(0, 0, 0)
         self._calls: list[tuple[str, Tensor]] | None = None
         self._kept: list[tuple[str, Tensor]] = []
-        self._connected = self._learning = self._told = self._outside = False
+        self._connected = self._learning = self._told = self._outside = self._started = False
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
         self._observed: list[Reading] | None = None
         self._error: Tensor | None = None

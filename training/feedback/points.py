@@ -354,6 +354,20 @@ class FeedbackAlignment(PointHooks):
         self.shape(*args, **kwargs)
         self._projector(self._place)
 
+    @property
+    @override
+    def unstarted(self) -> str | None:
+        if self._started or not self._slices or not self.gain or self._slices[-1].positions > 1:
+            return None
+        wanted, points = (
+            (self._n_inputs, self._slices[-1].channels),
+            tuple(f"{name}." for name in self.points),
+        )
+        linears = [(name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        name, layer = linears[-1] if linears else ("", None)
+        fits = layer is not None and tuple(layer.weight.shape) == wanted and not f"{name}.".startswith(points)
+        return name if fits and self.error_at in (None, name) else None
+
     def start_from_feedback(self, linear: nn.Linear | str) -> None:
         """Set a linear layer's weights to the feedback of the last point, W = gain / sqrt(C) B^T, and its bias to 0.
 
@@ -383,6 +397,7 @@ class FeedbackAlignment(PointHooks):
             weight.copy_(columns * (self.gain / part.channels**0.5))
             if isinstance(bias, Tensor):
                 bias.zero_()
+        self._started = True
 
     def control(self, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES) -> Control:
         """Return a copy without feedback that follows the first batches, and warns if feedback is worse than none.
@@ -447,7 +462,15 @@ class FeedbackAlignment(PointHooks):
             put_back(self.model, buffers)
         projection = self._projector(seen.rows.device)
         return compared(
-            calls, blocks, found, true, list(signals), seen=seen, projection=projection, slices=self._slices
+            calls,
+            blocks,
+            found,
+            true,
+            list(signals),
+            seen=seen,
+            projection=projection,
+            slices=self._slices,
+            start=self.unstarted,
         )
 
     def start_readout(self) -> LearntReadout:

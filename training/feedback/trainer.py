@@ -56,9 +56,6 @@ from opusim.training.protections.config import RecordConfig
 from opusim.training.protections.record import RecordProtection, require_counted_sums
 from opusim.training.runs.folder import RunFolder
 
-_STEPS_WITH_CONTROL = 4 * BATCHES
-"""Steps of the shortest run that compares feedback with none."""
-
 
 def _mixes_by_default(config: RunConfig) -> bool:
     """Return whether a built-in model drops its default batch norm, because it would mix protected records."""
@@ -132,7 +129,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             if points is None:
                 return {}
             points.shape(network.shaped(self._two_records))
-            points.tell_choices()
+            points.tell_choices(started=self.config.model.initial_output == "feedback")
             found = {name: bool(v) if name == "normalised" else v for name, v in points.chosen.items()}
         return {name: value for name, value in found.items() if getattr(options, name) is None}
 
@@ -303,12 +300,17 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             raise
         # 3. A control without feedback for the first batches.
         # None if anything is protected, because it reports losses; on several processes; for a module with a device of
-        # its own, whose readings would count twice; or in a run so short that it would cost much.
+        # its own, whose readings would count twice; or in a run that ends before good feedback need be ahead.
         private_run = config.protection.protects != "nothing" or config.mode == "release"
-        short = self.plan.total_steps < _STEPS_WITH_CONTROL
-        if feedback is not None and feedback.gain and not (private_run or short or self.ranks.world > 1):
+        if feedback is not None and feedback.gain and not (private_run or self.ranks.world > 1):
             held = (value for part in feedback.model.modules() for value in vars(part).values())
-            if not any(isinstance(value, NoisyDevice) for value in held):
+            if self.plan.total_steps < BATCHES:
+                tell(
+                    f"no control without feedback, which takes {BATCHES} steps, and the run has "
+                    f"{self.plan.total_steps}; compare it with one of trainer.gain = 0",
+                    unusual=True,
+                )
+            elif not any(isinstance(value, NoisyDevice) for value in held):
                 control = partial(feedback.control, self.optimizer, batches=BATCHES)
         self.source = ModuleGradients(
             network,

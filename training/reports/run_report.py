@@ -58,7 +58,7 @@ def write_report(
     place = run.folder if folder is None else RunFolder(folder)
     name = run_name(run)
     alignment = "Cosine of each layer's update with its backpropagation gradient"
-    noise = "Norm of the signal that each hidden layer receives, and of its noise"
+    noise = "Signal that each hidden layer or feedback point receives, and its noise"
     drawn = [
         ("learning", "Accuracy against epochs", learning_curves([run], [name])),
         ("alignment", alignment, alignment_curves(run)),
@@ -103,7 +103,7 @@ def write_comparison(
         if run.config.trainer.kind == "pdfa":
             stem = f"{number}-{run.folder.path.name}"
             alignment = f"{label}: cosine of each layer's update with its gradient"
-            noise = f"{label}: norm of signal and noise in each hidden layer"
+            noise = f"{label}: signal and noise in each hidden layer or point"
             drawn += [
                 (f"{stem}-alignment", alignment, alignment_curves(run)),
                 (f"{stem}-noise", noise, noise_curves(run)),

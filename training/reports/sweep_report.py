@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -191,12 +192,9 @@ def _again(result: SweepResult, point: Point) -> str:
 def _pictures(result: SweepResult) -> list[dict[str, str]]:
     """Draw each figure that has something to show, and write its data next to it."""
     on_noise = curves.accuracy_against_noise(result)
-    shown = {curve.name for curve in (*on_noise, *curves.references(result))}
-    left_out = [name for name in result.series if name not in shown]
-    without = f"; without {', '.join(left_out)}: {result.noise_key} is no axis there" if left_out else ""
     drawn: dict[str, tuple[str, Figure | None, Sequence[Curve]]] = {
         "accuracy-noise": (
-            f"Accuracy against noise: mean over seeds and its standard error{without}",
+            "Accuracy against noise: mean over seeds and its standard error",
             accuracy_noise(result),
             on_noise,
         ),
@@ -277,7 +275,7 @@ def _epsilons(values: Sequence[float | None]) -> str:
 
 
 def accuracy_noise(result: SweepResult) -> Figure | None:
-    """Draw accuracy against noise: mean over seeds and its standard error, with references as level lines."""
+    """Draw accuracy against noise: mean over seeds and its standard error; references and single settings as levels."""
     drawn, key = curves.accuracy_against_noise(result), result.noise_key
     if not drawn or key is None:
         return None
@@ -286,7 +284,11 @@ def accuracy_noise(result: SweepResult) -> Figure | None:
         x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
         look = style(result.series.index(curve.name))
         axes.errorbar(x, mean, _errors(curve.levels), capsize=3, label=curve.name, **look)
-    _draw_references(axes, curves.references(result), len(result.series))
+    levels = curves.references(result, drawn)
+    _draw_references(axes, levels, len(result.series))
+    left_out = [name for name in result.series if name not in {curve.name for curve in (*drawn, *levels)}]
+    if left_out:
+        axes.set_title(f"without {', '.join(left_out)}: {key} is no axis there", fontsize=8.5)
     _noise_axis(axes, drawn, key)
     _accuracy_axis(axes, drawn, result)
     _legend(axes)
@@ -451,10 +453,10 @@ def _scale(axes: Axes, values: Sequence[float], *, log_ratio: float = _LOG_SCALE
         axes.xaxis.set_minor_locator(NullLocator())
     ticks = sorted(set(values))
     if len(ticks) <= 8:
-        place = math.log if axes.get_xscale() == "log" else float
-        least, kept = _MIN_TICK_DISTANCE * (place(ticks[-1]) - place(ticks[0])), ticks[:1]
+        place = dict(zip(ticks, axes.xaxis.get_transform().transform(np.array(ticks)), strict=True))
+        least, kept = _MIN_TICK_DISTANCE * (place[ticks[-1]] - place[ticks[0]]), ticks[:1]
         for tick in ticks[1:]:  # labels do not overlap the one before
-            if place(tick) - place(kept[-1]) >= least:
+            if place[tick] - place[kept[-1]] >= least:
                 kept.append(tick)
         axes.set_xticks(kept, [f"{tick:g}" for tick in kept])
 

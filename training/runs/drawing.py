@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
-from opusim.files import require_writable, write_file
+from opusim.files import FIGURES, require_writable, write_file
 from opusim.tables import Shown, blank_figure, png_bytes
 
 if TYPE_CHECKING:
@@ -143,13 +143,25 @@ class LineChart(Shown):
         """Write the chart, as a figure of matplotlib does.
 
         Args:
-            path: A file whose name ends in .svg.
+            path: A file whose name ends in .png, .pdf or .svg.
 
         Raises:
             ConfigError: It ends otherwise, or cannot be written.
         """
-        require_writable(Path(path), "savefig", (".svg",))
-        write_file(Path(path), self.svg())
+        require_writable(Path(path), "savefig", FIGURES)
+        if Path(path).suffix.lower() == ".svg":
+            write_file(Path(path), self.svg())
+            return
+        figure, axes = new_figure()
+        for line in self.lines:
+            hollow = {"linestyle": ":", "markerfacecolor": "white"} if line.hollow else {}
+            every = max(1, len(line.x) // _MARKERS_PER_LINE)
+            axes.plot(line.x, line.y, label=line.label, markevery=every, **style(line.number) | hollow)
+        axes.set(xlabel=self.x_label, ylabel=self.y_label, ylim=self.limits)
+        axes.set_yscale("log" if self.is_logarithmic else "linear")
+        axes.locator_params(axis="x", integer=True)
+        axes.legend(frameon=False, fontsize=8.5)
+        figure.savefig(path, dpi=130)
 
     def svg(self) -> bytes:
         """Return the chart as an SVG file."""
@@ -429,9 +441,22 @@ def alignment_curves(run: StoredRun) -> LineChart | None:
 def noise_curves(run: StoredRun) -> LineChart | None:
     """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
 
+    Of a module, the signal to noise of the reading at each feedback point.
+
     Returns:
         The figure, or None if the run has no observations or without noise.
     """
+    if ratios := [record for record in run.metrics if record.get("signal_to_noise")]:
+        lines = [
+            Line(
+                x=[record["epoch"] for record in ratios],
+                y=[record["signal_to_noise"][point] for record in ratios],
+                label=f"point {point + 1}",
+                number=point,
+            )
+            for point in range(len(ratios[0]["signal_to_noise"]))
+        ]
+        return LineChart(lines=lines, x_label="epoch", y_label="signal to noise", logarithmic=True)
     observed = [record for record in run.metrics if record.get("signal_norm")]
     if not observed or not any(any(record["noise_norm"]) for record in observed):
         return None

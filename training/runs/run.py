@@ -204,11 +204,11 @@ class Run(Shown, StoredRun):
         Args:
             what: "learning", the run's main figure on validation records, or on training records if none were held out;
                 "alignment", the cosine of each layer's update with its backpropagation gradient; "noise", the norms of
-                the signal that each hidden layer receives and of its noise.
+                the signal that each hidden layer receives and of its noise, or their ratio at a module's points.
 
         Raises:
             ValueError: There are no metrics to draw: release mode keeps none, before the first epoch has ended there
-                are none, and only trainers with feedback have an alignment and a noise.
+                are none, and only trainers with feedback have an alignment and a noise, if their signals carry noise.
         """
         checks.choice(("learning", "alignment", "noise"), what=what)
         charts = {"alignment": alignment_curves, "noise": noise_curves}
@@ -216,7 +216,7 @@ class Run(Shown, StoredRun):
         if chart is None:
             raise ValueError(
                 f"run {self.folder.path} has no metrics of {what} to draw; release mode keeps none, others have some "
-                "after an epoch, and alignment and noise are those of trainers with feedback"
+                "after an epoch; alignment and noise are those of trainers with feedback, noise only of noisy signals"
             )
         return chart
 
@@ -325,8 +325,8 @@ def evaluate_run(
     Args:
         path: The run folder.
         data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
-            ``npz:PATH``, ``folder:PATH``, ``text:PATH``), all of whose records are used; None takes the run's own test
-            records.
+            ``npz:PATH``, ``folder:PATH``, ``text:PATH``), all of whose records are used, even if the run was trained on
+            them; None takes the run's own test records.
         trust_code: See `load_run`.
         device: Name or path of a programmable device that the model's products run on, or None for digital ones.
         after_s: Seconds since the device was programmed, at least 0.
@@ -369,12 +369,16 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
             f"run {run.folder.path} was trained on user-supplied arrays, which its folder does not hold; give test "
             "records: run.evaluate(x, y), or --data npz:FILE (run.summary has the run's own figures)"
         )
-    name = data or run.config.data.name
-    options = DataConfig(name=name, split_seed=run.config.data.split_seed)
     own = run.config.data
+    options = DataConfig(name=data or own.name, split_seed=own.split_seed)
+    trained_on = options.name == own.name or (
+        options.file_kind is not None
+        and own.file_kind == options.file_kind
+        and options.file.resolve() == own.file.resolve()
+    )
+    note = ", on which the run was trained" if data is not None and trained_on else ""
     if options.is_own and options.name != OWN_ARRAYS:
-        # a file, or that of the run's own data.test if the file is the one that it was trained on
-        if options.name == own.name and own.test is None:
+        if data is None and own.test is None:
             raise DataError(
                 f"run {run.folder.path} has no test records; give some with --data {options.file_kind or 'npz'}:PATH, "
                 "or train with data.test"
@@ -383,34 +387,39 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
             records, shown = records_of(options.factory), options.name
             x, y = (records, None) if is_frame(records) else as_arrays(records, "data")[:2]
         else:
-            path = Path(str(own.test)) if options.name == own.name else options.file
+            path = options.file if data is not None else Path(str(own.test))
             records, shown = read_records(path, options), path.name
             x, y = (records, None) if is_frame(records) else records[:2]
         figures = run.evaluate(x, y)  # checks the arrays before their length is taken
-        return shown, len(x), figures
-    dataset, part = _other_records(run, name)
+        return shown + note, len(x), figures
+    dataset, part = _other_records(run, data)
     split = getattr(dataset, part)
     figures = run.evaluate(split.x, split.y)
     if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
         figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
     shown = dataset.name
     if options.file_kind is not None:
-        shown = Path(str(own.test)).name if part == "test" else options.file.name
+        shown = Path(str(own.test)).name if part == "test" else options.file.name + note
     return shown, len(split), figures
 
 
-def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test"]]:
+def _other_records(run: Run, data: str | None) -> tuple[Dataset, Literal["train", "test"]]:
     """Load records to evaluate a run on, with features as its standardisation expects them, and say which part it is.
+
+    Args:
+        run: The run.
+        data: A known data set, whose test records are taken, or a file, all of whose are; None takes the run's own.
 
     Raises:
         DataError: They cannot be read, have another number of features, hold no test records, or are a text whose
             tokens have other numbers than those that the run was trained on.
     """
     own, part = run.config.data, "test"
+    name = data or own.name
     options = DataConfig(name=name, split_seed=own.split_seed)
     if options.file_kind is not None:
         changes: dict[str, Any] = {"name": name}
-        if name != own.name:  # then all of the file is for the test
+        if data is not None:  # then all of the file is for the test
             changes |= {"test": None, "validation_fraction": 0.0}
             part = "train"
         options = own.model_copy(update=changes)

@@ -510,9 +510,15 @@ def accuracy_against_noise(result: SweepResult) -> list[Curve]:
     return _on_noise_axis(result, "accuracy", _percent)
 
 
-def references(result: SweepResult) -> list[Curve]:
-    """Accuracy in percent of the reference series, one level each."""
-    return _one_level(result, result.references, "accuracy", _percent)
+def references(result: SweepResult, drawn: Sequence[Curve] = ()) -> list[Curve]:
+    """Accuracy in percent of the reference series, one level each, and of series of one setting that `drawn` lacks."""
+    single = []
+    for name in result.series if drawn else ():
+        points = [point.values for point in result.points if point.series == name]
+        settings = {tuple((k, str(v)) for k, v in values.items() if k != "seed") for values in points}
+        if len(settings) == 1 and name not in {curve.name for curve in drawn}:
+            single.append(name)
+    return _one_level(result, [*single, *result.references], "accuracy", _percent)
 
 
 def epsilon_against_noise(result: SweepResult) -> list[Curve]:

@@ -352,6 +352,11 @@ class TestRuns:
             f"test{ending}", 40, summary["test_accuracy"],
         )  # fmt: skip
         assert evaluate_run(Path("run"), data=f"{kind}:test{ending}") == own
+        # a named file is taken literally, all of it, also under another spelling
+        for path in (f"train{ending}", f"../{tmp_path.name}/train{ending}"):
+            found = evaluate_run(Path("run"), data=f"{kind}:{path}")
+            assert (found["data"], found["records"]) == (f"train{ending}, on which the run was trained", 40)
+            assert found["accuracy"] == opusim.load_run("run").evaluate(x, SPECIES)["accuracy"]
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
         protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}

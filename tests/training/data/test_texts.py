@@ -149,6 +149,11 @@ class TestEvaluation:
         other.write_text(TEXT[:700], encoding="utf-8")
         assert evaluate_run(path, data=f"text:{other}")["records"] == len(TEXT[:700].encode()) // 6
 
+    def test_the_text_of_the_training_is_named_as_such(self, path: Path) -> None:
+        self.run.config = self.run.config.unchecked(data={"test": None})
+        figures = evaluate_run(path, data=f"text:{path}")
+        assert (figures["data"], figures["records"]) == (f"{path.name}, on which the run was trained", 258)
+
     def test_a_tokenizer_that_was_changed_is_refused(self, path: Path) -> None:
         self.run.facts["data"]["origin"]["tokenizer"] = "a digest"
         with pytest.raises(DataError, match="data.tokenizer = .* is not the file that run run was trained"):

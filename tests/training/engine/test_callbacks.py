@@ -2,6 +2,7 @@
 
 import io
 import runpy
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,18 @@ def test_a_release_run_sends_no_figure_of_its_data(tmp_path: Path) -> None:
     assert heard.ends[0].keys() == {"steps", "schema_version"} or heard.ends[0].keys() == {"steps"}
 
 
-def test_the_example_of_a_logger_shows_the_metrics(tmp_path: Path) -> None:
+def test_the_example_of_a_logger_shows_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    main = runpy.run_path(str(ROOT / "examples" / "tensorboard_logger.py"))["main"]
-    run = main(str(tmp_path / "logs"), folder=tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    main, logger = itemgetter("main", "logger")(
+        runpy.run_path(str(ROOT / "examples" / "tensorboard_logger.py"))
+    )
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(logger(), Callback)  # as --callback tensorboard_logger:logger calls it
+    assert (tmp_path / "logs").is_dir()
+    run = main(str(tmp_path / "shown"), folder=tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "shown")).Reload()
     for name in ("train_loss", "validation_accuracy", "alignment/1"):
         scalars = events.Scalars(name)
         assert [scalar.step for scalar in scalars] == [record["step"] for record in run.metrics]

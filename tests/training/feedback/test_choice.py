@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
 from opusim import FeedbackAlignment, training
+from opusim.training.feedback.choice import tell
 from opusim.training.feedback.config import DfaConfig
 from opusim.training.feedback.modules import feedback_points
 from opusim.training.networks.any_module import AnyModule
@@ -224,6 +225,39 @@ def test_an_argument_that_is_given_wins(name: str) -> None:
     assert "(" not in line.replace("('h.0',)", "")  # no reason
     declared = TransformerLM((LENGTH,), TOKENS, width=WIDTH, depth=3, heads=2)
     assert FeedbackAlignment(declared, ["blocks.1"], error_at="").chosen["error_at"] == ""
+
+
+def convolutions(*head: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), *head)
+
+
+POOLED = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "change", "layer"),
+    [
+        (convolutions(*POOLED), pixels, {}, "6"),
+        (convolutions(*POOLED, nn.LogSoftmax(1)), pixels, {}, "6"),
+        (convolutions(*POOLED), pixels, {"gain": 0.0}, None),
+        (convolutions(*POOLED), pixels, {"error_at": "5"}, None),
+        (convolutions(nn.Flatten(), nn.Linear(8 * 12 * 12, 5)), pixels, {}, None),
+        (convolutions(*POOLED[:2], nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)), pixels, {}, None),
+        (Gpt(), words, {}, None),
+    ],
+)
+def test_the_layer_that_can_start_as_the_gradient_is_told(
+    model: nn.Module, x: Tensor, change: dict[str, Any], layer: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    aligned = FeedbackAlignment(model, **change)
+    assert aligned.unstarted is None  # no sizes yet
+    aligned.shape(x)
+    assert aligned.unstarted == layer
+    tell.cache_clear()
+    aligned.tell_choices()
+    assert ("; try model.start_from_feedback('6')" in caplog.text) == (layer is not None)
+    if layer is not None:
+        aligned.start_from_feedback(layer)
 
 
 def test_a_pass_without_gradients_decides_nothing_that_needs_them() -> None:

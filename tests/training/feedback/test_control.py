@@ -1,6 +1,7 @@
 """A copy without feedback follows the first batches; one line says when feedback is worse than none."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def test_feedback_that_is_worse_than_none_is_told_in_one_line() -> None:
     ruined._read = lambda rows, projection, step: torch.randn(len(rows), WIDTH, generator=drawn)
     line = (
         r"^feedback is worse than none: over batches 49 to 64 the loss is [\d.]+, and [\d.]+ in a copy .*"
-        r"try normalised=True, a lower learning rate, or train without feedback$"
+        r"try model.start_from_feedback\('5'\) before training, .*, normalised=True, a lower learning rate, or train "
+        r"without feedback$"
     )
     with pytest.warns(UserWarning, match=line):
         losses(ruined, 64, control=True)
@@ -137,7 +139,7 @@ RUNS: dict[str, tuple[dict[str, Any], type[nn.Module] | Any, bool]] = {
     "plain": ({}, stream, True),
     "no feedback": ({"trainer": {"kind": "dfa", "gain": 0.0}}, stream, False),
     "backpropagation": ({"trainer": {"kind": "bp"}}, stream, False),
-    "few steps": ({"epochs": 127}, stream, False),
+    "few steps": ({"epochs": 3}, stream, False),
     "not copied": ({}, Locked, False),
     "records": ({"protection": {"kind": "record", "noise_multiplier": 1.0}}, stream, False),
     "labels": ({"protection": {"kind": "label-randomized-response", "epsilon": 4.0}}, stream, False),
@@ -152,9 +154,9 @@ BATCHES = 20
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS]
 )
 def test_only_unprotected_runs_have_controls(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first steps of at least 512."""
+    """The first steps; a run of fewer says in one line that it has none."""
     change, build, expected = RUNS[name]
     followed, step = [], FeedbackTrainer.step
 
@@ -168,9 +170,24 @@ def test_only_unprotected_runs_have_controls(
     monkeypatch.setattr(FeedbackTrainer, "step", counted)
     monkeypatch.setattr("opusim.training.feedback.trainer.BATCHES", BATCHES)
     x, y = batch(0, 40)
-    config = {"threads": 1, "epochs": 128, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
+    config = {"threads": 1, "epochs": 6, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
     config |= {"sampler": {"batch_size": 9}, **change}
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=(x, y), model=build(), folder=tmp_path / "run")
     assert sum(followed) == (BATCHES if expected else 0)
     assert followed[0] == expected
+    assert ("no control without feedback, which takes 20 steps" in caplog.text) == (name == "few steps")
+
+
+@pytest.mark.parametrize("sigma", [1.0, 300.0])
+def test_a_run_as_short_as_its_control_is_warned_of_noise_only(sigma: float, tmp_path: Path) -> None:
+    x, y = batch(0, 320)
+    torch.manual_seed(3)
+    hidden = [nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24)]
+    config = {"threads": 1, "epochs": 16, "device": {"name": "gaussian", "noise": {"sigma": sigma}}}
+    config |= {"optimizer": {"lr": 0.05}, "trainer": {"kind": "pdfa"}, "sampler": {"batch_size": 36}}
+    config |= {"data": {"n_classes": CLASSES}}
+    model = nn.Sequential(*hidden, nn.LayerNorm(24), nn.Tanh(), nn.Linear(24, CLASSES))
+    told = pytest.warns(UserWarning, match="feedback is worse than none") if sigma > 1 else nullcontext()
+    with told:
+        training.train(config, data=(x, y), model=model, folder=tmp_path / "run")

@@ -57,9 +57,13 @@ def test_a_diagnosis_leaves_training_as_it_was(photonic: bool) -> None:
 def test_a_head_that_starts_from_the_feedback_aligns_the_last_point() -> None:
     """B^T in the output layer is what backpropagation would send; the first point is not aligned by it."""
     model = FeedbackAlignment(network(), gain=0.7)
-    before = model.diagnose(lambda: loss_of(model)).points
+    told = model.diagnose(lambda: loss_of(model))
+    before = told.points
     model.shape(x)
+    assert "model.start_from_feedback('5')" in repr(model)
+    assert "try model.start_from_feedback('5')" in str(told)
     model.start_from_feedback("5")
+    assert "start_from_feedback" not in repr(model) + str(model.diagnose(lambda: loss_of(model)))
     assert not model.model[5].bias.any()
     after = model.diagnose(lambda: loss_of(model))
     assert [point.name for point in after.points] == ["1", "4"]

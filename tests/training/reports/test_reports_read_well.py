@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -12,9 +13,10 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 
 from opusim import training
+from opusim.errors import ConfigError
 from opusim.training.reports import sweep_report
 from opusim.training.reports.sweep_report import write_sweep
-from opusim.training.runs.drawing import Line, LineChart
+from opusim.training.runs.drawing import Line, LineChart, noise_curves
 from opusim.training.runs.folder import StoredRun
 from opusim.training.sweeps import sweep as curves
 from opusim.training.sweeps.sweep import Curve, Level, SweepFolder, SweepResult, parse_spec, points_of, row_of
@@ -81,6 +83,48 @@ def test_epsilon_has_numbers_infinity_and_chance_marks(
     assert ("chance, 10 %" in labels) == (accuracy < 30) != ("chance is 10" in axes.get_ylabel())
     (bars,) = (handle for handle in handles if isinstance(handle, ErrorbarContainer))
     assert bars.has_yerr == (seeds > 1)
+
+
+def test_a_series_off_the_axis_is_a_level_or_named_and_each_noise_is_labelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [
+        SimpleNamespace(series="pdfa", values={"device.noise.sigma": x}) for x in (0.0, 1.0, 10.0, 100.0)
+    ]
+    points += [SimpleNamespace(series="bp", values={"seed": seed}) for seed in (0, 1)]
+    points += [SimpleNamespace(series="dfa", values={"trainer.gain": gain}) for gain in (0.5, 1.0)]
+
+    def finished(name: str) -> list[Any]:
+        row = SimpleNamespace(accuracy=0.9, noise_std=None)
+        return [(point, row) for point in points if point.series == name]
+
+    monkeypatch.setattr(curves, "chance", lambda _: None)
+    names = ["pdfa", "bp", "dfa"]
+    result = SimpleNamespace(
+        series=names, references=[], noise_key="device.noise.sigma", points=points, finished=finished
+    )
+    (axes,) = sweep_report.accuracy_noise(result).axes  # type: ignore[arg-type,union-attr]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1", "10", "100"]
+    assert set(axes.get_legend_handles_labels()[1]) == {"pdfa", "bp"}
+    assert axes.get_title() == "without dfa: device.noise.sigma is no axis there"
+
+
+def test_a_module_draws_the_signal_to_noise_of_its_points() -> None:
+    metrics = [{"epoch": epoch, "signal_to_noise": [3.0 / epoch, 2.0]} for epoch in (1, 2)]
+    chart = noise_curves(SimpleNamespace(metrics=metrics))  # type: ignore[arg-type]
+    assert [(line.label, list(line.y)) for line in chart.lines] == [  # type: ignore[union-attr]
+        ("point 1", [3.0, 1.5]),
+        ("point 2", [2.0, 2.0]),
+    ]
+
+
+def test_a_chart_is_written_as_matplotlib_writes_figures(tmp_path: Path) -> None:
+    chart = chart_of([0.1, 1.0, 10.0], logarithmic=True)
+    for ending, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<svg")):
+        chart.savefig(tmp_path / f"a{ending}")
+        assert (tmp_path / f"a{ending}").read_bytes().startswith(start)
+    with pytest.raises(ConfigError, match=r"must end in \.png or \.pdf or \.svg"):
+        chart.savefig(tmp_path / "a.txt")
 
 
 def test_a_chart_places_values_by_their_ticks() -> None:

@@ -317,9 +317,8 @@ class BenchDevice(NoisyDevice):
         first = look_at_light(source, setup.outputs)
         try:
             require_light(first, setup.anchor_dn, settings, self.name, setup_of=kept.date if kept else None)
-        except (
-            DeviceFault
-        ):  # numbers that are not proportional to light look like other light, or another medium
+        except DeviceFault:
+            # Numbers that are not proportional to light look like other light, or another medium.
             if first.full <= settings.most_saturated and first.light(setup.anchor_dn) > LEAST_KNOWN:
                 self._require_linear(source, first)
             raise

@@ -92,7 +92,7 @@ def test_doubtful_ids_are_told_once_and_not_in_files(tmp_path: Path) -> None:
     ids = [one and (one.upper() if n % 3 else one) for n, one in enumerate(ids)]
     with pytest.warns(UserWarning, match=r"^data\.user: some IDs \(\d+\) equal another one") as found:
         opusim.train(config(), data=(x, y, ids), model=model(), folder=tmp_path / "run")
-        assert [str(each.message).partition(" ")[2][:4] for each in found] == ["13 r", "some"]
+    assert [str(each.message).partition(" ")[2][:4] for each in found] == ["13 r", "some"]
     assert not [file for file in tmp_path.rglob("*.*") if b"case or blanks" in file.read_bytes()]
     RunPlan.stored(RunFolder(tmp_path / "run"), (x, y, ids), model())  # without another warning
 

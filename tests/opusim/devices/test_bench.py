@@ -92,6 +92,7 @@ def opener(optics: Any, modules: dict[str, ModuleType], folder: Path) -> Opener:
     if not list(folder.iterdir()):
         with opened() as device:
             device.measure_matrix(40)
+        optics._noise = np.random.default_rng(optics.seed + 1000)
     return opened
 
 

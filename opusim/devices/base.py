@@ -125,6 +125,9 @@ class NoisyDevice(Shown, ABC):
     reads_noise: ClassVar[bool] = False
     """Whether the class reads the section ``[noise]``; a description with one is refused otherwise."""
 
+    _counts_shown: ClassVar[bool] = False
+    """Whether the class counts itself what it shows, with frames that are shown besides the readings' own."""
+
     world: int | None = None
 
     @classmethod
@@ -611,12 +614,9 @@ class NoisyDevice(Shown, ABC):
         if readings is None:
             readings = -(-math.prod(shape) // self.n_outputs)
         frames = readings * (frames_per_reading or self.description.frames.frames_per_projection)
-        self._count_frames(frames)
+        if not self._counts_shown:
+            self._meter.count(frames, self._actual_frame_us)
         return y
-
-    def _count_frames(self, frames: int) -> None:
-        """Count the frames of a reading; a device that counts what it shows overrides it."""
-        self._meter.count(frames, self._actual_frame_us)
 
     def _open_all(self) -> None:
         """Open all parts; if opening ends only after its time-out, all are closed then."""

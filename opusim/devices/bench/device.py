@@ -82,6 +82,8 @@ class BenchDevice(NoisyDevice):
 
     can = NoisyDevice.can | {"intensities"}
 
+    _counts_shown = True
+
     def __init__(
         self,
         description: DeviceDescription,
@@ -358,10 +360,6 @@ class BenchDevice(NoisyDevice):
                 "monitor={'every_steps': 10}",
                 self.name,
             )
-
-    @override
-    def _count_frames(self, frames: int) -> None:
-        """Do nothing: the sequencer counts each pattern that it shows."""
 
     @override
     def _saturated_share(self, vectors: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from benchmarks.known_models.gpt import Block, Setting, initialise
 from benchmarks.known_models.training import BP, Column, Row, Task, last, runs_of, table, train_rows
-from benchmarks.markdown import with_error
+from benchmarks.markdown import compared, with_error
 from benchmarks.options import Full, Processes, RowNames, listed
 from opusim.training.data import load_dataset
 from opusim.training.networks.models import ResNet
@@ -164,9 +164,11 @@ def task_of(kind: str, *, full: bool = False) -> Images:
 
 
 def closed(results: dict[str, Any], row: str) -> str:
-    """Return the share of the gap between DFA and backpropagation that a row closes, in per cent."""
+    """Return the share of the gap between DFA and backpropagation that a row closes, in per cent; "-" without one."""
     ends = {name: last(runs_of(results, name, ROWS[name].seeds), "accuracy") for name in (BP, DFA, row)}
     if row in (BP, DFA, TOP) or not all(ends.values()):
+        return "-"
+    if compared(ends[BP], ends[DFA]) < 1:
         return "-"
     best, plain, own = (statistics.fmean(values) for values in ends.values())
     return f"{100 * (own - plain) / (best - plain):.0f}"

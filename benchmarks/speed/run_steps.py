@@ -35,6 +35,7 @@ from opusim.training.networks import clipping, optimizers
 
 _BASE: dict[str, Any] = {
     "threads": 1,
+    "epochs": 4,  # too short for the control without feedback
     "data": {"n_classes": 3},
     "model": {"hidden": [16, 8]},
     "sampler": {"batch_size": 32},

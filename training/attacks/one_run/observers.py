@@ -133,7 +133,7 @@ class Canaries:
                 "audit",
                 "canaries",
                 f"{count} exceeds the {largest} weights of the largest weight matrix, and each canary needs "
-                "an entry of its own; take at most so many, or audit a wider network",
+                "an entry of its own; take fewer, or audit a wider network",
             )
         entries = []
         for _, name, rows, columns in shapes:

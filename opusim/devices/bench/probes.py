@@ -173,7 +173,7 @@ def require_light(
 
 
 def light_is_unswitched(light: float, blank: float, top: int) -> str:
-    """Return what it means if the blank frame is bright and the anchor hardly brighter; empty if that is not so.
+    """Return cause and remedy of a bright blank frame to which the anchor adds hardly any light; empty otherwise.
 
     Args:
         light: anchor less blank, mean, DN.
@@ -190,7 +190,7 @@ def light_is_unswitched(light: float, blank: float, top: int) -> str:
 
 
 def _other_light(look: LightLook, light: float, when: str, again: str, *, within: bool) -> str:
-    """Return what light of another size means, and what to do.
+    """Return the likeliest cause of a change of the light, and the remedy.
 
     Args:
         look: the light now.

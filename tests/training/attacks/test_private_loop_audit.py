@@ -116,6 +116,18 @@ def test_an_audit_names_the_numbers_that_count_its_canaries(tmp_path: Path) -> N
         assert noises[2] == loop.settings.noise_multiplier != noises[3]
 
 
+def test_an_audit_takes_as_many_canaries_as_fit_and_foretells_what_they_find(tmp_path: Path) -> None:
+    """The largest of the model's weight matrices has 320 weights, so that the records of other canaries stay blank."""
+    told: list[str] = []
+    build = builder(tmp_path / "loop", noise_multiplier=0.6, epochs=1)
+    found = opusim.audit_private_loop(build, run_epoch, seed=1, on_forecast=told.append)
+    assert found.trials == 320
+    assert len(told) == 1
+    assert "320 canaries find half of the noise with probability" in told[0]
+    with pytest.raises(opusim.ConfigError, match="321 exceeds the 320 weights"):
+        opusim.audit_private_loop(builder(tmp_path / "more"), run_epoch, canaries=321)
+
+
 def test_an_audited_loop_of_fixed_batches_gives_weight_zero_to_what_fills_them(tmp_path: Path) -> None:
     ends = []
 

@@ -626,9 +626,10 @@ def audit_private_loop(
     build: Callable[[Callable[..., Any]], PrivateTraining],
     loop: Callable[[PrivateTraining], object],
     *,
-    canaries: int = DEFAULT_CANARIES,
+    canaries: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
+    on_forecast: Callable[[str], None] = print,
     progress: Show = True,
 ) -> Audit:
     """Run a private loop once with canaries, bound epsilon from their scores, and keep it there as `one-run.json`.
@@ -652,9 +653,11 @@ def audit_private_loop(
         build: Makes module, optimizer, criterion, loader and private loop as for training, in experiment mode and in a
             new folder. It calls the function that it is given on the data set, once, and takes what this returns.
         loop: The user's own loop, to its end, on what `build` returned.
-        canaries: m, at least 20.
+        canaries: m, at least 20; None takes 1,000, or as many as the largest weight matrix has weights.
         seed: Of coins and canaries, in [0, 2^63); None draws one, which the result keeps.
         delta: Of the bounds; None takes the loop's.
+        on_forecast: Told in words, before the loop, what so many canaries can find, if `make_private` was given the
+            number of epochs.
         progress: Whether to show a bar of the steps, if the loop stated how many it makes; see `opusim.train`.
 
     Raises:
@@ -662,10 +665,11 @@ def audit_private_loop(
         ValueError: A number out of range, a loop in release mode or in several parts or processes, or `build` did not
             plant the canaries.
     """
-    checks.integer(canaries=canaries, minimum=20)
-    seed = drawn_seed(seed)
+    if canaries is not None:
+        checks.integer(canaries=canaries, minimum=FEWEST_CANARIES)
+    seed, planned = drawn_seed(seed), canaries or DEFAULT_CANARIES
     # the same coins as `Canaries.drawn` draws
-    inside = np.random.default_rng(derive_seed(seed, "canaries")).random(canaries) < 0.5
+    inside = np.random.default_rng(derive_seed(seed, "canaries")).random(planned) < 0.5
     sizes: list[int] = []
     each = 1
 
@@ -706,6 +710,11 @@ def audit_private_loop(
                 "other processes read them; give num_workers=0"
             )
         network = _view(private.module)
+        room = max((rows * columns for _, _, rows, columns in weight_layers(network)), default=0)
+        added = int(inside.sum())
+        if canaries is None:  # records of canaries without an entry stay blank
+            canaries = max(min(planned, room), FEWEST_CANARIES)
+            inside = inside[:canaries]
         drawn = Canaries.drawn(network, canaries, n_records=sizes[0], replaces=False, seed=seed, records=each)
         observer = GradientObserver(
             network,
@@ -720,8 +729,11 @@ def audit_private_loop(
             return observer.writer
 
         private.wrap_writer(wrap)
+        total, delta = settings.total_steps or 0, settings.target_delta if delta is None else delta
+        if total:
+            mechanisms = (settings.mechanism.repeated(total),)
+            on_forecast(_foretold(mechanisms, settings.relation, canaries, room=room, delta=delta)[1])
         started = time.process_time()
-        total = settings.total_steps or 0
         observer.on_start(step=0, total_steps=total)
         with Progress("audit of a private loop", "steps", show=progress if total else False) as bar:
             bar.start(total)
@@ -730,7 +742,7 @@ def audit_private_loop(
         observer.finish()
         spent = time.process_time() - started
     ledger = read_ledger(private.folder / LEDGER_FILE)
-    mechanism, delta = ledger.mechanisms[0], settings.target_delta if delta is None else delta
+    mechanism = ledger.mechanisms[0]
     found = audit_of_scores(
         observer.scores(mechanism),
         observer.with_half_the_noise(mechanism),
@@ -745,9 +757,7 @@ def audit_private_loop(
         steps=observer.steps,
         cpu_s=spent,
         arrival=observer.arrival(mechanism),
-        differs=_computed_anew(
-            settings, len(private.data_loader.users or planted), int(inside.sum()), observer.steps
-        ),
+        differs=_computed_anew(settings, len(private.data_loader.users or planted), added, observer.steps),
     )
     found.keep(Path(private.folder))
     return found
@@ -878,7 +888,15 @@ def audit_private_folder(
             loop(rehearsed, 1 + _REHEARSED)
             spent = (time.perf_counter() - started) / _REHEARSED * steps
         on_forecast(f"{text} It takes {steps:,} steps, about {duration(spent)}.")
-        found = audit_private_loop(build, loop, canaries=canaries, seed=seed, delta=delta, progress=progress)
+        found = audit_private_loop(
+            build,
+            loop,
+            canaries=canaries,
+            seed=seed,
+            delta=delta,
+            on_forecast=lambda text: None,
+            progress=progress,
+        )
     found = replace(found, note=_STAND_IN, stand_in=True, origin=Origin.of(folder))
     found.keep(place)
     return found

@@ -231,8 +231,9 @@ class CraftedGradients(WrappedGradients):
                 f"batch: was recorded in {len(whole)} parts, and canaries need one; leave max_physical_batch_size out"
             )
         (found,) = whole
-        rows = torch.nonzero(records >= self._canaries.first).flatten()
-        numbers = self._planted[(records[rows].cpu() - self._canaries.first) // self._canaries.records]
+        places = (records - self._canaries.first).div(self._canaries.records, rounding_mode="floor")
+        rows = torch.nonzero((places >= 0) & (places < len(self._planted))).flatten()
+        numbers = self._planted[places[rows].cpu()]
         self.drawn = np.zeros(len(self.others))
         self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(rows):

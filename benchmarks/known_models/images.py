@@ -11,7 +11,7 @@ and half a cosine in every row: nothing was tuned, no row and no step was chosen
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -30,17 +30,25 @@ from opusim.training.networks.models import ResNet
 
 MODULE = "benchmarks.known_models.images"
 TOP, DFA, PDFA, READOUT = "top only", "dfa", "pdfa, gaussian", "learnt read-out"
-LATE = f"{READOUT}, error before the last block"
-"""A row of the ResNet only: it names a block."""
-ROWS: dict[str, Row] = {
+COMMON: dict[str, Row] = {
     BP: Row(feedback=None, seeds=3),
     TOP: Row(feedback={"gain": 0.0}, seeds=3),
     DFA: Row(seeds=3),
     PDFA: Row(device="gaussian", seeds=3),
     READOUT: Row(readout=100, seeds=3),
-    LATE: Row(feedback={"error_at": "blocks.8.input", "points": ["blocks.[0-6]"]}, readout=100),
     "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
 }
+LATE = {"error_at": "blocks.8.input", "points": ["blocks.[0-6]"]}
+ROWS: dict[str, dict[str, Row]] = {
+    "resnet": COMMON | {f"{READOUT}, error before the last block": Row(feedback=LATE, readout=100)},
+    "vit": COMMON
+    | {
+        f"{PDFA}, planes": Row(feedback={"encoding": "planes"}, device="gaussian", seeds=3),
+        f"{PDFA}, noise 0.1": Row(device="gaussian", sections={"noise": {"sigma": 0.1}}, seeds=3),
+        f"{PDFA}, head starts as feedback": Row(device="gaussian", start="head", seeds=3),
+    },
+}
+"""The rows of each model."""
 CLASSES, BATCH, PADDING, PATCH = 10, 128, 4, 4
 EPOCH = 50_000 // BATCH
 VIT = Setting(layers=4, heads=4, width=96, context=64, batch=BATCH, steps=0, dropout=0.0, causal=False)
@@ -163,9 +171,10 @@ def task_of(kind: str, *, full: bool = False) -> Images:
     return Images(kind, name, steps, torch.device("cuda" if full else "cpu"))
 
 
-def closed(results: dict[str, Any], row: str) -> str:
+def closed(results: dict[str, Any], row: str, runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the share of the gap between DFA and backpropagation that a row closes, in per cent; "-" without one."""
-    ends = {name: last(runs_of(results, name, ROWS[name].seeds), "accuracy") for name in (BP, DFA, row)}
+    ends = {name: last(runs_of(results, name, COMMON[name].seeds), "accuracy") for name in (BP, DFA)}
+    ends["own"] = last(runs, "accuracy")
     if row in (BP, DFA, TOP) or not all(ends.values()):
         return "-"
     if compared(ends[BP], ends[DFA]) < 1:
@@ -178,9 +187,10 @@ def figures(results: dict[str, Any]) -> str:
     """Return the table of the rows: accuracies, the gap that is closed, and costs."""
     columns: dict[str, Column] = {
         "test accuracy [%]": lambda _, runs: with_error(last(runs, "accuracy"), ".2f"),
-        "gap closed [%]": lambda row, _: closed(results, row),
+        "gap closed [%]": lambda row, runs: closed(results, row, runs),
     }
-    return table(results, ROWS, columns)
+    every = {name: row for rows in ROWS.values() for name, row in rows.items()}
+    return table(results, every, columns)
 
 
 def main(
@@ -193,9 +203,8 @@ def main(
     """Train every run that the results lack; runs that were begun resume."""
     if model not in KINDS:
         raise typer.BadParameter(f"model = {model}: must be one of {', '.join(KINDS)}")
-    own = {name: row for name, row in ROWS.items() if model == "resnet" or name != LATE}
-    names = listed("--rows", rows, list(own))
-    train_rows(task_of(model, full=full_setting), own, names=names, processes=processes)
+    names = listed("--rows", rows, list(ROWS[model]))
+    train_rows(task_of(model, full=full_setting), ROWS[model], names=names, processes=processes)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.known_models.images import READOUT, ROWS, Images, task_of
+from benchmarks.known_models.images import COMMON, READOUT, Images, task_of
 from benchmarks.known_models.readout_rules import watched
 from benchmarks.known_models.training import CACHE, Training
 from benchmarks.results_file import save_results
@@ -57,7 +57,7 @@ def measure() -> None:
     """Train, fit the maps of every point, and print and keep their cosines."""
     torch.set_num_threads(1)
     task = replace(task_of("resnet"), name=NAME, steps=STEPS)
-    training = Training(task, ROWS[READOUT], 0, CACHE / NAME / "0.pt")
+    training = Training(task, COMMON[READOUT], 0, CACHE / NAME / "0.pt")
     training.finish()
     feedback = training.feedback
     assert feedback is not None

@@ -37,6 +37,7 @@ class Row:
         backpropagated: One batch in so many is learnt from by backpropagation; 0 for none.
         readout: The read-out is fitted to one batch in so many, and to three more in the first of these; 0 for never.
         plain: Plain feedback beside the read-out, over the learnt part.
+        start: The layer whose weights start as feedback; empty for none.
         outputs: Outputs of the device in units of those that the points need; the read-out takes all.
         seeds: How many seeds are run.
     """
@@ -47,6 +48,7 @@ class Row:
     backpropagated: int = 0
     readout: int = 0
     plain: float = 1.0
+    start: str = ""
     outputs: int = 1
     seeds: int = 1
 
@@ -130,6 +132,8 @@ class Training:
             options = {"seed": self._seed, "torch_device": str(self._task.place)}
             sections = {"medium": {"seed": matrix}} | row.sections
             found.noisy_device = open_device(row.device, **window, **options, **sections)
+        if row.start:
+            found.start_from_feedback(row.start)
         return found
 
     def finish(self) -> Progress:

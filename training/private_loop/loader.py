@@ -307,10 +307,10 @@ class _Drawn(BatchSampler):
             if self._users is not None:
                 each = self._users.most
                 chosen = [self._users.chosen(user, step) for user in own]
-                own, rows = (
-                    [n for found in chosen for n in found + [_FILL] * (each - len(found))],
-                    rows * each,
+                own = list(
+                    itertools.chain.from_iterable(found + [_FILL] * (each - len(found)) for found in chosen)
                 )
+                rows *= each
             yield own + [_FILL] * (rows - len(own))
 
     def __len__(self) -> int:
@@ -328,11 +328,14 @@ class _Indexed(torch.utils.data.Dataset[Any]):
         self._dataset = dataset
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        drawn = [index for index in indices if index != _FILL]
+        filled = _FILL in indices
+        drawn = [index for index in indices if index != _FILL] if filled else indices
         if drawn and callable(getattr(self._dataset, "__getitems__", None)):
             records = list(self._dataset.__getitems__(drawn))
         else:
             records = [self._dataset[index] for index in drawn]
+        if not filled:
+            return records
         found = iter(records)
         return [_Row() if index == _FILL else next(found) for index in indices]
 
@@ -369,13 +372,17 @@ class _CollateFilled:
         if not rows:
             return 0, 0 if self._each is None else [], self._empty
         each = self._each or len(rows)
-        found = [
-            [row for row in rows[n : n + each] if type(row) is not _Row] for n in range(0, len(rows), each)
-        ]
-        found = [records for records in found if records]
+        found = [rows[n : n + each] for n in range(0, len(rows), each)]
+        if _Row in set(map(type, rows)):
+            found = [[row for row in own if type(row) is not _Row] for own in found]
+            found = [records for records in found if records]
         drawn = [len(records) for records in found]
         if found and self._collate is default_collate:
-            whole = [row for records in found for row in records + records[:1] * (each - len(records))]
+            whole = list(
+                itertools.chain.from_iterable(
+                    records + records[:1] * (each - len(records)) for records in found
+                )
+            )
             whole += whole[:1] * (len(rows) - len(whole))
             # Tuples with tensors, or numbers, of one kind at each place can be stacked at once.
             plain = set(map(type, whole)) == {tuple} and len(set(map(len, whole))) == 1

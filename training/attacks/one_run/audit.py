@@ -240,7 +240,7 @@ def _foretold(
     if power < WEAK:
         fails = "passes or fails by chance, and the audit ends with exit code 3 unless it refutes the claim"
     remedy = f"Take {best:,} canaries." if reading(best)[1] > power + 0.01 else WITHOUT_CANARIES
-    return canaries, f"{text} So the broken control {fails}. {remedy}"
+    return canaries, f"{text} So the broken control, with half of the noise, {fails}. {remedy}"
 
 
 def by_draws(

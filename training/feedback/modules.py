@@ -21,10 +21,10 @@ from opusim.errors import ConfigError
 from opusim.randomness.seeds import derive_seed
 from opusim.training.data import Dataset
 from opusim.training.data.public_maps import Augmentation
-from opusim.training.feedback.choice import OUTPUT
+from opusim.training.feedback.choice import OUTPUT, tell
 from opusim.training.feedback.closed_form import Batch, Learned, require_finite
 from opusim.training.feedback.config import BpConfig, FeedbackConfig, PointsConfig
-from opusim.training.feedback.diagnosis import Control
+from opusim.training.feedback.diagnosis import BATCHES, Control
 from opusim.training.feedback.layout import fits_at
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule
@@ -110,9 +110,12 @@ class ModuleGradients:
         model.train()
         try:
             with seeded_torch(seed, batch.x.device):
-                if batch.step == 0 and self._new_control is not None:
+                if self._new_control is not None and 0 < batch.step < BATCHES:
+                    tell("no control without feedback in a resumed run", unusual=True)
+                elif self._new_control is not None and batch.step == 0:
                     with suppress(TypeError, RuntimeError):  # not every module can be copied
                         self._control = self._new_control()
+                self._new_control = None
                 figures = dict[str, list[float]]()
                 if batch.observe and self._feedback is not None and self._feedback.gain:
                     # another forward and backward pass through the points

@@ -98,6 +98,8 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: There is no such name; the message says what a former name is called now.
     """
+    if name == "__version__":
+        return import_module("importlib.metadata").version("opusim")
     if name in _SUBJECTS:
         value: Any = import_module(f"opusim.{name}")
     elif name in _HOMES:

@@ -234,15 +234,7 @@ def audit_drawn_noise(
 
 
 def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: int, plan: AuditPlan) -> float:
-    """Return the bound from counts at a threshold chosen without them; at least 0.
-
-    Args:
-        false_negatives: Misses among n_in.
-        false_positives: False alarms among n_out.
-        n_in: Trials with the target.
-        n_out: Trials without.
-        plan: Confidence, delta and estimator.
-    """
+    """Return the bound, at least 0, from misses among n_in and false alarms among n_out at a given threshold."""
     level = (1 - plan.confidence) / 2
     miss = clopper_pearson_upper(false_negatives, n_in, level)
     alarm = clopper_pearson_upper(false_positives, n_out, level)
@@ -343,13 +335,7 @@ def detection_probability(
 
 
 def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
-    """Return the rate at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate.
-
-    Args:
-        events: In [0, trials].
-        trials: At least 1.
-        level: One-sided error probability, in (0, 1).
-    """
+    """Return the rate at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate."""
     checks.in_unit_interval(closed="neither", level=level)
     checks.integer(minimum=1, trials=trials)
     if not 0 <= events <= trials:
@@ -398,12 +384,7 @@ def normal_limits(
 
 @functools.lru_cache(maxsize=1024)
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the mu whose Gaussian mechanism has this epsilon at this delta.
-
-    Args:
-        epsilon: At least 0.
-        delta: In (0, 1).
-    """
+    """Return the mu whose Gaussian mechanism has this epsilon >= 0 at this delta in (0, 1)."""
     return float(numerics.find_root(lambda mu: epsilon_of(mu, delta) - epsilon, 0.0, LARGEST_MU, xtol=1e-10))
 
 

@@ -96,12 +96,9 @@ def explain_theorem(theorem: Theorem) -> str:
 
 
 def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
-    """Return the largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
+    """Return the largest true positive rate of any attack at a false positive rate f in [0, 1].
 
-    Args:
-        epsilon: At least 0, possibly infinite.
-        delta: In [0, 1).
-        false_alarms: f in [0, 1], the attack's false positive rate.
+    min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
     """
     if epsilon > 700:  # e^epsilon overflows doubles
         return 1.0
@@ -171,12 +168,8 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
 
     A mechanism that publishes each record in full with probability delta is (0, delta)-differentially private, and
     expects to publish n delta of n records. Above delta = 0.1 / n, a statement therefore allows that some record is
-    published with a probability of nearly 0.1 or more.
-
-    Args:
-        delta: Delta of the statement, in [0, 1).
-        mechanisms: Mechanisms that are paid for. Their `public_records` give n if they have any.
-        records: n if it is public, the number of users if users are protected; None takes the least `public_records`.
+    published with a probability of nearly 0.1 or more. n, of users if these are protected, is `records` or the least
+    `public_records`.
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
     n = min((float(number) for number in told if number is not None), default=None)
@@ -238,12 +231,7 @@ def number(epsilon: float) -> str:
 
 
 def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -> None:
-    """Print rows with equal keys as a table that breaks no word.
-
-    Args:
-        rows: At least one.
-        without: Keys to leave out.
-    """
+    """Print at least one row as a table that breaks no word, without some of their equal keys."""
     columns = [key for key in rows[0] if key not in without]
     print_table("", columns, [[row[key] for key in columns] for row in rows])
 
@@ -278,12 +266,7 @@ WARNINGS: dict[WarningCode, str] = {
 
 
 def large_epsilon(name: str, epsilon: float | None) -> str | None:
-    """Return one line that warns of a budget above epsilon 10, or None.
-
-    Args:
-        name: The argument or key that gives it.
-        epsilon: The budget, or None without one.
-    """
+    """Return one line that warns of a budget, under the name of its key, above epsilon 10, or None."""
     if epsilon is None or not _LARGE_EPSILON < epsilon < math.inf:
         return None
     return f"{name} = {epsilon:g}: {WARNINGS['large-epsilon']}"

@@ -60,11 +60,7 @@ class Position:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Read back what `to_json` returned.
-
-        Raises:
-            ValueError, KeyError, TypeError: The content is not that of a position.
-        """
+        """Read back what `to_json` returned; raise ValueError, KeyError or TypeError for anything else."""
         lines, digest = content["lines"], content["digest"]
         if type(lines) is not int or lines < 0 or not isinstance(digest, str):
             raise ValueError(f"lines = {lines!r}, digest = {digest!r}: is no position of a ledger")
@@ -176,14 +172,8 @@ def read_positioned(
 ) -> tuple[list[dict[str, Any]], Position]:
     """Return the entries of a journal and how far it reaches, from one reading, without repairing anything.
 
-    Args:
-        path: The file.
-        witnesses: Witnesses that the journal must fit.
-
-    Raises:
-        FileNotFoundError: There is no journal.
-        LedgerCorrupt: It was changed, truncated or reordered, or contradicts a witness; the message names file and
-            line.
+    Raises FileNotFoundError without one, and LedgerCorrupt, which names file and line, if it was changed, truncated or
+    reordered, or contradicts a witness.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no ledger; give a run folder that has one")

@@ -289,11 +289,7 @@ class LedgerContent:
         return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))
 
     def require_paid(self, what: str) -> None:
-        """Refuse a ledger that has paid for nothing yet; `what` names it in the message.
-
-        Raises:
-            NoGuarantee: It has not.
-        """
+        """Refuse (NoGuarantee) a ledger, named `what`, that has paid for nothing yet."""
         if not self.payments:
             raise NoGuarantee(f"{what}: no step was paid for yet; train first")
 

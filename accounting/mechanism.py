@@ -640,12 +640,7 @@ def described(mechanisms: Sequence[Mechanism]) -> str:
 
 
 def proven_status(epsilon: float, *, device_model: bool) -> Status:
-    """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise.
-
-    Args:
-        epsilon: Epsilon by the theorem, at least 0, possibly infinite.
-        device_model: Whether a stated law of a device's noise is among the assumptions.
-    """
+    """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise."""
     if math.isinf(epsilon):
         return Status.NONE
     return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN

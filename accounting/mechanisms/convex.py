@@ -176,15 +176,7 @@ def _mu_of_runs(mechanisms: Sequence[ConvexLastIterate]) -> tuple[float, str]:
 
 
 def check_objective(objective: str, clip: float | None) -> None:
-    """Refuse an unknown objective, or one without a bound on its residual.
-
-    Args:
-        objective: One of `OBJECTIVES`.
-        clip: C > 0, or None if there is no clip (softmax and one-against-rest are bounded by themselves).
-
-    Raises:
-        ValueError: The objective is one of these.
-    """
+    """Refuse (ValueError) an unknown objective, or one whose residual nothing bounds, not even a clip C > 0."""
     checks.choice(OBJECTIVES, objective=objective)
     if clip is not None:
         checks.positive(clip=clip)
@@ -311,14 +303,8 @@ def mu_of_schedule(shifts: np.ndarray, noises: np.ndarray, log_factors: np.ndarr
 def cyclic_descent_mu(mu0: float, batches: int, epochs: int, log_factor: float) -> float:
     """Return Theorem 2.8 for one learning rate and one noise, in a form that is stable for c below, at and above 1.
 
-    Args:
-        mu0: L / (b sigma), the mu of a single step.
-        batches: k >= 1, steps of an epoch.
-        epochs: E >= 1.
-        log_factor: log c of a step.
-
-    Returns:
-        mu0 sqrt(1 + (E - 1) / k) at c = 1; mu0 at c = 0.
+    mu0 = L / (b sigma) is the mu of a single step, k = `batches` are the steps of one of E = `epochs`, and `log_factor`
+    is log c of a step. The result is mu0 sqrt(1 + (E - 1) / k) at c = 1, and mu0 at c = 0.
     """
     k, e, a = batches, epochs, -log_factor
     if e <= 1 or a == math.inf:

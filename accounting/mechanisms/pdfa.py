@@ -201,16 +201,9 @@ def column_bound_published(
 ) -> float:
     """Return eq. 17: 2 alpha hi s^2 / (m lo) + n alpha / (2 (alpha - 1)) log[m lo / ((m + 1) lo - hi)].
 
-    It bounds one column, and only the direction in which the entering record is the larger one; a bound on columns is
-    no bound on the matrix, whose columns share their noise. Infinite if the logarithm is undefined.
-
-    Args:
-        order: alpha > 1.
-        batch_size: m.
-        width: n.
-        lo: (gmin tmin)^2 > 0.
-        hi: (gmax tmax)^2 >= lo.
-        signal: s = tB / sigma.
+    lo = (gmin tmin)^2, hi = (gmax tmax)^2, s = tB / sigma, m is the batch size and n the width. It bounds one column,
+    and only the direction in which the entering record is the larger one; a bound on columns is no bound on the matrix,
+    whose columns share their noise. Infinite if the logarithm is undefined.
     """
     checks.positive(order_above_1=order - 1, lo=lo, hi=hi)
     checks.non_negative(signal=signal)

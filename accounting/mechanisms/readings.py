@@ -299,10 +299,6 @@ def box_rdp(noise: PhotonCountNoise, order: float) -> float:
     """Return the sum over pixels and frames of the largest divergence between two rates of the same box.
 
     It is attained at a corner, (low, high) or (high, low); equal rates give 0.
-
-    Args:
-        noise: The boxes.
-        order: alpha > 1.
     """
     low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
     worst = np.maximum(poisson_divergence(high, low, order), poisson_divergence(low, high, order))

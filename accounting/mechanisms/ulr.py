@@ -223,12 +223,9 @@ def admissible(run: PublishedUlr, order: float) -> bool:
 
 
 def published_value(runs: Sequence[PublishedUlr], delta: float, *, checked: bool) -> float:
-    """Return epsilon of the composed eq. 11 over a grid of orders; infinite if none is left.
+    """Return epsilon of the composed eq. 11 over a grid of orders; infinite at delta 0 or if none is left.
 
-    Args:
-        runs: At least one.
-        delta: In [0, 1); infinite at 0.
-        checked: Use only the orders that both conditions on alpha allow in every run.
+    `checked` takes only the orders that both conditions on alpha allow in every run.
     """
     checks.in_unit_interval(closed="left", delta=delta)
     if delta == 0:

@@ -249,12 +249,9 @@ class ZoLaplace(ZoScalars):
 def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
     """Return the delta of the tails that opusim 0.2 cut off: (1 + e^epsilon) 2^-63 for each number, at most 1.
 
-    Exact noise and the generator's differ with probability 2^-63 a number, so the runs differ in total variation by at
-    most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S) + tau) + tau.
-
-    Args:
-        mechanisms: At least one.
-        epsilon: Epsilon of exact Laplace noise, at least 0, possibly infinite.
+    Exact noise, of this epsilon, and the generator's differ with probability 2^-63 a number, so the runs differ in
+    total variation by at most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S)
+    + tau) + tau.
     """
     numbers = sum(mechanism.steps * mechanism.directions for mechanism in mechanisms)
     log_delta = math.log(numbers * _CUT_PROBABILITY) + (

@@ -87,11 +87,7 @@ class LossLaw(ABC):
 
     @abstractmethod
     def rounding(self, tail: float) -> float:
-        """Return the largest rounding error of the bins: relative for masses, absolute for losses.
-
-        Args:
-            tail: Mass in either tail for which it need not hold, above 0.
-        """
+        """Return the largest rounding error of the bins but for tails of this mass: relative of masses, else absolute."""
 
     @abstractmethod
     def bins(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

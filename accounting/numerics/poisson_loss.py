@@ -325,13 +325,7 @@ class _OnGrid:
 def poisson_bounds(a: np.ndarray, b: np.ndarray, delta: float) -> EpsilonBounds:
     """Return bounds on the least epsilon with P(S) <= e^epsilon Q(S) + delta for products of Poisson laws P and Q.
 
-    Args:
-        a: Rates of P, expected counts of independent pixels and frames, at least 0, shape (pixels,).
-        b: Rates of Q, same shape.
-        delta: In (0, 1).
-
-    Returns:
-        Bounds of this one direction; (0, infinity) if doubles cannot follow.
+    a and b are their rates, expected counts of independent pixels and frames. If doubles cannot follow, (0, infinity).
     """
     pair = _checked_pair(a, b, delta)
     upper, _ = _upper(pair, delta, _FINE_WINDOW)
@@ -352,12 +346,7 @@ def _checked_pair(a: np.ndarray, b: np.ndarray, delta: float) -> _Pair:
 
 
 def pattern_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
-    """Return bounds on epsilon between known patterns: the largest over ordered pairs.
-
-    Args:
-        rates: Expected counts of each pattern at every pixel and frame, at least 0, shape (patterns, pixels).
-        delta: In (0, 1).
-    """
+    """Return bounds on epsilon between known patterns, shape (patterns, pixels): the largest over ordered pairs."""
     patterns = np.asarray(rates, dtype=float)
     (i, j), upper = _worst(patterns, delta)
     lower = _lower(_Pair.of(patterns[i], patterns[j]), delta)

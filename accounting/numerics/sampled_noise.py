@@ -369,14 +369,8 @@ def response_bounds(
 ) -> EpsilonBounds:
     """Return epsilon of k-ary randomized response, drawn independently several times for one label.
 
-    The loss takes the values step_epsilon, 0 and -step_epsilon, so its distribution is composed without discretisation.
-
-    Args:
-        keep: Probability that a label stays, in (1 / k, 1).
-        n_classes: k, at least 2.
-        step_epsilon: log(keep (k - 1) / (1 - keep)).
-        steps: Number of responses, at least 1.
-        delta: In (0, 1).
+    The loss takes the values `step_epsilon` = log(keep (k - 1) / (1 - keep)), 0 and -step_epsilon, so its distribution
+    is composed without discretisation.
     """
     pure = steps * step_epsilon
     if not _ROUNDING * steps <= delta / 2:  # rounding of the transform exceeds delta
@@ -394,33 +388,17 @@ def response_bounds(
 def renyi_to_epsilon(
     orders: Sequence[float] | np.ndarray, curve: Sequence[float] | np.ndarray, delta: float
 ) -> float:
-    """Return dp_accounting's conversion of a Renyi curve to epsilon(delta).
-
-    Args:
-        orders: Renyi orders, above 1.
-        curve: The divergence at each order, finite.
-        delta: In (0, 1).
-    """
+    """Return dp_accounting's conversion of a finite Renyi curve at orders above 1 to epsilon(delta)."""
     return float(compute_epsilon(orders, curve, delta)[0])
 
 
 def normality_p_value(values: np.ndarray) -> float:
-    """Return the p-value of normality by skewness and kurtosis (D'Agostino and Pearson 1973).
-
-    Args:
-        values: At least 20, not all equal, shape (n,).
-    """
+    """Return the p-value of normality by skewness and kurtosis (D'Agostino and Pearson 1973), of at least 20 values."""
     return float(stats.normaltest(values).pvalue)
 
 
 def variance_ratio_p_value(ratio: float, above: int, below: int) -> float:
-    """Return the two-sided p-value of a ratio of two sample variances of normal values whose true variances are equal.
-
-    Args:
-        ratio: Above 0.
-        above: Degrees of freedom of the numerator.
-        below: Degrees of freedom of the denominator.
-    """
+    """Return the two-sided p-value of a ratio of sample variances, with degrees of freedom, of equal true variances."""
     return float(min(1.0, 2 * min(stats.f.cdf(ratio, above, below), stats.f.sf(ratio, above, below))))
 
 
@@ -457,12 +435,7 @@ class NoisySum:
 
     @classmethod
     def of_mu(cls, mu: float, steps: int) -> Self:
-        """Return the Gaussian noise on all records that is mu-GDP at each step if a record is replaced.
-
-        Args:
-            mu: Above 0, finite.
-            steps: At least 1.
-        """
+        """Return the Gaussian noise on all records that is mu-GDP at each step if a record is replaced."""
         return cls(law="gaussian", scale=2 / mu, steps=steps)
 
 

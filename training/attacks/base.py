@@ -70,13 +70,7 @@ class Descent:
         return self._momentum * share + before.double() * self._options.weight_decay
 
     def gradient(self, before: Tensor, after: Tensor, rate: float) -> Tensor:
-        """Return g_t, float64, and take the step for the last one.
-
-        Args:
-            before: Weights before the step.
-            after: Weights after it.
-            rate: Learning rate of the step.
-        """
+        """Return g_t, float64, from the weights around a step of this rate; take the step for the last one."""
         change, mu = (before.double() - after.double()) / rate, self._options.momentum
         found = change * self.scale - self.others(before)
         self._momentum = (change + mu * self._momentum) * self.scale if self._options.nesterov else change
@@ -105,13 +99,7 @@ class EarlierSteps:
     def of_weights(
         cls, weights: Sequence[Mapping[str, Tensor]], options: OptimizerConfig, rate: float
     ) -> Self:
-        """Return what weights tell under descent: the momentum and the weight decay.
-
-        Args:
-            weights: W_0 .. W_t, consecutive, t at least `steps_needed`, by name.
-            options: The optimizer, whose constants are public.
-            rate: Learning rate of all these steps.
-        """
+        """Return momentum and weight decay from consecutive weights W_0 .. W_t, t >= `steps_needed`, of one rate."""
         others = {}
         for name, last in weights[-1].items():
             descent = Descent(options)
@@ -126,10 +114,7 @@ class EarlierSteps:
     ) -> Self:
         """Return what the means m of the Adam family tell: m' = beta_1 m + (1 - beta_1) (g + wd W).
 
-        Args:
-            means: m, by name.
-            weights: W, by name.
-            options: The optimizer, whose constants are public. The decay of adamw does not pass its mean.
+        The decay of adamw does not pass its mean.
         """
         decay = 0.0 if options.name == "adamw" else options.weight_decay
         others = {name: weights[name].double() * decay - mean.double() for name, mean in means.items()}
@@ -153,12 +138,7 @@ def change_of_counts(before: Tensor, after: Tensor) -> Tensor:
 
 
 def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:
-    """The gradient of a layer (0 ..) as a matrix of shape (n_l, n_(l-1)), one column more for a bias.
-
-    Args:
-        gradients: By parameter, "layer1.weight", "layer1.bias", ...
-        layer: Its number.
-    """
+    """The gradient of a layer (0 ..) as a matrix of shape (n_l, n_(l-1)), one column more for a bias."""
     names = (f"layer{layer + 1}.weight", f"layer{layer + 1}.bias")
     parts = [gradients[name] for name in names if name in gradients]
     return torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1)
@@ -187,11 +167,7 @@ class Adversary:
         return f"sees {self.sees}, knows {self.knows}"
 
     def readings(self, law: Law) -> tuple[Method, ...]:
-        """Return how its scores of canaries are read, fixed before there are any.
-
-        Args:
-            law: What is known of the mechanism's noise.
-        """
+        """Return how its scores of canaries are read under a law of the noise, fixed before there are any."""
         if not self.counts:
             return law.methods
         return (Method.GAUSSIAN_TRADE_OFF if law is Law.GAUSSIAN else Method.ANY_MECHANISM,)
@@ -336,19 +312,10 @@ class Attack(ABC):
 
     @abstractmethod
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """Return a finite score, higher if the first world looks likelier.
-
-        Args:
-            observation: What is seen.
-            candidates: The pair in question.
-        """
+        """Return a finite score of the pair in question, higher if the first world looks likelier."""
 
     def learn(self, trial: Trial) -> None:  # noqa: B027  # optional hook
-        """Look at a trial of the second world that the attacker simulated, before the game begins.
-
-        Args:
-            trial: It counts for nothing in the game.
-        """
+        """Look at a trial of the second world that the attacker simulated before the game; it counts for nothing."""
 
     def figure(self, score: float) -> str:
         """A score in words."""

@@ -126,12 +126,9 @@ class TwoWorlds(ABC):
     together: int = 1
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """Play trials in one world, by default in passes; return each adversary's scores, shape (adversaries, count).
+        """Play at least one trial in one world, by default in passes; return scores, shape (adversaries, count).
 
-        Args:
-            count: Number of trials, at least 1.
-            first: Which world.
-            seed: In [0, 2^63); games of different seeds share no randomness. A release run's mechanism ignores it.
+        Games of different seeds in [0, 2^63) share no randomness; a release run's mechanism ignores the seed.
         """
         return in_passes(count, self.together, lambda own: self._pass(own, first=first), seed=seed)
 
@@ -234,14 +231,7 @@ def protected(plan: RunPlan, kind: type) -> Any:
 
 
 def in_passes(count: int, size: int, play: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
-    """Return the scores of passes of `size` trials each, cut to `count`, shape (adversaries, count).
-
-    Args:
-        count: Trials wanted.
-        size: Trials of a pass.
-        play: Plays a pass of a seed.
-        seed: Of all passes together.
-    """
+    """Return the scores of passes of `size` trials each, cut to `count`, shape (adversaries, count)."""
     passes = -(-count // size)
     scores = [play(derive_seed(seed, "pass", number) >> 1) for number in range(passes)]
     return np.concatenate(scores, axis=1)[:, :count]
@@ -422,13 +412,7 @@ class AmplifiedGame(TwoWorlds):
 
 
 def on_one_layer(plan: RunPlan, seed: int, sampler: Mapping[str, Any]) -> RunPlan:
-    """Return a run on the auditor's layer of two outputs and its `RECORDS` records.
-
-    Args:
-        plan: The run.
-        seed: Of its batches and noise.
-        sampler: Keys of its sampler.
-    """
+    """Return a run on the auditor's layer of two outputs and its `RECORDS` records, with these keys of its sampler."""
     layer = torch.nn.Linear(RECORDS, len(OPPOSITE), bias=False)
     dataset = crafted(torch.eye(RECORDS), torch.zeros(RECORDS).long(), n_classes=len(OPPOSITE))
     plan = replace(plan, dataset=dataset, network=FullyConnected(torch.nn.Sequential(layer)))

@@ -78,11 +78,7 @@ class AuditedRun:
     progress: float
 
     def on_own_network(self, plan: RunPlan) -> RunPlan:
-        """Return a plan of this run with a new network that holds the checkpoint's parameters.
-
-        Args:
-            plan: The run as it is to be played: another seed, maybe another protection.
-        """
+        """Return a plan of this run, as it is to be played, with a new network of the checkpoint's parameters."""
         network = plan.algorithm.rebuild_network(self.network_facts, deepcopy(self.model))
         copy_parameters(self.checkpoint, network.tensors, self.checkpoint_file)
         return plan.on_network(network)
@@ -181,15 +177,7 @@ class ReplayedStep:
 
 @contextmanager
 def replayed_step(run: AuditedRun, plan: RunPlan) -> Iterator[ReplayedStep]:
-    """Open the device and make the trainer as training does, at the checkpoint's state.
-
-    Args:
-        run: The audited run.
-        plan: The run as it is played.
-
-    Raises:
-        DeviceError: The device cannot be opened.
-    """
+    """Open the device and make the trainer as training does, at the checkpoint's state; may raise DeviceError."""
     plan = run.on_own_network(plan)
     with plan.opened_device() as device:
         yield ReplayedStep(run, plan, plan.algorithm.trainer(device))
@@ -217,13 +205,7 @@ class NoiselessStep(Generic[NetworkT]):
         self._kept: KeptTerms | None = None
 
     def gradients(self, weights: Mapping[str, Tensor], records: Records, *, step: int) -> dict[str, Tensor]:
-        """Return the gradients that a step takes, float64, by parameter.
-
-        Args:
-            weights: The parameters that the step starts from.
-            records: The batch.
-            step: The step's number.
-        """
+        """Return the gradients that a step from these weights takes on a batch, float64, by parameter."""
         self._step(weights, records, step)
         counts = released_counts(self._trainer)
         return {
@@ -497,12 +479,7 @@ _DELTAS = (1e-4, 1e-3, 1e-2, 0.1, 0.3)
 
 
 def with_half_the_noise(mechanisms: Sequence[Mechanism], delta: float) -> list[tuple[float, float]]:
-    """Return what is proven of mechanisms with half of their noise, as (delta, epsilon); empty if nothing is.
-
-    Args:
-        mechanisms: Of what is attacked.
-        delta: Of the audit's bounds.
-    """
+    """Return what is proven of mechanisms with half of their noise, as (delta, epsilon); empty if nothing is."""
     try:
         halved = [one.with_noise(one.noise / 2) for one in mechanisms]
         stated = [(d, guarantees(halved, delta=d)[0]) for d in (delta, *_DELTAS)]
@@ -514,13 +491,7 @@ def with_half_the_noise(mechanisms: Sequence[Mechanism], delta: float) -> list[t
 def power_of(
     result: AuditResult, claim: Guarantee | None, weaker: Sequence[tuple[float, float]]
 ) -> float | None:
-    """Return the probability with which as many trials would refute a claim at half of the noise; None if not known.
-
-    Args:
-        result: The bound from the trials.
-        claim: What is claimed, if anything finite is.
-        weaker: What `with_half_the_noise` returned.
-    """
+    """Return the probability that as many trials refute the claim at half of the noise; None if not known."""
     if claim is None or not weaker or not math.isfinite(claim.epsilon):
         return None
     return detection_probability(weaker, claim.epsilon, result.n_in, result.n_out, result.plan)

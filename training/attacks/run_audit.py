@@ -218,11 +218,7 @@ def audit_run(
 
 
 def drawn_seed(seed: int | None) -> int:
-    """Return the seed of an audit, or draw one for None.
-
-    Raises:
-        ValueError: It is not in [0, 2^63).
-    """
+    """Return the seed of an audit, or draw one for None; raise ValueError outside [0, 2^63)."""
     seed = secrets.randbits(63) if seed is None else seed
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     return seed

@@ -93,17 +93,11 @@ class RowSpaceAttack(Attack):
 
 
 def row_space(gradient: Tensor, rank: int) -> Tensor:
-    """Return an orthonormal basis that contains the span of the rows up to rounding.
+    """Return an orthonormal basis, shape (fan_in, at most rank + 8), that contains the span of the rows up to rounding.
 
-    Slightly more random combinations of the rows than the rank span the same space (Halko, Martinsson, Tropp 2011); the
-    spare directions are rounding errors. Subspace iterations average the rounding errors over all rows.
-
-    Args:
-        gradient: Shape (n, fan_in), float64.
-        rank: Expected rank: the batch size.
-
-    Returns:
-        Shape (fan_in, at most rank + 8).
+    Slightly more random combinations of the rows than the expected rank, the batch size, span the same space (Halko,
+    Martinsson, Tropp 2011); the spare directions are rounding errors. Subspace iterations average the rounding errors
+    over all rows.
     """
     n, fan_in = gradient.shape
     wanted = min(n, rank + _SPARE_DIRECTIONS, fan_in)
@@ -118,12 +112,7 @@ def row_space(gradient: Tensor, rank: int) -> Tensor:
 
 
 def residual(h: Tensor, basis: Tensor) -> float:
-    """Return the norm of the part of h outside the span of an orthonormal basis, relative to |h|; 0 for h = 0.
-
-    Args:
-        h: Shape (fan_in,).
-        basis: Shape (fan_in, rank), float64.
-    """
+    """Return the norm of the part of h outside the span of an orthonormal basis, relative to |h|; 0 for h = 0."""
     exact = h.double()
     norm = float(exact.norm())
     return float((exact - basis @ (basis.t() @ exact)).norm()) / norm if norm else 0.0
@@ -227,12 +216,9 @@ class Rows:
         self._sigma = ((self._left * self._whitened).sum() / (d * self._n)).sqrt().clamp_min(1e-300)
 
     def log_likelihood_ratio(self, h: Tensor, slope: Tensor, signal: Tensor) -> float:
-        """Return the log-likelihood ratio of the batch with and without the candidate; see CovarianceAttack.
+        """Return the log-likelihood ratio of a batch with and without input h, shape (d,); see CovarianceAttack.
 
-        Args:
-            h: The candidate's input, shape (d,).
-            slope: phi'_j, shape (n,).
-            signal: w_j, shape (n,).
+        Slopes phi'_j and signals w_j have shape (n,).
         """
         leverage = (self._solve(h.expand(self._n, -1)[:, :, None])[:, :, 0] * h).sum(dim=1)  # (n,)
         slope, signal = slope[: self._n], signal[: self._n]

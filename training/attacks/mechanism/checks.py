@@ -57,16 +57,7 @@ class Check:
     def normal(
         cls, name: str, observed: float, expected: float, error: float, finds: str, *, comparisons: int = 1
     ) -> Self:
-        """Return the check of a value whose law is normal.
-
-        Args:
-            name: The statistic.
-            observed: Its value, the least likely one of several.
-            expected: Its mean.
-            error: Its standard deviation; with 0 any value is an alarm.
-            finds: The faults that raise this alarm.
-            comparisons: Number of values, for which the p-value is corrected.
-        """
+        """Return the check of a normal value, the least likely of `comparisons`; with error 0 any value is an alarm."""
         p = normal_p_value((observed - expected) / error) if error else 0.0
         return cls(name, observed, expected, error, bonferroni(p, comparisons), finds)
 
@@ -164,11 +155,7 @@ class MechanismAudit(Shown):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> MechanismAudit:
-        """Return the self-test that `to_json` converted.
-
-        Raises:
-            ValueError: The content is of another schema version, or is not a self-test.
-        """
+        """Return the self-test that `to_json` converted; raise ValueError for anything else."""
         return record_from_json(cls, content, SCHEMA_VERSION)
 
     def keep(self, file: Path) -> None:

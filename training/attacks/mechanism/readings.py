@@ -244,12 +244,7 @@ class Amounts:
 
 
 def small_batches(values: Mapping[str, Any], *, single: bool) -> dict[str, Any]:
-    """Return a configuration's keys with small batches, and for single records with little noise.
-
-    Args:
-        values: The keys.
-        single: Whether the records differ.
-    """
+    """Return a configuration's keys with small batches, and with little noise if records differ (`single`)."""
     protection = {key: value for key, value in values["protection"].items() if key != "epsilon" or not single}
     changes = {"sampler": {"batch_size": BATCH}}
     if single:

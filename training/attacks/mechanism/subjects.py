@@ -79,11 +79,7 @@ class Subject:
         return crafted(x, y, n_classes=self.n_classes, vocabulary=self.vocabulary)
 
     def new_model(self, clip: float, *, single: bool = False) -> nn.Module:
-        """Return a new model, of records that differ if `single`.
-
-        Raises:
-            TypeError: The trainer is not tested on such records.
-        """
+        """Return a new model, of records that differ if `single`; raise TypeError if the trainer has none for these."""
         make = self.single_model if single else self.model
         if make is None:
             raise TypeError("subject: has no model of records that differ")

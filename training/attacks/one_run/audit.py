@@ -392,12 +392,7 @@ def audit_of_scores(
 
 
 def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:
-    """Return the smallest epsilon that is proven, or else that of a paper's formula; None if none is finite.
-
-    Args:
-        guarantees: Of one training.
-        relation: That of the game; a claim about other neighbours is not what it tests.
-    """
+    """Return the smallest proven epsilon under the relation, else that of a paper's formula; None if infinite."""
     fitting = [g for g in guarantees if g.adjacency == relation and g.unit is not Unit.LABEL]
     proven = [guarantee.epsilon for guarantee in fitting if guarantee.is_proven]
     formulas = [g.formula_value for g in fitting if g.formula_value is not None]

@@ -169,23 +169,14 @@ class FinalModelGame:
         return np.random.default_rng(derive_seed(self.seed, "coins")).random(trainings) < 0.5
 
     def score(self, number: int, *, inside: bool) -> float:
-        """Train once and return the score of its final model.
-
-        Args:
-            number: Of the training, which keys its seed.
-            inside: Whether the record is in.
-        """
+        """Train once, with the record or without it, and return the final model's score; the number keys the seed."""
         plan = self.present if inside else self.absent
         moved = _trained(plan, derive_seed(self.seed, "training", number) >> 1)
         return math.fsum(float((moved[name] * along).sum()) for name, along in self.direction.items())
 
 
 def quiet_direction(x: Tensor) -> Tensor:
-    """Return the unit direction in which records have the least mean square, float64, shape (d,).
-
-    Args:
-        x: Features, shape (n, ...).
-    """
+    """Return the unit direction in which records x, shape (n, ...), have the least mean square, float64, shape (d,)."""
     rows = x.flatten(1).double().cpu()
     return torch.linalg.eigh(rows.t() @ rows).eigenvectors[:, 0]
 

@@ -161,11 +161,7 @@ def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
 
 
 def require_fixed_bound(clipping: Clipping) -> None:
-    """Refuse a bound that moves: canaries of one training are read in units of one clip.
-
-    Raises:
-        NoGuarantee: It moves.
-    """
+    """Refuse (NoGuarantee) a bound that moves: canaries of one training are read in units of one clip."""
     if clipping.kind == "adaptive":
         raise NoGuarantee(
             "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
@@ -387,26 +383,14 @@ class Observer(Callback, ABC):
 
     @abstractmethod
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """Return each adversary's scores, shape (m,).
-
-        Args:
-            mechanism: What the ledger says that one step released.
-        """
+        """Return each adversary's scores, shape (m,), from what the ledger says that one step released."""
 
     def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """Return the scores that half of the noise would have given; none if it cannot be told from the rest.
-
-        Args:
-            mechanism: What the ledger says that one step released.
-        """
+        """Return the scores that half of the noise would have given; none if it cannot be told from the rest."""
         return {}
 
     def arrival(self, mechanism: Any) -> Arrival | None:
-        """Return whether crafted gradients reached the sums; None if none were crafted.
-
-        Args:
-            mechanism: What the ledger says that one step released.
-        """
+        """Return whether crafted gradients reached the sums; None if none were crafted."""
         return None
 
     @abstractmethod
@@ -586,15 +570,9 @@ class GradientObserver(EntryObserver):
 
 
 def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarray:
-    """Return each reading's log-likelihood ratio of a canary that is in and one that is out.
+    """Return the log-likelihood ratio, in against out, of readings y in units of C; q and z are rate and multiplier.
 
-    log((1 - q) + q e^((2 y - 1) / (2 z^2))), minus the same at -y if the canary that is out pushes the other way.
-
-    Args:
-        y: Readings in units of C.
-        q: Sampling probability.
-        z: Noise multiplier.
-        replaces: Whether the audited relation replaces a record.
+    log((1 - q) + q e^((2 y - 1) / (2 z^2))), minus the same at -y if the relation replaces a record.
     """
 
     def one(values: np.ndarray) -> np.ndarray:

@@ -40,40 +40,23 @@ Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int] | Sequence[str |
 
 
 def seeded_permutation(n: int, seed: int) -> torch.Tensor:
-    """Return a uniformly random order of ``0 .. n - 1``.
+    """Return a uniformly random order of ``0 .. n - 1``, int64, shape (n,).
 
     The order sorts raw 64-bit words of PCG64. NumPy never changes the stream of a bit generator, but may change that of
     ``Generator.permutation``, so this split is the same in all versions. Two equal words keep their order; the
     probability of any is below n^2 / 2^65.
-
-    Args:
-        n: Number of items to order, at least 0.
-        seed: At least 0.
-
-    Returns:
-        Shape (n,), int64.
     """
     words = np.random.PCG64(seed).random_raw(n)
     return torch.from_numpy(np.argsort(words, kind="stable"))
 
 
 def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``0 .. n - 1`` at random into a kept part and a held-out part.
+    """Split ``0 .. n - 1`` at random into a kept part and ``round(fraction * n)`` held-out positions, both int64.
 
     The split depends only on the number of records and the seed. It is not stratified: with equal shares of classes, a
     label would decide which part another record falls into, which no label guarantee covers. Both parts are in random
-    order, so consecutive blocks of the kept part are random batches.
-
-    Args:
-        n: Number of records, at least 1.
-        fraction: Share to hold out, in [0, 1); ``round(fraction * n)`` records are held out.
-        seed: At least 0.
-
-    Returns:
-        The positions kept and those held out, both int64 and one-dimensional.
-
-    Raises:
-        ValueError: `fraction` is outside its range, or a part would be empty.
+    order, so consecutive blocks of the kept part are random batches. Raises ValueError for a fraction outside [0, 1) or
+    an empty part.
     """
     _check_fraction(fraction)
     n_out = round(fraction * n)
@@ -87,22 +70,11 @@ def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, to
 
 
 def split_by_content(features: torch.Tensor, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split records by a keyed hash of each one's features.
+    """Split records, shape (n, d), by a keyed hash of each one's features; return the kept and held-out positions.
 
-    A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key
-    ``derive_seed(seed, "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and all NaN as one.
-    Equal records fall into the same part, and either part may be empty.
-
-    Args:
-        features: Shape (n, d), float32.
-        fraction: Probability of being held out, in [0, 1).
-        seed: Public, in [0, 2^64).
-
-    Returns:
-        The positions kept and those held out, both int64, in the order of the records.
-
-    Raises:
-        ValueError: `fraction` is outside its range.
+    A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key ``derive_seed(seed,
+    "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and all NaN as one. Equal records fall into
+    the same part, and either part may be empty. Raises ValueError for a fraction outside [0, 1).
     """
     rows = features.detach().cpu().numpy().astype("<f4")  # a copy
     rows[np.isnan(rows)] = np.nan
@@ -114,19 +86,8 @@ def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, tor
     """Split records by a keyed hash of each one's ID; otherwise like `split_by_content`, with a key of its own.
 
     A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records that share
-    an ID fall into the same part. A record without an ID, None, is kept.
-
-    Args:
-        ids: One ID per record.
-        fraction: Probability of being held out, in [0, 1).
-        seed: Public, in [0, 2^64).
-
-    Returns:
-        The positions kept and those held out, both int64, in the order of the records.
-
-    Raises:
-        TypeError: An ID is neither a whole number nor a string.
-        ValueError: `fraction` is outside its range, or IDs write one number in two ways.
+    an ID fall into the same part. A record without an ID, None, is kept. Raises TypeError for an ID that is neither a
+    whole number nor a string, and ValueError if IDs write one number in two ways.
     """
     keys = keys_of(ids, count=len(ids), name="ids")
     marks = ("i" if key and _WHOLE.fullmatch(key) else "s" for key in keys)

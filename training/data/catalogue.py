@@ -445,9 +445,6 @@ def file_sizes(name: str) -> dict[str, int | None]:
     """Return the bytes of each file of a known data set in the folder of OPUSIM_DATA, or None if it is missing.
 
     Nothing is listed if OPUSIM_DATA is not set, or if the data set comes with a library.
-
-    Raises:
-        DataError: OPUSIM_DATA names no folder.
     """
     files = CATALOGUE[name].files
     root = _data_folder("the data") if files else None

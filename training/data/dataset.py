@@ -116,16 +116,10 @@ class Standardisation:
 
     @classmethod
     def from_data(cls, x: np.ndarray | torch.Tensor, *, on_disk: bool = False) -> Self:
-        """Compute the mean and standard deviation of each feature of `x`; the result is not public.
+        """Compute each feature's mean and deviation over x, shape (n, d), by blocks if `on_disk`; not public.
 
-        A feature that is constant in `x` gets std 1, so that it becomes 0 and is not divided by 0.
-
-        Args:
-            x: Records, shape (n, d), n at least 1, finite.
-            on_disk: Whether to take a block of records into memory at a time.
-
-        Raises:
-            ValueError: `x` is not two-dimensional, is empty or is not finite.
+        A feature that is constant in `x` gets std 1, so that it becomes 0 and is not divided by 0. Raises ValueError if
+        `x` is not two-dimensional, is empty or is not finite.
         """
         checks.complete(x=x)
         records = torch.as_tensor(x).cpu()
@@ -140,14 +134,7 @@ class Standardisation:
         )
 
     def require_fitting(self, x: torch.Tensor) -> None:
-        """Refuse records with another number of features than there are constants.
-
-        Args:
-            x: Records, shape (n, d).
-
-        Raises:
-            ValueError: There is one constant per feature, and `x` has another number of features.
-        """
+        """Refuse (ValueError) records with another number of features than there are constants."""
         for constants in (self.mean, self.std):
             if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
                 raise ValueError(
@@ -156,17 +143,7 @@ class Standardisation:
                 )
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``(x - mean) / std`` as float32.
-
-        Args:
-            x: Records, shape (n, d).
-
-        Returns:
-            The standardised records, shape (n, d), float32, a new tensor.
-
-        Raises:
-            ValueError: There is one constant per feature, and `x` has another number of features.
-        """
+        """Return ``(x - mean) / std``, a new float32 tensor; raise ValueError if the constants do not fit x."""
         self.require_fitting(x)
         mean = torch.tensor(self.mean, dtype=torch.float32, device=x.device)
         std = torch.tensor(self.std, dtype=torch.float32, device=x.device)
@@ -233,11 +210,7 @@ class Split:
         return self.x.device
 
     def batch(self, records: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return x, float32 or int64, and y of some records.
-
-        Args:
-            records: Their numbers, on the host or on the torch device of batches.
-        """
+        """Return x, float32 or int64, and y of records by number, given on the host or on the batches' device."""
         if isinstance(records, Tensor) and records.device != self.x.device:
             records = records.to(self.x.device, non_blocking=True)
         return in_single_precision(self.x[records]), self.y[records]
@@ -517,11 +490,7 @@ def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
 
 
 def standardised_by_records(dataset: Dataset) -> Dataset:
-    """Return features as they were given, standardised by each one's mean and deviation over the training records.
-
-    Raises:
-        ValueError: The records are tokens.
-    """
+    """Standardise features by each one's mean and deviation over the training records; raise ValueError for tokens."""
     if dataset.holds_tokens:
         raise ValueError("data.standardise = 'records' is for features, and x holds tokens; leave it out")
     constants = Standardisation.from_data(dataset.train.x, on_disk=dataset.train.on_disk)

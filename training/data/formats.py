@@ -44,15 +44,7 @@ _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
 
 
 def required_library(name: str, missing: str) -> Any:
-    """Import an optional library when it is needed.
-
-    Args:
-        name: Name of its module.
-        missing: The message if it is not installed: what needs it, and how to install it.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Import an optional library when it is needed; `missing` is the message of ModuleNotFoundError."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -194,21 +186,12 @@ def _header(text: str, *, tab: bool) -> tuple[list[str], str]:
 
 
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
-    """Read an idx file of unsigned bytes, compressed if its name ends in ``.gz``.
+    """Read an idx file of unsigned bytes in C order, compressed if its name ends in ``.gz``; uint8, read-only.
 
     The format (MNIST page of Y. LeCun, C. Cortes and C. Burges): two zero bytes, a byte for the element type (8 is an
     unsigned byte), a byte for the number of dimensions, each dimension's size as a big-endian 32-bit integer, and the
-    elements in C order.
-
-    Args:
-        path: The file.
-        n_dimensions: Dimensions that the file must have: 3 for images (n, height, width), 1 for labels (n,).
-
-    Returns:
-        The elements, uint8, in the file's shape; read-only.
-
-    Raises:
-        DataError: The file cannot be read, is of another kind, or is shorter or longer than its header says.
+    elements. Raises DataError if the file cannot be read, has other dimensions, or is shorter or longer than its header
+    says.
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
@@ -320,11 +303,7 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
 def read_npz(
     path: Path,
 ) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
-
-    Raises:
-        DataError: The file cannot be read, or holds other arrays.
-    """
+    """Read x, y and, if it holds them, ids of a user-supplied .npz file; raise DataError if that fails."""
     x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
     return (x, y, ids[0]) if ids else (x, y)
 

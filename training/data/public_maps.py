@@ -182,14 +182,7 @@ class PublicMap(ABC):
 
 
 def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -> Dataset:
-    """Return the data set with every record's features replaced by those of a map.
-
-    Args:
-        dataset: Standardised features.
-        public: The map.
-        cached: Whether features are kept in a folder of the user (`OPUSIM_CACHE`, else ~/.cache/opusim), and taken from
-            there, mapped into memory, if the same map saw the same records.
-    """
+    """Replace every record's standardised features by those of a map; take them from the user's cache if `cached`."""
     public.require_room(len(dataset.train))
 
     def mapped(split: Split) -> Split:
@@ -224,11 +217,7 @@ def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
 
 
 def _from_cache(file: Path, shape: tuple[int, int]) -> Tensor:
-    """Return features that were kept, mapped into memory.
-
-    Raises:
-        OSError, ValueError: There is none, or it was cut.
-    """
+    """Return kept features, mapped into memory; raise OSError or ValueError if there are none or they were cut."""
     found = np.load(file, allow_pickle=False, mmap_mode="c" if shape[0] else None)
     if found.shape != shape or found.dtype != np.float16:
         raise ValueError(f"{file} holds {found.dtype} of shape {found.shape}")
@@ -553,16 +542,9 @@ class OpticalMap(PublicMap):
 
 
 def expected_usage(options: DataConfig, dataset: Dataset) -> Usage | None:
-    """Return the device usage of a data set's features: one frame for each record, and the public frames.
+    """Return the device usage of a data set's features, or None without a device: a frame a record, and public ones.
 
     A run whose features are cached reads the public frames only. Opening the device is not counted.
-
-    Args:
-        options: The section ``data``.
-        dataset: The records, before or after the map.
-
-    Returns:
-        The usage, or None if the features are not a device's.
     """
     if options.features_kind != OpticalMap.kind:
         return None
@@ -622,20 +604,10 @@ def synthetic_components(
 ) -> PrincipalComponents:
     """Return principal components of invented images of a data set's shape: standardised like its own, and mapped.
 
-    With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of
-    (f(x) + f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v =
-    f(x') v: a model of the components answers the same for both images.
-
-    Args:
-        dataset: Images (c, h, w), standardised, mapped or not. No record of it is read.
-        n_components: At most 2999.
-        whitening: See `PrincipalComponents.fit`.
-        mirrored: Whether features are averaged with those of the mirror image, left and right exchanged.
-        cached: See `opusim.training.data.public_maps.with_public_features`.
-
-    Raises:
-        ConfigError: Its records are no images.
-        ValueError: There are too few components.
+    With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of (f(x) +
+    f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v = f(x') v: a
+    model of the components answers the same for both images. No record of the data set is read. Raises ConfigError if
+    its records are no images, and ValueError if more than 2999 components are wanted.
     """
     public = None if dataset.public_map is None else map_from_facts(dataset.public_map)
     shape = dataset.record_shape if public is None else public.record_shape

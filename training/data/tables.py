@@ -144,10 +144,8 @@ def own_dataset(
 def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """Make a data set of the file or folder that data.name names, and of data.test if it is set.
 
-    Raises:
-        DataError: A file cannot be read.
-        ValueError: A column or an array cannot be used.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file, or pillow for images.
+    Raises DataError for an unreadable file, ValueError for a column or an array that cannot be used, and
+    ModuleNotFoundError if a library that reads the file is missing.
     """
     data = read_records(options.file, options)
     held = None if options.test is None else read_records(Path(options.test), options)
@@ -172,12 +170,7 @@ def is_frame(data: object) -> TypeIs[Frame]:
 
 
 def read_records(path: Path, options: DataConfig) -> Any:
-    """Read a file of the kind that data.name has: a DataFrame, or arrays (x, y) and IDs if the file holds some.
-
-    Raises:
-        DataError: It cannot be read.
-        ModuleNotFoundError: A library that reads it is missing.
-    """
+    """Read a file of the kind that data.name has: a DataFrame, or arrays (x, y) and IDs if the file holds some."""
     if options.file_kind == "npz":
         return read_npz(path)
     return read_image_folder(path) if options.file_kind == "folder" else read_frame(path, options)
@@ -291,11 +284,7 @@ def table_of(
 
 
 def _require_user(options: DataConfig, split: SplitRule) -> None:
-    """Refuse a table whose records are held out by IDs that no column has.
-
-    Raises:
-        ConfigError: See above.
-    """
+    """Refuse (ConfigError) a table whose records are held out by IDs that no column has."""
     if split == "id" and options.user is None:
         reason = "is missing: name the column with the ID of each record's user (--user COLUMN)"
         raise ConfigError("configuration", "data.user", reason)

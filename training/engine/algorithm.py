@@ -517,11 +517,7 @@ def require_float64(algorithm: Algorithm[Any, Any, Any]) -> None:
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
-    """Refuse a protection that the algorithm does not apply, so that no guarantee is stated without its noise.
-
-    Raises:
-        NoGuarantee: `Algorithm.applies` holds nothing of `Protection.needs`.
-    """
+    """Refuse (NoGuarantee) a protection whose noise the algorithm does not apply: none of its `needs`."""
     needs = algorithm.protection.needs
     protects = algorithm.config.protection.protects != "nothing"
     if protects and not needs & algorithm.applies:

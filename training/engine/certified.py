@@ -93,10 +93,8 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
 def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     """Return the step of the last check that confirmed the device's noise in all steps before it.
 
-    Args:
-        device: The device.
-        step: Steps done; labels are read under a step number beyond all others, and their checks do not count.
-        earlier: That step in the checkpoint from which this process resumed; -1 in a new run.
+    Labels are read under a step number beyond all others, and their checks do not count; then it is `earlier`, the
+    checkpoint's, at most.
     """
     found = device.monitor.vouched
     return found if 0 <= found <= step else min(earlier, step)

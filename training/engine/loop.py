@@ -114,11 +114,7 @@ class Engine:
             self._watcher.on_usage(expected, steps=self.total_steps - self.step, is_mean=is_mean)
 
     def begin(self, configuration: bytes) -> None:
-        """Write the first checkpoint of a new run.
-
-        Args:
-            configuration: The content that `config.json` will have.
-        """
+        """Write the first checkpoint of a new run, whose `config.json` will have this content."""
         self._files = self._folder.digests(configuration)
         self.checkpoint()
 
@@ -490,16 +486,9 @@ def lead(
     ranks: Ranks,
     users: Users | None = None,
 ) -> StepRecord:
-    """Do one step with all processes, which wait for it in `follow`.
+    """Do one paid step with all processes, which wait for it in `follow`; with several, nothing is observed.
 
-    Args:
-        trainer: The trainer of the first process.
-        split: The training records.
-        records: Numbers of the batch's records, or of its users, on the host, shape (batch,).
-        step: Number of the step; it is paid for.
-        observe: See Trainer.step; with several processes nothing is observed.
-        ranks: The processes.
-        users: The users that are drawn instead of records, or None.
+    `records` are the numbers of the batch's records, or of its users, on the host, shape (batch,).
     """
     if ranks.world == 1:
         return _step(trainer, split, records, users, step=step, observe=observe)
@@ -509,14 +498,7 @@ def lead(
 
 
 def follow(trainer: Trainer, split: Split, ranks: Ranks, users: Users | None = None) -> None:
-    """Do this process's part of every step that the first one leads, until that one ends the run.
-
-    Args:
-        trainer: The trainer of this process, in the state of the first one's.
-        split: The training records.
-        ranks: The processes.
-        users: See `lead`.
-    """
+    """Do this process's part of every step that the first one leads, until that one ends the run."""
     while (order := ranks.on_first(_no_order)) is not None:
         for group, rate in zip(trainer.optimizer.param_groups, order.rates, strict=True):
             group["lr"] = rate

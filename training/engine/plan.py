@@ -76,17 +76,10 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of a run: built, checked, its noise calibrated.
 
-        Args:
-            config: The configuration, or that of the folder if the run resumes.
-            dataset: The records that it names, as they were loaded.
-            model: A user-supplied module, or None for the network of the configuration.
-            folder: The folder of a run to resume, which holds its components and its device's description.
-
-        Raises:
-            ConfigError: The configuration or the device description is wrong.
-            TypeError, ValueError: The module cannot be used.
-            NoGuarantee: No theorem covers the run, its algorithm does not apply the protection, or no noise reaches its
-                epsilon.
+        A folder to resume gives the configuration, its components and its device's description; a model takes the place
+        of the network of the configuration. Raises ConfigError for a wrong configuration or description, TypeError or
+        ValueError for a module that cannot be used, and NoGuarantee if no theorem covers the run, its algorithm does
+        not apply the protection, or no noise reaches its epsilon.
         """
         plan = cls.checked(config, dataset, model=model, folder=folder)
         section = plan.config.protection
@@ -169,11 +162,7 @@ class RunPlan(Plan):
         return self
 
     def varied(self, config: RunConfig) -> Self:
-        """Return the checked plan of another run on the same data set, with a network of its own.
-
-        Args:
-            config: It differs in no key of the sections data and device.
-        """
+        """Return the checked plan of another run, of equal sections data and device, with a network of its own."""
         plan = self.configured(config)
         return plan.on_network(plan.new_network())._with_choices()._require_covered()
 
@@ -246,11 +235,7 @@ class RunPlan(Plan):
 
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
-        """The algorithm of the run.
-
-        Raises:
-            ConfigError: The run is a stored one of a kind that was dropped.
-        """
+        """The algorithm of the run; raise ConfigError for a stored run of a kind that was dropped."""
         require_offered(self.config)
         options = self.config.trainer
         algorithm: Algorithm[Any, Any, Any] = options.implementing_class()(self, options)
@@ -336,11 +321,7 @@ class RunPlan(Plan):
 
 
 def for_this_machine(config: RunConfig) -> RunConfig:
-    """Return a configuration for this machine: with its torch device, and no seed, which a release run does not use.
-
-    Raises:
-        ConfigError: Its torch device is not available.
-    """
+    """Return a configuration with a torch device of this machine, and no seed in a release run, which uses none."""
     place = named_here(config.torch_device)
     found = config if place == config.torch_device else config.unchecked(torch_device=place)
     return found.unchecked(seed=0) if found.mode == "release" else found
@@ -516,13 +497,7 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
 
 
 def fingerprint(split: Split, *, labels: bool = True, owners: Sequence[str | None] = ()) -> str:
-    """Return BLAKE2b of the records, which keeps a run from being resumed or audited on other data.
-
-    Args:
-        split: The records, whose order counts.
-        labels: Whether their labels count, or their features only.
-        owners: The IDs of their users, if these are protected.
-    """
+    """Return BLAKE2b of records in order, their labels and their users' IDs: keeps a run from other data."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (split.x, split.y) if labels else (split.x,):
         digest.update(tensor.cpu().contiguous().numpy().view(np.uint8).data)

@@ -211,13 +211,7 @@ def train_on(
 
 
 def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Callback | None = None) -> None:
-    """Train a resolved run in a new folder; see `train`.
-
-    Args:
-        plan: The run.
-        folder: Its folder, which holds no run.
-        watcher: Receives the progress.
-    """
+    """Train a resolved run in a new folder; a watcher receives the progress. See `train`."""
     with folder.writing(new=True, private=plan.config.mode == "release"):
         _train_in(folder, plan, watcher, resume=False)
 

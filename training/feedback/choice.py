@@ -441,10 +441,5 @@ class Choosing:
 
 @cache
 def tell(text: str, *, unusual: bool) -> None:
-    """Log what was chosen, each text once in a process.
-
-    Args:
-        text: What was chosen, and why.
-        unusual: Whether to log at level WARNING, which is printed by default, instead of INFO.
-    """
+    """Log what was chosen and why, each text once in a process: at WARNING, which is printed, if `unusual`."""
     _LOG.log(logging.WARNING if unusual else logging.INFO, "opusim: %s", text)

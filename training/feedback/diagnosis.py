@@ -285,12 +285,7 @@ class Control:
 
 
 def is_worse(with_feedback: Sequence[float], without: Sequence[float]) -> bool:
-    """Return whether losses with feedback are higher than without, in the last quarter of the batches; see `Control`.
-
-    Args:
-        with_feedback: Losses of the batches in order, before each update.
-        without: The same of the control.
-    """
+    """Return whether losses with feedback exceed those of the control in the last quarter of batches; see `Control`."""
     last = len(without) // 4
     differences = [a - b for a, b in zip(with_feedback[-last:], without[-last:], strict=True)]
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / last**0.5

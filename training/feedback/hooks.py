@@ -70,21 +70,11 @@ class PointHooks(Choosing, nn.Module):
 
     @abstractmethod
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the feedback of each point.
-
-        Args:
-            gradient: dL/dz.
-            points: The points' outputs, or tensors of their shapes and types.
-        """
+        """Return each point's feedback from dL/dz; `points` are their outputs or tensors of such shape and type."""
 
     @abstractmethod
     def _begin(self, module: nn.Module, *, compiled: bool) -> None:
-        """Start to record points; nothing is recorded outside a forward pass of the whole model.
-
-        Args:
-            module: The module that runs.
-            compiled: Whether torch compiles the pass; known only if the pass decides about normalised feedback.
-        """
+        """Start to record points of a module; `compiled` is known only if the pass decides the feedback's norm."""
 
     @property
     def _shape(self) -> FeedbackShape:
@@ -113,11 +103,7 @@ class PointHooks(Choosing, nn.Module):
         return handles
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """Begin a forward pass, unless torch records it for an export: feedback points are Python code.
-
-        Raises:
-            ValueError: `torch.export` or `torch.jit.trace` records the pass.
-        """
+        """Begin a forward pass; refuse (ValueError) one that torch exports or traces: points are Python code."""
         if torch.compiler.is_exporting():
             raise ValueError(_no_export("torch.export"))
         if torch.jit.is_tracing():

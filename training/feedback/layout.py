@@ -268,12 +268,7 @@ class LearntReadout:
         return {"updates": self._updates, **each}
 
     def apply(self, number: int, reading: Tensor) -> Tensor:
-        """Return M_l r for the readings of rows.
-
-        Args:
-            number: Number of the call of a point.
-            reading: Shape (records, rows, n_outputs).
-        """
+        """Return M_l r for the readings of rows at call `number` of a point, shape (records, rows, n_outputs)."""
         matrix = self._matrices[number]
         return reading[..., : matrix.shape[1]] @ matrix.T
 
@@ -326,10 +321,5 @@ class LearntReadout:
 
 
 def fits_at(step: int, every: int) -> bool:
-    """Return whether a read-out is fitted before a step: at multiples of `every`, and at three more in the first.
-
-    Args:
-        step: From 0.
-        every: At least 0; 0 for never.
-    """
+    """Return whether a read-out is fitted before a step: at multiples of `every` > 0, three more in the first."""
     return every > 0 and (step % every == 0 or step in (every // 10, every // 4, every // 2))

@@ -111,12 +111,7 @@ class Followed:
         self._tensors: list[weakref.ref[Tensor]] = []
 
     def start(self, returned: Tensor, computed: Tensor) -> None:
-        """Follow what a point returns, unless a normalisation at its end bounds it.
-
-        Args:
-            returned: The point's output, as the model uses it next.
-            computed: The same output with its autograd graph.
-        """
+        """Follow what a point returns (`computed` has its graph), unless a normalisation at its end bounds it."""
         if _grows(computed) and type(returned) is Tensor:
             self.follow(returned, self.use())
 

@@ -208,14 +208,10 @@ class Objective:
         return cls(target=target, loss=_LOSSES[name, target], name=name)
 
     def per_record(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of each record, shape (batch,).
+        """Return the loss of each record, shape (batch,); raise ValueError if a user-supplied loss has another shape.
 
-        Args:
-            output: Outputs of the module: (batch, k), for tokens (batch, T, k).
-            y: Targets; for classes also probabilities of the classes, float, shape (batch, k).
-
-        Raises:
-            ValueError: A user-supplied loss returns another shape.
+        Outputs have shape (batch, k), of tokens (batch, T, k). Targets of classes may be probabilities, shape (batch,
+        k).
         """
         losses = self.loss(output.to(torch.promote_types(output.dtype, torch.float32)), y)
         if losses.shape != (len(output),):

@@ -39,12 +39,7 @@ class Jacobian:
         self.parameters = list(module.parameters())
 
     def use(self, delta: Tensor, h: Tensor) -> Use:
-        """Return the use of the module's parameters at which record i adds J_i^T delta_i.
-
-        Args:
-            delta: Signal at the module's output, shape (batch, ...).
-            h: The module's input, shape (batch, ...).
-        """
+        """Return the use of the module's parameters at which record i, of input h_i, adds J_i^T delta_i."""
         return ModuleUse(self.module, delta, h)
 
     def contributions(self, delta: Tensor, h: Tensor) -> Contributions:
@@ -63,12 +58,9 @@ class Jacobian:
             parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.div_(divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
-        """Return the rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
+        """Return rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs), or None.
 
         The identity acts on the module's outputs (channels); a last entry of 1 stands for the bias.
-
-        Returns:
-            The rows, or None if the Jacobian has no such form.
         """
         return None
 
@@ -236,14 +228,7 @@ class LayeredNetwork(Network):
         )
 
     def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
-        """Write (1/divisor) sum_i J_i^T delta_i into the gradients of the layer's parameters.
-
-        Args:
-            layer: Layer number.
-            delta: Signal at the layer's output, shape (batch, ...).
-            h: The layer's input as the update uses it, shape (batch, ...).
-            divisor: The batch size, or a constant in its place.
-        """
+        """Write (1/divisor) sum_i J_i^T delta_i, at the inputs h that the update uses, into a layer's gradients."""
         self.jacobians[layer].set_gradient(delta, h, divisor)
 
 
@@ -416,14 +401,10 @@ class FullyConnected(LayeredNetwork):
     def multiply_by_derivative(
         self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
     ) -> Tensor:
-        """Multiply a signal by dh_l/dz_l in place, and return it.
+        """Multiply a signal, shape (batch, n_l), by dh_l/dz_l in place, and return it; layer -1 is the last.
 
-        Args:
-            signal: Shape (batch, n_l).
-            forward: Values of the forward pass.
-            layer: Layer number, 0 .. L-1, or -1 for the last.
-            through_clip: Whether a clipped neuron has slope 0, as in autograd, or phi'_l(z_l), as in eq. 8 of the PDFA
-                paper.
+        A clipped neuron has slope 0, as in autograd, if `through_clip`, else phi'_l(z_l), as in eq. 8 of the PDFA
+        paper.
         """
         phi, clip = self.activations[layer], self.clips[layer]
         z, h = forward.pre_activations[layer], forward.activations[layer]

@@ -94,14 +94,11 @@ def two_records(dataset: Dataset, place: torch.device, *, invented: bool) -> Ten
 
 
 def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
-    """Refuse parameters and buffers that a forward pass changes, and return the output of a later pass.
+    """Refuse (ValueError) tensors of a module that a forward pass changes, and return the output of a later pass.
 
-    The first pass is not checked, since some modules fill caches or take initial values from its records, which must
-    be invented. It gets half of the records: embedding rows of the other tokens, and limits that only larger numbers
-    move, then change in a later pass.
-
-    Raises:
-        ValueError: A pass changes such a tensor.
+    The first pass is not checked, since some modules fill caches or take initial values from its records, which must be
+    invented. It gets half of the records: embedding rows of the other tokens, and limits that only larger numbers move,
+    then change in a later pass.
     """
     seeded_output(model, first_half(x))
     before = copies(model)
@@ -120,12 +117,9 @@ def first_half(x: Tensor) -> Tensor:
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """Refuse a pass in the block that writes into a parameter, even if no value changes for these records.
+    """Refuse (ValueError) a pass that writes into a parameter, even if no value changes for these records.
 
     An embedding with max_norm writes: it shortens the rows of its input tokens.
-
-    Raises:
-        ValueError: The pass writes into a parameter.
     """
     before = {name: parameter._version for name, parameter in model.named_parameters()}
     yield
@@ -218,13 +212,10 @@ def preserved_generators(place: torch.device) -> Iterator[None]:
 
 @contextmanager
 def system_generators(place: torch.device) -> Iterator[None]:
-    """Seed the global generators from the system within the block, and restore them on exit.
+    """Seed the global generators, and the place's, from the system within the block, and restore them on exit.
 
     A module or a loader draws by a record's place in the batch, and one more record shifts these places. Under a known
     seed the contributions of all others would then change; secret draws have the same law for every record.
-
-    Args:
-        place: The torch device whose generator is seeded besides the CPU's.
     """
     with preserved_generators(place):
         seed_torch(secrets.randbits(63))

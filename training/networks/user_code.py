@@ -94,12 +94,7 @@ def records_of(path: str) -> Any:
 def named_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
     """Load what data.name names: a known data set, a file, or what a user's function returns.
 
-    Args:
-        options: Section `data` of the configuration.
-        split: See `build_dataset`.
-
-    Raises:
-        ConfigError, DataError, TypeError, ValueError: See `build_dataset`, `own_dataset` and `records_of`.
+    Raises ConfigError, DataError, TypeError or ValueError; see `build_dataset`, `own_dataset` and `records_of`.
     """
     if options.factory is None:
         return build_dataset(options, split)
@@ -196,15 +191,7 @@ def described_code(facts: Mapping[str, Any]) -> list[str]:
 
 
 def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:
-    """Refuse to execute the user-supplied code of a run unless the user agrees.
-
-    Args:
-        facts: The whole of the run's `config.json`.
-        trust_code: Whether the user agrees.
-
-    Raises:
-        RunFolderError: The run names such code, and the user does not agree.
-    """
+    """Refuse (RunFolderError) to execute the code that a run's `config.json` names unless the user agrees."""
     if (lines := described_code(facts)) and not trust_code:
         raise RunFolderError(
             f"this run executes user-supplied code: {'; '.join(lines)}. Look at it, then give --trust-code (from "

@@ -100,11 +100,7 @@ class Contributions:
                 self._kinds.setdefault(type(layer), []).append(number)
 
     def leave_out(self, padding: Tensor) -> None:
-        """Leave out rows that only fill the batch, whatever they hold; call this before anything is measured.
-
-        Args:
-            padding: Marks these rows, bool, shape (records,).
-        """
+        """Leave out the rows that padding, bool, marks as filling; call this before anything is measured."""
         self.padding = padding
 
     def squared_norms(self) -> Tensor:

@@ -122,10 +122,8 @@ class OuterUse(Use):
     def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """Return the sums over records and positions of signals times inputs, one tensor for each of `wrt`.
 
-        Args:
-            delta: Rows of the attribute `delta`, float32 or float64.
-            h: Inputs, likewise.
-            into: Tensors of the same type that may be overwritten and returned, by the id of the parameter.
+        Rows of signals and inputs are float32 or float64; `into` has tensors, by the parameter's id, that may be
+        overwritten.
         """
 
     @classmethod

@@ -241,14 +241,7 @@ class Bound(NamedTuple):
 
     @classmethod
     def of(cls, site: Site, leaves: Sequence[Any], names: Sequence[str], defaults: dict[str, Any]) -> Bound:
-        """Bind flattened arguments to names.
-
-        Args:
-            site: The site of the call.
-            leaves: The arguments.
-            names: Names of the arguments, in their order.
-            defaults: Defaults of optional arguments.
-        """
+        """Bind the flattened arguments of a call at a site to their names, in order, and to the defaults."""
         tensors = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         positional, others = site.spec.unflatten(range(len(leaves)))
         numbers = {**dict(zip(names, positional, strict=False)), **others}

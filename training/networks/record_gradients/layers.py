@@ -107,16 +107,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return torch.nn.functional.group_norm, bit for bit; in float32 the call keeps its statistics.
-
-    Args:
-        call: The call.
-        input: See torch, as the arguments that follow.
-        num_groups: See torch.
-        weight: See torch.
-        bias: See torch.
-        eps: See torch.
-    """
+    """Return torch.nn.functional.group_norm, bit for bit; in float32 the call keeps its statistics."""
     ordinary = input.dtype == torch.float32 and input.is_contiguous() and not call.autocast[0]
     if not ordinary or input.ndim < 2 or not len(input) or input[0].numel() <= num_groups:
         return functional.group_norm(input, num_groups, weight, bias, eps)  # it may refuse the batch
@@ -188,13 +179,7 @@ class _Cell(ABC):
 
     @abstractmethod
     def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
-        """Go back through a scan.
-
-        Args:
-            deltas: Gradients at h_t, shape (T, batch, n).
-            last: Gradients at the last state, except h_T.
-            scan: What the forward pass left.
-        """
+        """Go back through a scan: `deltas` at h_t, shape (T, batch, n), and `last` at the last state except h_T."""
 
 
 class _Lstm(_Cell):

@@ -304,14 +304,9 @@ class _Pass:
         require_inputs_kept(self.recorder.calls)
 
     def require_rows(self, first: _Pass, *, whole: bool = False) -> None:
-        """Refuse outputs that grow with the batch and mix records.
+        """Refuse (ValueError) outputs that mix records and grow from the first pass's batch to this one.
 
-        Args:
-            first: The pass on another size.
-            whole: Whether every output must have one row for each record, in their order.
-
-        Raises:
-            ValueError: There is such an output.
+        If `whole`, every output must have one row for each record, in their order.
         """
         for number, (output, state) in enumerate(zip(self.outputs, self.states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape

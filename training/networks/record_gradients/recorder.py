@@ -63,11 +63,7 @@ def _always(*_: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _modules(loaded: int) -> tuple[ModuleType, ...]:
-    """Return the loaded modules of the package that ask whether a graph is traced.
-
-    Args:
-        loaded: Number of loaded modules of all packages; when it changes, they are looked up again.
-    """
+    """Return the modules of the package that ask whether a graph is traced, anew when more modules are loaded."""
     found = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
     return tuple(module for module in found if isinstance(vars(module).get(_NAME), type(_always)))
 

@@ -106,19 +106,11 @@ def require_separate_steps(
 def require_steady_gradients(
     tape: RecordTape, args: Any, kwargs: Any, *, seek: Callable[[], None] = lambda: None
 ) -> None:
-    """Refuse a module whose gradients depend on earlier batches.
+    """Refuse (ValueError) a module whose gradients depend on earlier batches.
 
-    The loss of a record is a fixed function of its outputs. Parameters, buffers and torch's generators are restored;
-    the gradients of parameters are removed.
-
-    Args:
-        tape: The tape of the module, in the modes in which it will be trained.
-        args: Its arguments for at least one record, as `RecordTape` takes them, invented.
-        kwargs: Its keyword arguments, likewise.
-        seek: Called before each pass; makes feedback repeat its draws.
-
-    Raises:
-        ValueError: Gradients depend on earlier batches.
+    `args` and `kwargs` are invented, of at least one record, as `RecordTape` takes them; `seek`, called before each
+    pass, makes feedback repeat its draws. The loss of a record is a fixed function of its outputs. Parameters, buffers
+    and torch's generators are restored; the gradients of parameters are removed.
     """
     if runs_torch_only(tape.model):
         return

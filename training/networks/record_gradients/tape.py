@@ -143,15 +143,9 @@ class RecordTape:
     def recording(self, records: int, group: int = 1) -> Iterator[None]:
         """Watch the forward passes and the backward pass of one batch; the parameters' gradients are discarded.
 
-        The model may run several times on the same records; their gradients add up. Recomputed activations
-        (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
-
-        Args:
-            records: Number of records in the batch, or of groups of them; 0 for none.
-            group: See `begin`.
-
-        Raises:
-            ValueError: The model uses a parameter in another way than in the probe.
+        The model may run several times on the same records, 0 or more, or groups of them (see `begin`); their gradients
+        add up. Recomputed activations (torch.utils.checkpoint) and torch.autograd.grad are not supported; call
+        `backward`. Raises ValueError if the model uses a parameter in another way than in the probe.
         """
         checks.integer(records=records, minimum=0)
         for _, parameter in self._named:
@@ -165,12 +159,8 @@ class RecordTape:
         """Return the context for the forward passes of a batch; `recording` is `begin`, that context and `end`.
 
         A training loop whose backward pass happens elsewhere calls `begin` and `end` itself. The parameters must have
-        no gradients when the backward pass starts.
-
-        Args:
-            records: Number of records in the batch, or of groups of them; 0 for none.
-            group: Neighbouring rows of the batch that count as one record, such as those of a user: norms, factors and
-                sums are then those of groups.
+        no gradients when the backward pass starts. A `group` of neighbouring rows, such as those of a user, counts as
+        one record: norms, factors and sums are then those of groups.
         """
         self._records, self._uses, self._contributions = None, [], None
         self._begun, self._group = records, group
@@ -227,9 +217,7 @@ class RecordTape:
     def set_gradients(self, factors: Tensor, divisor: float = 1.0) -> None:
         """Write (1/divisor) sum_i f_i g_i into the gradients of all parameters.
 
-        Args:
-            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record.
-            divisor: The batch size, or a constant in its place.
+        Factors f_i lie in [0, 2^60], float64, shape (depth, records); 0 removes a record.
         """
         for parameter, total in self.contributions.totals(factors):
             parameter.grad = total.div_(divisor).float()
@@ -237,12 +225,7 @@ class RecordTape:
     def clip(self, bound: float, divisor: float = 1.0) -> int:
         """Write (1/divisor) sum_i min(1, C / norm(g_i)) g_i into the gradients, g_i over all parameters.
 
-        Args:
-            bound: C, above 0.
-            divisor: See `set_gradients`.
-
-        Returns:
-            The number of records left out because their gradients are not finite. It depends on private records.
+        Returns the number of records left out because their gradients are not finite. It depends on private records.
         """
         checks.positive(bound=bound, divisor=divisor)
         norms = self.squared_norms().sum(dim=0).sqrt()

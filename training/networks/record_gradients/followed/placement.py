@@ -238,11 +238,7 @@ def scaled_dimension(
 
 
 def strided_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return values in the memory order of a tensor.
-
-    Raises:
-        Refused: Its numbers share memory.
-    """
+    """Return values in the memory order of a tensor; refuse (Refused) one whose numbers share memory."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype)
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and reach != tensor.numel():

@@ -359,15 +359,7 @@ class RowTracker(TorchDispatchMode):
         return None
 
     def require_inside(self, tensor: Tensor, method: str) -> None:
-        """Refuse to hand numbers of records to code outside of torch.
-
-        Args:
-            tensor: A tensor.
-            method: The method that would hand its numbers out.
-
-        Raises:
-            ValueError: The tensor depends on records.
-        """
+        """Refuse (ValueError) a method that hands numbers of records to code outside of torch."""
         if self.states(tensor) != [None]:
             raise self.noted(
                 f"model: {self._where(method)} hands numbers of the batch to code outside of torch, which may mix the "
@@ -381,11 +373,7 @@ class RowTracker(TorchDispatchMode):
         return error
 
     def require_unrefused(self) -> None:
-        """Raise the first refusal again.
-
-        Raises:
-            ValueError: There was one.
-        """
+        """Raise the first refusal, a ValueError, again."""
         if self.refused is not None:
             raise self.refused
 
@@ -497,11 +485,7 @@ class RowTracker(TorchDispatchMode):
                 )
 
     def require_parameters_kept(self, model: nn.Module) -> None:
-        """After a pass, refuse a parameter that numbers of records have replaced; `_follow` refuses writes into one.
-
-        Raises:
-            ValueError: There is such a parameter.
-        """
+        """Refuse (ValueError) a parameter that records' numbers replaced; `_follow` refuses writes into one."""
         named = dict(model.named_parameters())
         for name, state in zip(named, self.states(*named.values()), strict=True):
             if state is not None:

@@ -336,16 +336,9 @@ class ArgmaxReadout:
 
 
 def read_argmax(readout: ArgmaxReadout, labels: Tensor, source: UniformSource, *, pay: Pay) -> Tensor:
-    """Show every label once and keep its answer only.
+    """Show every label once and keep its answer only; return the log-likelihood of every class, float32, (n, k).
 
-    Args:
-        readout: The groups of pixels, and the light.
-        labels: Class numbers, shape (n,).
-        source: Source of the permutations and of random numbers that break ties; the operating system's for a release.
-        pay: Pays for the release, before a frame is taken.
-
-    Returns:
-        The log-likelihood of every class, float32, shape (n, k).
+    The source gives the permutations and breaks ties; it is the operating system's for a release. `pay` comes first.
     """
     pay(readout.mechanism)
     return torch.from_numpy(readout.log_likelihood(readout.answers(labels, source))).float()
@@ -417,12 +410,7 @@ class _Search:
 
 
 def own_light(light: np.ndarray, groups: np.ndarray) -> float:
-    """Return the mean electrons of light of an output of each group under its own label.
-
-    Args:
-        light: Expected electrons of light, shape (labels, outputs).
-        groups: Pixels of each label, shape (labels, pixels of a group).
-    """
+    """Return the mean electrons of light of an output of each group, shape (labels, pixels), under its own label."""
     return float(np.mean([row[group].mean() for row, group in zip(light, groups, strict=True)]))
 
 
@@ -524,16 +512,11 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     r"""Return limits of the confusion matrix of the argmax over all light and dark charge of a cell.
 
     Under a certificate output j of group g has dark charge D + e_j, with D shared and independent normal e_j. Let the
-    group have n outputs. The law of its sum of numbers depends on sum e_j only, within `spread_error`, and
-    \|sum e_j\| <= n u with u = `dark_deviation_e` / sqrt(n); limits of each e_j would give n `dark_deviation_e`.
-    Entry (a, y) of the matrix rises with the rates of group y and falls with those of others, so its limits have the
-    group at D + u and all others at D - u or the other way round. If the read-out bends or clips, u is the limit of one
-    output.
-
-    Args:
-        frames: The camera.
-        groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of D; without a certificate D is the difference from the described dark charge.
+    group have n outputs. The law of its sum of numbers depends on sum e_j only, within `spread_error`, and \|sum e_j\|
+    <= n u with u = `dark_deviation_e` / sqrt(n); limits of each e_j would give n `dark_deviation_e`. Entry (a, y) of
+    the matrix rises with the rates of group y and falls with those of others, so its limits have the group at D + u and
+    all others at D - u or the other way round. If the read-out bends or clips, u is the limit of one output. Without a
+    certificate the cell's D is the difference from the described dark charge.
     """
     certified, law = frames.certified, frames.law
     if certified is None:
@@ -551,14 +534,7 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
 
 
 def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: OperatingPoint) -> Matrices:
-    """Return limits of the confusion matrix over a cell, of a camera as described, at an operating point.
-
-    Args:
-        law: The camera's stages.
-        groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of the dark charge beyond the described one.
-        point: The camera's operating point, except for its light.
-    """
+    """Return limits of the confusion matrix over a cell, of a camera as described, at a point except for its light."""
     ends, described = ((cell.least, cell.dark_low), (cell.most, cell.dark_high)), law.dark_e(point)
     lowest, highest = (
         law.rates_with(replace(point, light=max(light, NO_LIGHT)), described + dark)[0]

@@ -251,15 +251,9 @@ class NoProtection(Protection):
 
 
 def calibrated_once(mechanism: MechanismT, *, epsilon: float, delta: float) -> MechanismT:
-    """Return a mechanism with the least noise that stays within epsilon; a run that asks again is not calibrated again.
+    """Return a mechanism with the least noise that stays within a run's epsilon; may raise NoGuarantee.
 
-    Args:
-        mechanism: What is released; the search starts at its noise.
-        epsilon: Epsilon of the whole run, above 0.
-        delta: Delta of the whole run, in [0, 1).
-
-    Raises:
-        NoGuarantee: No noise reaches epsilon.
+    The search starts at the mechanism's noise; a run that asks again is not calibrated again.
     """
     found: MechanismT = _calibrated(mechanism, epsilon, delta)
     return found
@@ -396,11 +390,7 @@ class WrappedGradients(PrivateGradients):
 
 
 def linear_uses(found: Contributions) -> list[LinearUse]:
-    """Return the use of each layer of a fully connected network, before its records are measured.
-
-    Raises:
-        TypeError: They are contributions to another network.
-    """
+    """Return each layer's use in a fully connected network, unmeasured; raise TypeError for another network."""
     uses = [use for _, own in found.layers for use in own]
     linear = [use for use in uses if type(use) is LinearUse and use.positions == 1]
     if not len(linear) == len(uses) == len(found.layers):

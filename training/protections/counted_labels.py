@@ -116,16 +116,7 @@ class CountsReadout:
 
 
 def read_counts(readout: CountsReadout, labels: Tensor, *, pay: Pay) -> Tensor:
-    """Show every label once and keep its counts.
-
-    Args:
-        readout: The pixels that are kept, and the light.
-        labels: Class numbers, shape (n,).
-        pay: Pays for the release, before a frame is taken.
-
-    Returns:
-        The log-likelihood of every class, float32, shape (n, k), largest 0.
-    """
+    """Pay, show every label once and keep its counts; return log-likelihoods, float32, shape (n, k), largest 0."""
     pay(readout.mechanism)
     scores = readout.log_likelihood(labels)
     if readout.frames.measured is not None:

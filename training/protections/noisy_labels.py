@@ -68,13 +68,7 @@ _SHARPNESSES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 
 
 
 def drawn_parts(n_records: int, stages: int, source: UniformSource) -> list[np.ndarray]:
-    """Return the numbers of the records of each part, drawn at random; every record is in one of them.
-
-    Args:
-        n_records: n.
-        stages: Number of parts; their sizes differ by at most 1.
-        source: Source of random numbers; the parts need not be secret.
-    """
+    """Divide the records at random into `stages` parts whose sizes differ by at most 1; they need not be secret."""
     return np.array_split(np.argsort(source.random((n_records,)), kind="stable"), stages)
 
 
@@ -123,11 +117,7 @@ class StagedResponses:
 def randomize_in_stages(
     x: Tensor, labels: np.ndarray, mechanism: StagedResponse, source: UniformSource
 ) -> Tensor:
-    """Randomize every label once, in parts drawn at random; see `StagedResponses`.
-
-    Returns:
-        `StagedResponses.kept`, float32, shape (n, 2 k).
-    """
+    """Randomize every label once, in parts drawn at random; return `StagedResponses.kept`, float32, shape (n, 2 k)."""
     responses = StagedResponses(x, drawn_parts(len(x), mechanism.stages, source), mechanism)
     for _ in range(mechanism.stages):
         responses.answer(labels, source)
@@ -151,13 +141,9 @@ class ResponseModel:
         self._scores: list[np.ndarray] = []
 
     def add(self, part: np.ndarray, targets: np.ndarray, weights: np.ndarray, scores: np.ndarray) -> None:
-        """Add the responses of some records, in random order; every tenth is held out.
+        """Add the responses of m records, in random order; every tenth is held out.
 
-        Args:
-            part: The numbers of the records, shape (m,).
-            targets: See `among_targets`, shape (m, k).
-            weights: Above 0, shape (m,).
-            scores: The log-likelihood of every class, shape (m, k).
+        Targets (see `among_targets`) and scores, the log-likelihoods, have shape (m, k); weights are above 0.
         """
         held = np.arange(len(part)) % LEAST_PART == 0
         for rows, sums in ((~held, self._fitted), (held, self._held)):
@@ -217,8 +203,7 @@ class _Sums:
     def solved(self, ridge: float) -> Tensor:
         """Return (sum of w h h^T + lambda I)^-1 sum of w h t^T, shape (d + 1, k); 0 if it is not finite.
 
-        Args:
-            ridge: lambda over the mean of the diagonal, above 0.
+        `ridge` is lambda over the mean of the diagonal.
         """
         squares = self._squares.clone()
         squares.diagonal().add_(ridge * squares.diagonal().mean())
@@ -454,22 +439,10 @@ def read_once_through(
     pay: Pay,
     credit: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Read one-hot labels through a device of Gaussian law, whose noise is topped up to max_ab ||B_a - B_b|| / mu.
+    """Read one-hot labels through a simulated device of Gaussian law; return log-likelihoods, shape (n, k).
 
-    Args:
-        device: Open, simulated (its matrix is known), as many inputs as classes.
-        labels: Class numbers, shape (n,).
-        n_classes: k.
-        mu: mu of the guarantee, above 0; a device with more noise gives a smaller one.
-        noise: Source of independent N(0, 1) for the added noise.
-        pay: Pays for the release.
-        credit: The certificate of the device's noise and its beta, as `creditable_law` takes them.
-
-    Returns:
-        The log-likelihood of every class, shape (n, k).
-
-    Raises:
-        ConfigError: See `readable_law`.
+    Noise is added up to the deviation max_ab ||B_a - B_b|| / mu; a device with more noise gives a smaller mu. `credit`
+    has the certificate of its noise and beta, as `creditable_law` takes them. Raises ConfigError as `readable_law`.
     """
     law = readable_law(device, credit)
     codes = device.require("matrix").matrix().cpu().double().numpy()  # (n_outputs, k)
@@ -516,16 +489,9 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
 
 
 def randomize(labels: Tensor, mechanism: RandomizedResponse, generator: UniformSource, *, pay: Pay) -> Tensor:
-    """Replace labels by k-ary randomized response.
+    """Pay, and replace labels by k-ary randomized response; return log-likelihoods, shape (n, k).
 
-    Args:
-        labels: Class numbers, shape (n,).
-        mechanism: The response.
-        generator: Source of randomness; the operating system's own for a release.
-        pay: Pays for the release.
-
-    Returns:
-        The log-likelihood of every class, shape (n, k).
+    The generator is the operating system's own for a release.
     """
     pay(mechanism)
     epsilon, k = mechanism.step_epsilon, mechanism.n_classes

@@ -313,14 +313,9 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
 
 
 def weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
-    """Return A of `banded_coefficients`: the weight of each step's noisy sum in each iterate.
+    """Return A of `banded_coefficients`: the weight of each step's noisy sum in up to 32 iterates, (iterates, steps).
 
-    Args:
-        steps: Steps of the run.
-        optimizer: Its momentum (beta1 of the Adam family) and schedule.
-
-    Returns:
-        Shape (iterates, steps), for up to 32 iterates, equally spaced, the last of which is the final one.
+    The iterates are equally spaced, and the last of them is the final one.
     """
     rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])
     count = max(1, min(steps, _ITERATES, _ENTRIES // steps))
@@ -348,16 +343,9 @@ def _log_error(weights: np.ndarray, ratios: np.ndarray) -> tuple[float, np.ndarr
 
 
 def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, name: str) -> None:
-    """Refuse batches so large that `SUM_ERROR` would not bound the rounding of sums over several uses of a weight.
+    """Refuse (ValueError) batches too large for `SUM_ERROR` to bound the rounding of sums over uses of a weight.
 
-    Args:
-        tape: The tape of the module.
-        expected: Expected number of records in a batch; the bound holds for twice as many.
-        processes: The processes that share a batch.
-        name: The argument or key that sets it, for the message.
-
-    Raises:
-        ValueError: The module uses a parameter several times, and a batch is too large.
+    The bound holds for twice the expected number of records; `name` is the argument or key that sets it.
     """
     most = MOST_RECORDS // (2 * processes)
     if tape.several_uses and expected > most:

@@ -92,19 +92,11 @@ class Metric:
         return cls(factor=torch.linalg.cholesky(_with_ridge(h.t() @ weighted, floor).mul_(scale)))
 
     def leverages(self, rows: Tensor) -> Tensor:
-        """Return h^T P^-1 h of each row, float64, shape (batch,).
-
-        Args:
-            rows: h with the bias's constant, shape (batch, d).
-        """
+        """Return h^T P^-1 h of each row h, with the bias's constant, float64, shape (batch,)."""
         return self.whiten(rows).square().sum(dim=1)
 
     def whiten(self, rows: Tensor) -> Tensor:
-        """Return L^-1 h of each row, float64, shape (batch, d).
-
-        Args:
-            rows: h with the bias's constant, shape (batch, d).
-        """
+        """Return L^-1 h of each row h, with the bias's constant, float64, shape (batch, d)."""
         return torch.linalg.solve_triangular(self.factor, rows.double().t(), upper=False).t()
 
     def colour(self, white: Tensor) -> Tensor:
@@ -119,15 +111,10 @@ def _with_ridge(p: Tensor, floor: float) -> Tensor:
 
 
 def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
-    """Return Kiefer-Wolfowitz weights of the D-optimal design, float64, sum 1, shape (n,).
+    """Return Kiefer-Wolfowitz weights of the D-optimal design of rows h_r, float64, sum 1, shape (n,).
 
-    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards its minimum d. The
-    weights depend only on public features.
-
-    Args:
-        rows: h_r with the bias's constant, shape (n, d).
-        rounds: At least 0.
-        floor: As in `Metric.of_rows`.
+    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards its minimum d. The weights
+    depend only on public features. For `floor` see `Metric.of_rows`.
     """
     weights = rows.new_full((len(rows),), 1 / len(rows), dtype=torch.float64)
     for _ in range(rounds):
@@ -200,16 +187,11 @@ class Design:
 
     @classmethod
     def levelled(cls, x: Tensor, *, ridge: float, rounds: int, level: float) -> Design:
-        """Return the design of a protected model.
+        """Return the design of a protected model of features x, shape (n, d - 1).
 
         Each round lowers the weights of all records so that no w_i |L^-1 h_i| exceeds `level` times the root mean
         square of |L^-1 h_i|, and forms S with these weights. In the end they are lowered once more under that S.
-
-        Args:
-            x: Features, float, shape (n, d - 1).
-            ridge: See `of`.
-            rounds: 0 for weights 1.
-            level: Above 0.
+        Without rounds all weights are 1. For `ridge` see `of`.
         """
         design = cls.of(x, ridge=ridge)
         whole, norms = design.weights, design.norms(x)
@@ -223,13 +205,7 @@ class Design:
         return torch.cat([self.metric.leverages(h).sqrt() for _, h in blocks(x)])
 
     def sums(self, x: Tensor, y: Tensor, n_classes: int) -> Tensor:
-        """Return sum_i w_i h_i t_i^T, float64, shape (k, d).
-
-        Args:
-            x: Features, shape (n, d - 1).
-            y: Class numbers, shape (n,).
-            n_classes: k.
-        """
+        """Return sum_i w_i h_i t_i^T, float64, shape (k, d)."""
         total = x.new_zeros((n_classes, x.shape[1] + 1), dtype=torch.float64)
         for rows, h in blocks(x):
             targets = torch.nn.functional.one_hot(y[rows], n_classes).double() - 1 / n_classes
@@ -258,12 +234,7 @@ class Design:
         return LabelSums(by_class=by_class, total=by_class.sum(dim=0), largest=largest)
 
     def model(self, released: Tensor, total: Tensor) -> Tensor:
-        """Return W, shape (k, d).
-
-        Args:
-            released: R, float64, shape (k, d).
-            total: `LabelSums.total`.
-        """
+        """Return W, shape (k, d), from the released R, float64, shape (k, d), and `LabelSums.total`."""
         centred = released - total / len(released)
         return torch.linalg.solve_triangular(self.metric.factor.t(), centred.t(), upper=True).t()
 
@@ -279,13 +250,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def lowered(weights: Tensor, norms: Tensor, level: float) -> Tensor:
-    """Return weights so low that no w_i q_i exceeds `level` times the root mean square of the given w_i q_i.
-
-    Args:
-        weights: w_i, shape (n,).
-        norms: q_i = |L^-1 h_i|, shape (n,).
-        level: Above 0.
-    """
+    """Return weights so low that no w_i q_i, q_i = |L^-1 h_i|, exceeds `level` times the given root mean square."""
     shares = weights * norms
     factors = level * shares.square().mean().sqrt() / shares  # NaN if all shares are 0
     return weights * factors.clamp_max(1.0).nan_to_num(nan=1.0)
@@ -371,15 +336,7 @@ class LabelReleaseProtection(OneLookProtection):
     def drawn(
         self, design: Design, x: Tensor, y: Tensor, *, mu: float, device: NoisyDevice | None
     ) -> tuple[Tensor, Tensor]:
-        """Return R of the run, from the first noise of its source, and `LabelSums.total`.
-
-        Args:
-            design: Its design.
-            x: Its training features.
-            y: Its training labels.
-            mu: mu of the guarantee, above 0.
-            device: Its open device, or None without one.
-        """
+        """Return R of a design at mu > 0, from the first noise of its source, and `LabelSums.total`."""
         sums = design.label_sums(x, y, self.dataset.n_classes)
         if not sums.largest:  # no record has a finite feature, so that nothing is read of labels
             return sums.by_class, sums.total

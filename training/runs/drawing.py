@@ -339,12 +339,7 @@ class MainFigure:
 
 
 def beside_guessing(accuracy: float, guessing: float | None) -> str:
-    """Return the remark that follows an accuracy no better than guessing one class; empty for a better one.
-
-    Args:
-        accuracy: In percent.
-        guessing: Accuracy of guessing among the classes, in percent; None if there are no classes.
-    """
+    """Return the remark, or "", after an accuracy in percent no better than guessing one class (None: no classes)."""
     if guessing is None or accuracy > guessing:
         return ""
     return f" (no better than guessing: {guessing:.3g} %)"

@@ -132,11 +132,7 @@ class RunFolder:
         return folder
 
     def require_writable(self) -> None:
-        """Refuse a folder that cannot be written, before data are read; creates nothing.
-
-        Raises:
-            RunFolderError: It cannot be written.
-        """
+        """Refuse (RunFolderError) a folder that cannot be written, before data are read; creates nothing."""
         problem = folder_problem(self.path)
         if problem is not None:
             raise RunFolderError(f"run folder {self.path} cannot be used ({problem}); choose another folder")
@@ -215,12 +211,7 @@ class RunFolder:
             )
 
     def configuration(self, config: RunConfig, facts: dict[str, Any]) -> bytes:
-        """Return the content of `config.json` for a new run.
-
-        Args:
-            config: Resolved configuration.
-            facts: The run's network, device description, data and package versions.
-        """
+        """Return a new run's `config.json`: its resolved configuration and facts of its network, device and data."""
         values = config.model_dump(mode="json")
         if config.mode == "release":
             del values["seed"]
@@ -260,11 +251,7 @@ class RunFolder:
         return dict(facts)
 
     def read_config(self) -> RunConfig:
-        """Read the resolved configuration.
-
-        Raises:
-            RunFolderError: There is no run here, or its configuration is not valid.
-        """
+        """Read the resolved configuration; raise RunFolderError if there is no run here, or it is not valid."""
         try:
             return stored_config(self.read_facts()["config"])
         except ConfigError as error:
@@ -279,11 +266,7 @@ class RunFolder:
         append_line(self.timing_file, {"schema_version": METRICS_VERSION, **record})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read the metrics of the epochs so far.
-
-        Raises:
-            RunFolderError: They were changed, cut or emptied since the newest checkpoint.
-        """
+        """Read the epochs' metrics; raise RunFolderError if they were changed since the newest checkpoint."""
         header = self.newest_header()
         if header is not None:
             self._require_metrics(header)
@@ -310,11 +293,7 @@ class RunFolder:
         write_json(self.summary_file, sealed(facts, ledger=ledger.to_json()))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Return the summary, or None if the run is not finished.
-
-        Raises:
-            RunFolderError: It was changed.
-        """
+        """Return the summary, or None if the run is not finished; raise RunFolderError if it was changed."""
         return self._sealed_summary()[0] if self.finished else None
 
     def _sealed_summary(self) -> tuple[dict[str, Any], Position]:
@@ -342,10 +321,9 @@ class RunFolder:
         return None
 
     def digests(self, configuration: bytes | None = None) -> dict[str, str | None]:
-        """Return the digest of each file that a run writes once, by its name, or None if it does not exist.
+        """Return the digest of each file that a run writes once, by name, or None if it does not exist.
 
-        Args:
-            configuration: The content that `config.json` is about to get; None reads the file.
+        `configuration` is the content that `config.json` is about to get.
         """
         sealed = (self.config_file, self.components_file, self.baseline_file, self.labels_file)
         found = {file.name: digest_of(_content(file)) if file.exists() else None for file in sealed}
@@ -354,13 +332,7 @@ class RunFolder:
         return found
 
     def seal(self, files: Mapping[str, str | None], ledger: Position, *, bound: bool) -> Seal:
-        """Return the seal for a checkpoint that is about to be written.
-
-        Args:
-            files: Digests by `digests`, from when this process started.
-            ledger: Current position of the ledger.
-            bound: Whether the run may only be resumed in this very folder.
-        """
+        """Return the seal of a new checkpoint; `bound` allows the run to be resumed in this very folder only."""
         return Seal(
             files=files,
             metrics=self._sealed_metrics.prefix(),
@@ -479,11 +451,7 @@ def own_folder(path: Path) -> Path:
 
 
 def versions(kinds: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on.
-
-    Args:
-        kinds: Entry-point group and name of each kind that the run uses; their packages are listed too.
-    """
+    """Return the versions of packages that a run's numbers depend on, also of its kinds' (entry-point group, name)."""
     names = ("opusim", "torch", "numpy", "numba", "scipy", "scikit-learn")
     others = {plugins.package(group, name) for group, name in kinds} - {"", *names}
     return {"python": platform.python_version()} | {
@@ -634,11 +602,7 @@ class StoredRun:
 def read_run(path: str | Path) -> StoredRun:
     """Read a run from its folder without its model; nothing in a folder is executed.
 
-    Args:
-        path: The run folder.
-
-    Raises:
-        RunFolderError: As `opusim.training.runs.run.load_run`, except that code and parameters are not read.
+    Raises RunFolderError as `opusim.training.runs.run.load_run`, except that code and parameters are not read.
     """
     folder = RunFolder(path)
     folder.read_facts()

@@ -65,11 +65,7 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def require_kind(folder: Path, kind: Kind) -> None:
-    """Refuse a folder that holds another kind of work.
-
-    Raises:
-        RunFolderError: It does.
-    """
+    """Refuse (RunFolderError) a folder that holds another kind of work."""
     found = kind_of(folder)
     if found is not None and found != kind:
         article = "an" if found == "audit" else "a"
@@ -158,11 +154,7 @@ def json_content(value: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document.
-
-    Raises:
-        ValueError: The file is not JSON; the message names it.
-    """
+    """Read a JSON document; raise ValueError, which names the file, if it is none."""
     try:
         return parse_json(read_bytes(path))
     except json.JSONDecodeError as error:
@@ -170,26 +162,12 @@ def read_json(path: Path) -> Any:
 
 
 def sealed(content: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
-    """Return a JSON object with its seal, the last key.
-
-    Args:
-        content: The object.
-        **facts: Further facts of the seal, such as the length of another file; its digest covers them.
-    """
+    """Return a JSON object with its seal, the last key, whose digest also covers further facts."""
     return {**content, _SEAL: {**facts, "digest": json_digest({**content, **facts})}}
 
 
 def unsealed(path: Path, content: Any, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Check the digest, and return what `sealed` was given.
-
-    Args:
-        path: The file, for the message.
-        content: Its content.
-        remedy: What to do if it was changed.
-
-    Raises:
-        RunFolderError: There is no seal, or its digest is another one.
-    """
+    """Check the digest (RunFolderError, with the remedy), and return what `sealed` was given."""
     if isinstance(content, dict) and isinstance(content.get(_SEAL), dict):
         facts = {**content[_SEAL]}
         kept = {key: value for key, value in content.items() if key != _SEAL}
@@ -226,11 +204,7 @@ def record_json(record: Any, version: int) -> dict[str, Any]:
 
 
 def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
-    """Return the dataclass that `record_json` converted.
-
-    Raises:
-        ValueError: The content is of another schema version, or is not such a record; one line names the field.
-    """
+    """Return the dataclass that `record_json` converted; raise ValueError, in a line, for anything else."""
     found = content.get("schema_version") if isinstance(content, Mapping) else None
     if found != version:
         raise ValueError(f"schema_version {checks.short(found)} is not {version}")
@@ -242,16 +216,8 @@ def read_record(
 ) -> Record:
     """Read a dataclass from a JSON document that `write_record` wrote; warn if it has no seal.
 
-    Args:
-        path: The file.
-        kind: The dataclass.
-        version: Its schema version.
-        what: Expected content, for the message, such as "an audit".
-        remedy: What to do if it is not.
-        named: Path that a warning names, such as the folder of many files; None for the file.
-
-    Raises:
-        RunFolderError: The file is something else, or was changed; the message is one line.
+    `what` and `remedy` are for the message of RunFolderError if it is something else or was changed; `named` is the
+    path that a warning names, such as the folder of many files.
     """
     try:
         content = read_json(path)

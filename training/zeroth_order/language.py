@@ -89,14 +89,8 @@ def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (
     """Return the token numbers of texts in their prompts, padded with -1 on the left, or on the right for a mask.
 
     All rows are max_tokens wide, because the length of the longest text would reveal something about a private record.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        texts: At least one text.
-        prompt: The template; its end is kept whole. "{text}" alone encodes texts for a `TextModel`.
-
-    Raises:
-        ValueError: The template leaves no room within max_tokens, or has a mask and the tokenizer has none.
+    The template's end is kept whole; "{text}" alone encodes texts for a `TextModel`. Raises ValueError if it leaves no
+    room, or has a mask and the tokenizer has none.
     """
     return _encoded(tokenizer, texts, prompt)[0]
 

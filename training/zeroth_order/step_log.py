@@ -135,9 +135,7 @@ class StepLog:
     def append(self, entry: StepEntry) -> None:
         """Write a step; it survives a power cut once `mark` returns.
 
-        Raises:
-            OSError: It cannot be written, or an earlier step could not; the log takes no more steps.
-            RuntimeError: This process was forked from the one that opened the log.
+        Raises OSError if it, or an earlier step, cannot be written, and RuntimeError in a forked process.
         """
         pairs = (struct.pack("<Qf", s, v) for s, v in zip(entry.seeds, entry.scalars, strict=True))
         body, (steps, before) = struct.pack("<f", entry.rate) + b"".join(pairs), self._last

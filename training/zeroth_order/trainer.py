@@ -83,15 +83,10 @@ class Differences:
 
 
 def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differences:
-    """Return clip(l_i^+ - l_i^-, -C, C) of each record.
+    """Return clip(l_i^+ - l_i^-, -C, C) of each record, at theta + phi z and theta - phi z.
 
     A loss that is NaN or infinite counts as the worst one: the difference is C if it is on the plus side, -C on the
     minus side, and 0 on both. Without a C the difference is then 0. So |value| <= C whatever the model returns.
-
-    Args:
-        plus: Losses at theta + phi z, shape (batch,).
-        minus: Losses at theta - phi z, shape (batch,).
-        clip: C > 0, or None if there is no clip.
     """
     bad_plus, bad_minus = ~torch.isfinite(plus), ~torch.isfinite(minus)
     bad = bad_plus | bad_minus
@@ -105,12 +100,7 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
 
 
 def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differences]:
-    """Scale each record's differences along all directions to Euclidean norm at most C.
-
-    Args:
-        found: The differences along each direction, bounded by `LARGEST_DIFFERENCE`.
-        clip: C > 0.
-    """
+    """Scale each record's differences, at most `LARGEST_DIFFERENCE`, along all directions to norm at most C > 0."""
     values = torch.stack([differences.values for differences in found])
     norms = torch.linalg.vector_norm(values, dim=0)
     scaled = values * (clip * _BELOW / norms.clamp_min(clip))

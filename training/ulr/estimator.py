@@ -138,15 +138,9 @@ def _scale(s: Tensor, positions: int) -> Tensor:
 
 
 def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: bool) -> Isotropic:
-    """Return the coordinates of a layer's noise.
+    """Return the coordinates of a layer's noise at input h and output value, matched to the Jacobian if asked.
 
     Modules whose parameters act at one position, or that have no closed form, have isotropic noise.
-
-    Args:
-        jacobian: The Jacobian of the layer.
-        value: The layer's output, shape (batch, ...).
-        h: The layer's input, shape (batch, ...).
-        matched: Whether the covariance is matched to the Jacobian.
     """
     rows = jacobian.factor_rows(h) if matched and value.ndim > 2 and value.numel() else None
     if rows is None:
@@ -208,26 +202,13 @@ def needed_copies(copies: int, outputs: int, directions: Directions, reduction: 
     """Return K, or the number of outputs if that is less and orthogonal antithetic pairs already cover them.
 
     The pairs of a whole group leave no variance of a linear loss, so those of a second group would repeat it.
-
-    Args:
-        copies: K.
-        outputs: Outputs of the module for a record.
-        directions: Law of the coordinates.
-        reduction: Reduction of variance.
     """
     covers = directions == "orthogonal" and reduction == "antithetic"
     return min(copies, max(outputs, 1)) if covers else copies
 
 
 def draw_sizes(size: int, records: float, copies: int, directions: Directions) -> list[float]:
-    """Return how many numbers `Draws` asks its source for, draw by draw.
-
-    Args:
-        size: Coordinates of a record.
-        records: Records of the batch; their mean, if it is random.
-        copies: K.
-        directions: Law of the coordinates.
-    """
+    """Return how many numbers `Draws` asks its source for, draw by draw, of `size` coordinates of a record."""
     if directions == "independent":
         return [size * records] * copies
     groups = [min(copies - start, size) for start in range(0, copies, size)]
@@ -545,12 +526,7 @@ _PARAMETERS_LIMIT = 2**24
 
 
 def parts_of_records(size: int, records: float) -> list[float]:
-    """Return the records of each part in which `parameter_estimates` takes a batch.
-
-    Args:
-        size: Parameters of the module.
-        records: Records of the batch; their mean, if it is random.
-    """
+    """Return the records of each part in which `parameter_estimates` of `size` parameters takes a batch."""
     at_once = max(1, _PARAMETERS_LIMIT // (2 * size))
     whole, left = divmod(records, at_once)
     return [float(at_once)] * int(whole) + ([left] if left else [])

@@ -262,14 +262,10 @@ class PublishedUpdate:
 def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
     """Return rows of covariance level^2 I - R^T R, negative eigenvalues set to 0 (appendix A.4), float32.
 
-    They are N times the root of that covariance, N (level I + V g(S) V^T), for R^T R = V S V^T and
-    g(s) = sqrt(max(level^2 - s, 0)) - level. If R has fewer rows than columns, V is never formed: with
-    R R^T = U S U^T the second term is N R^T U (g(S) / S) U^T R, and g(s) / s is smooth at 0.
-
-    Args:
-        normals: N, independent N(0, 1), shape (outputs, inputs).
-        root: R, float32, shape (any, inputs); the smaller of its Gram matrices is decomposed.
-        level: sigma_0 C > 0.
+    With N independent N(0, 1), shape (outputs, inputs), and level sigma_0 C they are N times the root of that
+    covariance, N (level I + V g(S) V^T), for R^T R = V S V^T and g(s) = sqrt(max(level^2 - s, 0)) - level. If R has
+    fewer rows than columns, V is never formed: with R R^T = U S U^T the second term is N R^T U (g(S) / S) U^T R, and
+    g(s) / s is smooth at 0.
     """
     if len(root) < root.shape[1]:
         values, u = _spectrum(root)

@@ -22,14 +22,7 @@ class LazyGroup(TyperGroup):
         """Name the subcommands, by `later`."""
 
     def later(self, name: str, summary: str, load: Callable[[], Any], *, panel: str | None = None) -> None:
-        """Add a subcommand.
-
-        Args:
-            name: Its name.
-            summary: The line that help shows.
-            load: Makes the command.
-            panel: Heading under which help lists it.
-        """
+        """Add a subcommand that `load` makes; help lists it under a panel with its summary."""
         self.commands[name] = TyperCommand(name, help=summary, rich_help_panel=panel)
         self._loaders[name], self.panels[name] = load, panel
 

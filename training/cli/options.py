@@ -101,11 +101,7 @@ class KeyOption:
         return nested(self.key, value if self.constant is None else self.constant)
 
     def implied(self, value: Any) -> Mapping[str, str]:
-        """The other keys that a value sets.
-
-        Raises:
-            ValueError: The value is not one of the option's words.
-        """
+        """The other keys that a value sets; raise ValueError unless it is one of the option's words."""
         if self.words is None:
             return self.also
         if value not in self.words:

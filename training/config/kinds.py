@@ -49,11 +49,7 @@ class KindSection(Section):
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
-        """Return the defaults of other sections that follow from this kind; given keys override them.
-
-        Args:
-            given: The keys that the run was given, by section; "run" holds those outside of sections.
-        """
+        """Return defaults of other sections that follow from this kind and the given keys, which override them."""
         return {}
 
     def implementing_class(self) -> Any:
@@ -63,11 +59,7 @@ class KindSection(Section):
         return resolve_name(self.implementation)
 
     def check(self, run: Any) -> None:
-        """Refuse a RunConfig whose other sections do not fit this one.
-
-        Raises:
-            ValueError: They do not fit; the message begins with "key = value".
-        """
+        """Raise ValueError, "key = value: ...", for a RunConfig whose other sections do not fit this one."""
         return
 
 

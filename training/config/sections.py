@@ -529,11 +529,7 @@ class DataConfig(Section):
 
     @property
     def file(self) -> Path:
-        """The file that data.name names.
-
-        Raises:
-            ValueError: It names none.
-        """
+        """The file that data.name names; raise ValueError if it names none."""
         if self.file_kind is None:
             raise ValueError(f"data.name = {self.name!r} names no file; see file_kind")
         return Path(self.name.partition(":")[2])

@@ -528,16 +528,10 @@ def loop_statement(
 
 
 def stated_loop(folder: Path, *, delta: float | None = None) -> Statement:
-    """Return what the folder of a private loop may state; its ledger is checked against the last save.
+    """Return what the folder of a private loop may state, at delta or that of the loop.
 
-    Args:
-        folder: The folder.
-        delta: At which the guarantees are stated; None takes the loop's.
-
-    Raises:
-        LedgerCorrupt: The ledger was changed, cut or reordered, is older than the save, or is missing.
-        NoGuarantee: No step was paid for yet.
-        RunFolderError: Settings or save were changed, or are something else.
+    Raises LedgerCorrupt if the ledger is missing, changed, or older than the last save, NoGuarantee if no step was paid
+    for yet, and RunFolderError if settings or save were changed.
     """
     settings, witnesses = PrivacySettings.stored(folder), []
     if (folder / CHECKPOINT_FILE).exists():

@@ -141,11 +141,7 @@ class PrivateLoader:
 
     @property
     def batch_sampler(self) -> BatchSampler:
-        """Opacus's BatchMemoryManager reads it; here it is not needed.
-
-        Raises:
-            AttributeError: Always; the message says what takes its place.
-        """
+        """Raise AttributeError: Opacus's BatchMemoryManager reads it, and the message says what takes its place."""
         raise AttributeError(
             "a private loader has no batch_sampler, because its batches are drawn in secret; instead of a "
             "BatchMemoryManager, give max_physical_batch_size to make_private and iterate over the loader itself"

@@ -612,11 +612,6 @@ def _another(origin: Origin | None, place: Path, path: Path) -> str:
     """Return which run an audit attacked if that is not the one in a folder; empty if it is.
 
     It is the same run if its ledger begins with the lines that the audited ledger had.
-
-    Args:
-        origin: What the audit attacked.
-        place: The folder that holds the audit.
-        path: The folder of the run.
     """
     if origin is None:
         return "a run that it does not name"

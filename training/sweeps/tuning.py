@@ -114,13 +114,7 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
 
 
 def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int | None) -> Draw:
-    """Draw K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently.
-
-    Args:
-        choices: Values to choose from, by key.
-        mean: Expected number of trials, above 0.
-        seed: Seed of the draw; None uses the system's entropy.
-    """
+    """Draw K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently."""
     generator = np.random.default_rng(None if seed is None else derive_seed(seed, "tuning"))
     count = int(generator.poisson(mean))
     trials = tuple(
@@ -142,12 +136,7 @@ def best_of(scores: Mapping[int, float]) -> int:
 def noisy_score(right: int, n_records: float, mu: float, *, mode: str, seed: int) -> float:
     """Return (right + N(0, 1 / mu^2)) / n, the noisy number exactly rounded: mu-GDP in the held-out records.
 
-    Args:
-        right: Number of held-out records that the model classifies rightly; one record changes it by at most 1.
-        n_records: n, a public number of at least 1.
-        mu: Above 0.
-        mode: Mode of the run; release mode draws from the system.
-        seed: Seed of the trial.
+    `right` held-out records are classified rightly; one record changes it by at most 1. n is public.
     """
     noise = noise_stream(mode, seed, "score-noise").rounded(1, 1 / mu)
     return float(noise.added_to(torch.tensor([float(right)]))) / n_records
@@ -198,11 +187,7 @@ class SearchState:
 
     @classmethod
     def read(cls, folder: Path) -> SearchState | None:
-        """Read the state in a search folder, or return None if there is none.
-
-        Raises:
-            RunFolderError: It was changed, or is of another schema version.
-        """
+        """Read the state in a search folder, or return None; raise RunFolderError if it was changed."""
         file = folder / STATE_FILE
         if not file.exists():
             return None

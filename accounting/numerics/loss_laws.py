@@ -87,7 +87,7 @@ class LossLaw(ABC):
 
     @abstractmethod
     def rounding(self, tail: float) -> float:
-        """Return the largest rounding error of the bins but for tails of this mass: relative of masses, else absolute."""
+        """Return the largest rounding error of the bins but for such a tail: relative of masses, else absolute."""
 
     @abstractmethod
     def bins(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

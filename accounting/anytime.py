@@ -126,8 +126,7 @@ class _Wealth:
     def play(self, outcomes: np.ndarray) -> np.ndarray:
         """Play games with one division, and return the logarithm of the wealth after each.
 
-        Args:
-            outcomes: Band of each game's score, plus the number of bands if the guess is wrong, shape (repeats, games).
+        Outcomes, shape (repeats, games), are the band of a score, plus the number of bands if the guess is wrong.
         """
         held = np.log((self._division[:, None] @ self._returns)[:, 0])
         shape = (len(self._seen), outcomes.shape[1])
@@ -241,12 +240,7 @@ class AnytimeAudit:
         self._sequence: list[tuple[int, float]] = []
 
     def add(self, scores: np.ndarray, inside: np.ndarray) -> None:
-        """Play games, one after another.
-
-        Args:
-            scores: One a game, higher if the attacker thinks that the first world was played, shape (n,).
-            inside: The coins, bool, shape (n,).
-        """
+        """Play games, one after another, of scores, higher if the first world seems played, and coins, shape (n,)."""
         checks.shape((len(inside),), scores=scores)
         checks.finite(scores=scores)
         scores, inside = np.asarray(scores, dtype=float), np.asarray(inside, dtype=bool)

@@ -43,9 +43,7 @@ SEED_REBUILDS = "batches and noise drawn in software can be rebuilt from the see
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
     """Return a paragraph for a reader new to differential privacy, and a list of the guarantee's assumptions.
 
-    Args:
-        guarantee: The guarantee.
-        seed_stored: Whether the run keeps its seed (experiment mode).
+    The run keeps its seed in experiment mode (`seed_stored`).
     """
     text = f"{guarantee.status.value.capitalize()}: {_meaning(guarantee)}"
     if seed_stored and guarantee.is_proven:
@@ -187,10 +185,8 @@ def guarantee_rows(
 ) -> list[dict[str, str]]:
     """Return one row per guarantee: status, epsilon, delta, protects, released, mechanism, notes.
 
-    Args:
-        guarantees: The guarantees.
-        seed_stored: Whether the run keeps its seed (experiment mode), which a finite epsilon forbids.
-        count: Number of records, or of users if these are protected; None if it is private or not known.
+    A stored seed (experiment mode) forbids a finite epsilon. `count` is the number of records or users, None if it is
+    private.
     """
     rows = []
     for guarantee in guarantees:
@@ -315,12 +311,7 @@ class LedgerFacts:
 
     @classmethod
     def of(cls, content: LedgerContent, checked_against: Sequence[str]) -> Self:
-        """Return the facts of a ledger that was read.
-
-        Args:
-            content: The ledger.
-            checked_against: Names of the witnesses that it was read with.
-        """
+        """Return the facts of a ledger that was read with the witnesses of these names."""
         once = [payment.name for payment in content.payments if payment.name is not None]
         steps = [payment.steps for payment in content.payments if payment.name is None]
         return cls(
@@ -431,8 +422,7 @@ class Statement(Shown):
     def text(self, *, without: Sequence[WarningCode] = ()) -> str:
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
 
-        Args:
-            without: Warnings to leave out. The paragraphs already say what experiment mode limits.
+        Some may be left out: the paragraphs already say what experiment mode limits.
         """
         stated = guarantees_text(
             self.guarantees, seed_stored="experiment" in self.warnings, count=self.public_number
@@ -475,12 +465,9 @@ class Statement(Shown):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Read back what `to_json` returned.
+        """Read back what `to_json` returned; raise ValueError, in a line, for anything else.
 
         Warnings, theorems and descriptions are computed again from the rest, never believed.
-
-        Raises:
-            ValueError: The content is no such document, is of another version, or lacks a key; one line.
         """
         found = (content.get("schema"), content.get("version"))
         if found != (SCHEMA, VERSION):

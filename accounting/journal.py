@@ -82,15 +82,7 @@ class Witness:
     final: bool = False
 
     def check(self, path: Path, digests: Sequence[str]) -> None:
-        """Require the prefix.
-
-        Args:
-            path: The journal's file.
-            digests: Digests of its lines.
-
-        Raises:
-            LedgerCorrupt: The journal is shorter or different, or longer although it was final.
-        """
+        """Require (LedgerCorrupt) the prefix in a journal of these digests of lines, all of it if it was final."""
         lines = self.position.lines
         if len(digests) < lines:
             raise LedgerCorrupt(
@@ -150,9 +142,8 @@ class Journal:
     def append(self, entry: dict[str, Any]) -> None:
         """Write, sync, then move the head; when this returns, the entry survives a power cut.
 
-        Raises:
-            OSError: The line or the head could not be written, now or before; nothing more can be appended.
-            RuntimeError: This process was forked from the one that opened the journal.
+        Raises OSError if that failed now or before, and nothing more can be appended, and RuntimeError in a forked
+        process.
         """
         _, before, end = self._lines[-1]
         line, position = _line(before, entry)
@@ -227,11 +218,7 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
 
 
 def _verified(path: Path, before: Position, line: bytes, *, must_count: bool) -> dict[str, Any] | None:
-    """Return the entry of a line, or None if the line is damaged and may be dropped.
-
-    Raises:
-        LedgerCorrupt: The line must count and is not what was written.
-    """
+    """Return a line's entry, None if it is damaged and may be dropped; raise LedgerCorrupt if it must count."""
     number, problem = before.lines + 1, "its digest does not fit: it was changed"
     try:
         content = parse_json(line)

@@ -571,8 +571,7 @@ class CertifiedMechanism(Mechanism):
 def mechanism_class(kind: str) -> type[Mechanism]:
     """Return the class of a kind, importing the package whose entry point names it.
 
-    Raises:
-        ValueError: No class has this kind, and the message lists those that do; or its package cannot be used.
+    ValueError lists those that exist, or says that the package cannot be used.
     """
     if kind in plugins.names(ENTRY_POINT_GROUP):
         return _load(kind)

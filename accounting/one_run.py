@@ -358,15 +358,10 @@ class OneRunResult:
 
 
 def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> OneRunResult:
-    """Return the bounds on epsilon from one run's scores.
+    """Return the bounds on epsilon from one run's scores of m canaries, higher where one seems in, and coins.
 
-    Args:
-        scores: One for each canary, higher where it seems to be in, shape (m,).
-        inside: The coins, bool, shape (m,).
-        plan: The plan of the audit.
-
-    Raises:
-        ValueError: Other shapes than the plan's m, a score that is not finite, or fewer than two canaries in or out.
+    Raises ValueError for other shapes than the plan's, a score that is not finite, or fewer than two canaries in or
+    out.
     """
     checks.shape((plan.canaries,), scores=scores, inside=inside)
     checks.finite(scores=scores)

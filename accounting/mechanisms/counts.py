@@ -422,18 +422,11 @@ class LabelArgmax(_LabelFrame):
 
 
 def argmax_epsilon(lowest: np.ndarray, highest: np.ndarray, *, symmetrised: bool) -> float:
-    """Return the pure epsilon of the argmax from limits of its confusion matrix, rounded up.
+    """Return the pure epsilon of the argmax from limits of its confusion matrix, shape (k, k), rounded up.
 
-    Asymmetric: max over columns y and labels a, b of log(highest[a, y] / lowest[b, y]). Symmetrised, with p between the
-    mean diagonals: the larger of log((k - 1) p / (1 - p)) at the highest p and its negative at the lowest.
-
-    Args:
-        lowest: Lower limits of P[label, answer], shape (k, k).
-        highest: Upper limits.
-        symmetrised: Whether a secret, uniformly random permutation moves the labels of each record.
-
-    Raises:
-        ValueError: The limits contradict each other.
+    Asymmetric: max over columns y and labels a, b of log(highest[a, y] / lowest[b, y]). Symmetrised, by a secret,
+    uniformly random permutation of each record's labels, with p between the mean diagonals: the larger of log((k - 1) p
+    / (1 - p)) at the highest p and its negative at the lowest. Raises ValueError if the limits contradict each other.
     """
     checks.shape((None, None), lowest=lowest)
     checks.shape(np.shape(lowest), highest=highest)

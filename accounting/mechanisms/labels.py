@@ -520,12 +520,7 @@ def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
 
 
 def _information(likely: np.ndarray, epsilon: float) -> np.ndarray:
-    """Return the mutual information of labels and responses among m of them, nats, shape (n,).
-
-    Args:
-        likely: Prior of these m >= 2 labels, shape (n, m).
-        epsilon: Above 0.
-    """
+    """Return the mutual information, nats, shape (n,), of labels and responses among m of prior (n, m)."""
     size = likely.shape[1]
     stays = keep_probability(epsilon, size)
     other = stays * math.exp(-epsilon)
@@ -545,18 +540,11 @@ def respond_among(
 ) -> np.ndarray:
     """Return one randomized label for each label, among those that the record may take, shape (n,), dtype int64.
 
-    If the label is among the m, it stays with probability e^epsilon / (e^epsilon + m - 1), else it becomes one of the
-    m - 1 others with equal probability. A label that is not among them becomes any of the m with probability 1 / m.
-    The ratio of two labels' probabilities is at most e^epsilon for every m and every set that depends on no label.
-
-    Args:
-        labels: Integers in [0, k), shape (n,).
-        among: Which labels the record may take, at least one each, bool, shape (n, k); see `telling_labels`.
-        epsilon: Above 0 and finite.
-        generator: As for `respond`.
-
-    Raises:
-        ValueError: A label is out of range, or a record may take none.
+    If the label is among the m, it stays with probability e^epsilon / (e^epsilon + m - 1), else it becomes one of the m
+    - 1 others with equal probability. A label that is not among them becomes any of the m with probability 1 / m. The
+    ratio of two labels' probabilities is at most e^epsilon for every m and every set that depends on no label. Which
+    labels a record may take, `telling_labels`, has shape (n, k). Raises ValueError if a label is out of range, or a
+    record may take none; the generator is as for `respond`.
     """
     given, (n, k) = np.asarray(labels), among.shape
     checks.positive(epsilon=epsilon)

@@ -176,13 +176,7 @@ def _require_possible_batch(n_records: int, min_batch_size: int) -> None:
 
 
 def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int) -> tuple[float, float]:
-    """Return qt and rho of theorem rejection-sampling, at N = n_records.
-
-    Args:
-        sampling_probability: q in (0, 1].
-        n_records: N.
-        min_batch_size: L, at least 1, at most N.
-    """
+    """Return qt and rho of theorem rejection-sampling at q, N = `n_records` and L = `min_batch_size`."""
     q, n, least = sampling_probability, n_records, min_batch_size
     if q == 1:
         return 1.0, 0.0

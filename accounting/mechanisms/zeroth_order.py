@@ -269,15 +269,8 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     """Return epsilon(delta) of steps that are each purely private, whatever their law.
 
     The loss of randomized response, +-step_epsilon with odds e^step_epsilon, dominates theirs (Kairouz et al. 2015), so
-    delta is P(K > j) - e^epsilon Q(K > j), K binomial and j the successes whose loss is at most epsilon.
-
-    Args:
-        step_epsilon: Above 0, at most 100.
-        steps: At least 1.
-        delta: In (0, 1).
-
-    Raises:
-        NoGuarantee: The step's epsilon is beyond what doubles can follow.
+    delta is P(K > j) - e^epsilon Q(K > j), K binomial and j the successes whose loss is at most epsilon. Raises
+    NoGuarantee if the step's epsilon is beyond what doubles can follow.
     """
     if not step_epsilon <= _LARGEST_STEP_EPSILON:
         raise NoGuarantee(

@@ -96,12 +96,7 @@ NoisyStep = tuple[tuple[LossLaw, ...], int]
 
 
 def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """Return bounds on epsilon(delta) of all parts, or None if doubles cannot follow.
-
-    Args:
-        parts: The steps to compose, at least one, all with the same number of directions.
-        delta: In (0, 1).
-    """
+    """Return bounds on epsilon(delta) of all steps, of equally many directions, or None if doubles cannot follow."""
     lower, upper = 0.0, 0.0
     try:
         plans = _plans(parts, delta)
@@ -158,12 +153,7 @@ class ComposedCurve:
 
 
 def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> ComposedCurve | None:
-    """Return the curve of all parts, or None if doubles cannot follow.
-
-    Args:
-        parts: The steps to compose, at least one, all with the same number of directions.
-        deltas: In (0, 1): where the curve is sharp, at least one.
-    """
+    """Return the curve of all parts, sharp at some deltas, or None if doubles cannot follow; see `compose_bounds`."""
     laws, method = [], ""
     try:
         for delta in deltas:
@@ -259,11 +249,8 @@ class _Planner:
         """Return the index of the tilt with the smallest window, the mass that may lie beyond it, and the interval.
 
         Errors of the tilted law are multiplied by M(t)^T e^(-t epsilon), which is least at one tilt; others may have
-        shorter windows. A tilt at which rounding would show counts as a longer window.
-
-        Args:
-            epsilon: Estimate of the answer.
-            delta: In (0, 1).
+        shorter windows. A tilt at which rounding would show counts as a longer window. epsilon is an estimate of the
+        answer.
         """
         logs = self.logs - self.tilts * epsilon - math.log(delta)
         slope = float(self.tilts[int(np.argmin(logs - np.log(self.tilts * (1 + self.tilts))))])
@@ -296,14 +283,9 @@ class _Planner:
     def plan(
         self, at: int, guess: float, tail: float, interval: float | None, points: int = LARGEST_WINDOW
     ) -> Plan:
-        """Return the plan with a tilt.
+        """Return the plan with a tilt, for an estimate of epsilon and the mass `tail` on either side of the window.
 
-        Args:
-            at: Index of the tilt.
-            guess: Estimate of epsilon.
-            tail: Mass of the tilted law outside of the window, on either side.
-            interval: h, widened if the window would need more points; None for the window over its points.
-            points: Most points of the window.
+        h is widened if the window would need more points than `points`; None takes the window over these.
         """
         top, bottom, upper_tilt, lower_tilt = self._window(at, tail)
         tilt, window = float(self.tilts[at]), top - bottom
@@ -349,11 +331,9 @@ noncentral_chi_squared_cdf = special.chndtr
 
 
 def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
-    """Return epsilon of mu-GDP, exact up to the root search.
+    """Return epsilon of mu-GDP, exact up to the root search; infinite at delta 0.
 
-    Args:
-        mu: At least 0. From 1e8 on, where doubles fail, epsilon is infinite; below 1e-9 the bound of 1e-9 is used.
-        delta: In [0, 1); epsilon is infinite at 0.
+    From mu = 1e8 on, where doubles fail, epsilon is infinite; below 1e-9 the bound of 1e-9 is used.
     """
     checks.in_unit_interval(closed="left", delta=delta)
     if delta == 0 or not mu < 1e8:
@@ -457,16 +437,7 @@ class GaussianMixture:
 
 
 def noise_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
-    """Return bounds on epsilon(delta) of all sums together.
-
-    Args:
-        sums: At least one.
-        adjacency: Their relation.
-        delta: In [0, 1).
-
-    Raises:
-        NoGuarantee: The numerics have no answer.
-    """
+    """Return bounds on epsilon(delta) of all sums together; raise NoGuarantee if the numerics have no answer."""
     shift = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     if delta > 0 and all(one.law == "gaussian" and one.probability == 1 for one in sums):
         mu = math.hypot(*(math.sqrt(one.steps) * shift / one.scale for one in sums))
@@ -518,8 +489,7 @@ def _followed(one: NoisySum) -> NoisySum:
 def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
     """Bounds of the loss distribution, or the Renyi bound if that is sharper or doubles cannot follow.
 
-    Raises:
-        NoGuarantee: Some noise is not Gaussian, and only a Renyi divergence could help.
+    Raises NoGuarantee if some noise is not Gaussian, and only a Renyi divergence could help.
     """
     try:
         parts = [_noisy_step(one, adjacency) for one in sums]
@@ -563,19 +533,10 @@ def noise_curves(
     delta: float,
     epsilons: tuple[float, ...],
 ) -> NoiseCurves:
-    """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
+    """Return a sum's Renyi curve at orders above 1, and points of its curve delta(epsilon), sharp at delta.
 
     The points come from the privacy loss distribution. Where doubles cannot follow, they come from the Renyi curve.
-
-    Args:
-        one: All steps.
-        adjacency: The relation.
-        orders: Renyi orders, above 1.
-        delta: Where epsilon is wanted, above 0; from 1 on it is 0.
-        epsilons: Where delta is wanted, at least 0.
-
-    Raises:
-        NoGuarantee: The numerics have no answer for this law and relation.
+    Raises NoGuarantee if the numerics have no answer for this law and relation.
     """
     grid = np.array(orders)
     nothing = NoiseCurves(renyi=np.full(len(grid), math.inf), inner=math.inf, deltas=np.ones(len(epsilons)))
@@ -611,12 +572,7 @@ def _renyi_curve(one: NoisySum, adjacency: Adjacency, orders: np.ndarray) -> np.
 def one_way_curve(one: NoisySum, orders: np.ndarray) -> np.ndarray:
     """Return Renyi divergences of Gaussian noise for add_or_remove_one, the larger of both directions.
 
-    Args:
-        one: All steps together.
-        orders: Above 1.
-
-    Returns:
-        Of the orders' shape; NaN, infinite, 0 or below if dp_accounting has no value at an order.
+    NaN, infinite, 0 or below if dp_accounting has no value at an order.
     """
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     step = dp_accounting.PoissonSampledDpEvent(one.probability, dp_accounting.GaussianDpEvent(one.scale))
@@ -646,12 +602,7 @@ def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
 
 
 def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> EpsilonBounds:
-    """Return an upper bound on epsilon(delta) of all mixtures together, in both directions; the lower bound is 0.
-
-    Args:
-        mixtures: At least one.
-        delta: In [0, 1).
-    """
+    """Return an upper bound on epsilon(delta) of all mixtures together, in both directions; the lower bound is 0."""
     if delta == 0 or any(one.noise < 2 * _LEAST_NOISE for one in mixtures):
         return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
     steps = []

@@ -276,14 +276,7 @@ class Trial:
 
 
 def crafted(x: Tensor, y: Tensor, *, n_classes: int, vocabulary: int | None = None) -> Dataset:
-    """Return a data set of the auditor's own records, all of them protected.
-
-    Args:
-        x: Features, float32, shape (n, d), or tokens, int64, shape (n, T).
-        y: Class numbers, shape (n,).
-        n_classes: Number of classes.
-        vocabulary: Number of token values if x holds tokens.
-    """
+    """Return a data set of the auditor's own records, features (n, d) or tokens (n, T), all of them protected."""
     empty = Split(x[:0], y[:0])
     return Dataset(
         name="arrays",
@@ -368,11 +361,7 @@ class OuterProducts:
         return float((signals.double() * inputs.double()).sum())
 
     def dot_parts(self, parts: Sequence[Tensor]) -> float:
-        """Return the inner product with a layer's gradient.
-
-        Args:
-            parts: That of the weights and, if there is one, of the bias, as vectors, whose type is calculated in.
-        """
+        """Return the inner product with a layer's gradient, of weights and bias as vectors, in their type."""
         signals, inputs = self.signals.to(parts[0]), self.inputs.to(parts[0])
         weight = parts[0].view(signals.shape[1], -1)
         width = weight.shape[1]

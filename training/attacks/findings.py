@@ -203,15 +203,9 @@ class Finding:
         figure: Callable[[float], str] = lambda score: f"{score:.3g}",
         **facts: Any,
     ) -> Self:
-        """Return the finding of an attack.
+        """Return the finding of an attack from the scores of both worlds, shapes (n,) and (m,), and their bounds.
 
-        Args:
-            role: The subject.
-            attack: Name of the attack.
-            scores: Those of the first and of the second world, shapes (n,) and (m,).
-            result: The bounds from them.
-            figure: Writes a score in words.
-            **facts: The other attributes.
+        `figure` writes a score in words; the facts are the other attributes.
         """
         first, second = scores
         if isinstance(result, OneRunResult):
@@ -444,11 +438,7 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Return that of a folder with a ledger.
-
-        Raises:
-            LedgerCorrupt: The ledger was changed, cut or reordered.
-        """
+        """Return that of a folder with a ledger; raise LedgerCorrupt if it was changed, cut or reordered."""
         content, is_run = read_ledger(folder / LEDGER_FILE), kind_of(folder) == "run"
         return cls(
             folder=folder.resolve().name,
@@ -617,11 +607,7 @@ class Audit(Shown):
 
     @classmethod
     def from_json(cls, content: Any) -> Audit:
-        """Return the audit that `to_json` converted, of this version or of the one before.
-
-        Raises:
-            ValueError: The content is of another schema version, or is not an audit.
-        """
+        """Return the audit that `to_json` converted, of this version or the one before; raise ValueError for others."""
         if isinstance(content, Mapping) and content.get("schema_version") == 1:
             try:
                 content = _of_version_1(content)
@@ -635,11 +621,7 @@ class Audit(Shown):
 
 
 def read_audit(path: Path) -> Audit:
-    """Read the audit in a file.
-
-    Raises:
-        RunFolderError: The file is not an audit.
-    """
+    """Read the audit in a file; raise RunFolderError if it is none."""
     try:
         content = read_json(path)
         found = Audit.from_json(content)

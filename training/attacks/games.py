@@ -166,15 +166,10 @@ def played(
     null: bool = False,
     on_trials: Callable[[int], None] = lambda count: None,
 ) -> list[Played]:
-    """Play a game; return what each adversary reached.
+    """Play a game of at least 40 trials; return what each adversary reached at delta.
 
-    Args:
-        game: What is played.
-        trials: Trials of both worlds together, at least 40.
-        seed: Repeats the game, in [0, 2^63), if its mechanism takes seeds.
-        delta: Of the bounds, in [0, 1).
-        null: Whether the second world is the first one again, so that there is nothing to find.
-        on_trials: Called with the number of trials done since the last call.
+    With `null` the second world is the first one again, so that there is nothing to find. `on_trials` is called with
+    the number of trials done since its last call. The seed, in [0, 2^63), repeats a game whose mechanism takes seeds.
     """
     checks.integer(minimum=40, trials=trials)
     count, worlds = trials // 2, []
@@ -438,12 +433,7 @@ def _log_mixture(q: float, shift: float, x: np.ndarray) -> np.ndarray:
 def written(writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor, batch: Tensor) -> np.ndarray:
     """Write one step's gradient; return its part along the signals for each record, float64, shape (RECORDS,).
 
-    Args:
-        writer: The writer of `writer_of`.
-        plan: The run of `on_one_layer`.
-        step: The step's number.
-        signals: Of the batch's records, shape (batch, 2).
-        batch: Numbers of its records.
+    The batch's records have signals of shape (batch, 2); writer and plan are those of `writer_of` and `on_one_layer`.
     """
     x = plan.dataset.train.x
     writer.seek(step)

@@ -142,12 +142,7 @@ class ReplayedStep:
         return WEIGHTS_AND_STATE if self._reads_means else "the weights after every step"
 
     def state_after(self, batch: Records, trial: int) -> Mapping[str, Tensor]:
-        """Return what `earlier` reads gradients from after a step on a batch, until the next step.
-
-        Args:
-            batch: Training records, with their numbers.
-            trial: Its number, from 0.
-        """
+        """Return what `earlier` reads gradients from after a step on a batch, until the next step."""
         with torch.no_grad():  # reset to the state after the warm-up
             for name, tensor in self._trainer.tensors.items():
                 tensor.copy_(self.before[name])
@@ -217,10 +212,6 @@ class NoiselessStep(Generic[NetworkT]):
         """Return what each record contributes to each layer's gradient, or None if it cannot be told.
 
         The rows of a record are kept until other weights are asked for.
-
-        Args:
-            weights: As in `gradients`.
-            records: Of the training set.
         """
         train, numbers = self._train, records.numbers
         if train is None or numbers is None or not isinstance(self._network, FullyConnected):
@@ -265,12 +256,7 @@ class NoiselessStep(Generic[NetworkT]):
 
 @contextmanager
 def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[Any] | None]:
-    """Yield the noiseless step, or None if the noise, or what else is random, cannot be known.
-
-    Args:
-        run: The audited run.
-        plan: The run as it is played, seed included.
-    """
+    """Yield the noiseless step of a run as it is played, or None if noise, or what else is random, cannot be known."""
     silent = without_noise(plan)
     if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
         yield None
@@ -347,18 +333,11 @@ class MembershipGame:
         strangers: bool = False,
         on_trial: Callable[[], None] = lambda: None,
     ) -> list[tuple[Pair, Pair]]:
-        """Play against several attacks, a fair coin a trial.
+        """Play against several attacks, a fair coin a trial; return for each its scores on candidates and strangers.
 
-        Args:
-            attacks: Who looks at each trial.
-            trials: How many count, at least 1.
-            rehearsals: Trials of the second world, with other batches and noise, that the attacks may learn from first.
-            strangers: Whether they are asked about strangers too, with a coin of their own.
-            on_trial: Called after each trial that counts.
-
-        Returns:
-            For each attack its scores on the candidates, and on strangers: of trials of the first world and of the
-                second, shapes (n,) and (m,).
+        Scores are those of trials of the first world and of the second, shapes (n,) and (m,). The attacks may first
+        learn from rehearsals, trials of the second world with other batches and noise. Strangers, if asked about, have
+        a coin of their own.
         """
         for number in range(rehearsals):  # before the trials, so that more of these begin with the same ones
             trial = self.play(_FIRST_REHEARSAL + number, first_world=False)
@@ -379,12 +358,7 @@ class MembershipGame:
         ]
 
     def play(self, trial: int, *, first_world: bool) -> Trial:
-        """Play a trial in one of the two worlds.
-
-        Args:
-            trial: Its number, from 0; other trials share neither batch nor noise with it.
-            first_world: Which world.
-        """
+        """Play a trial, from 0, in one of the two worlds; other trials share neither batch nor noise with it."""
         seed = derive_seed(self._seed, "trial", trial)
         # the four records, or users, that the trial is about, and the others of the batch
         chosen = np.random.default_rng(seed).choice(self._n, _DRAWN, replace=False)
@@ -425,15 +399,10 @@ _SIMULATED = ("ideal", "gaussian")
 
 
 def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
-    """Return the run with whole records protected by a known digital noise on Poisson batches.
+    """Return the run with whole records protected by a known digital noise z on Poisson batches.
 
-    Args:
-        plan: The run.
-        noise_multiplier: z of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum
-            twice as far as leaving the record out.
-
-    Raises:
-        NoGuarantee: The algorithm protects no records.
+    z is that of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum twice as far as
+    leaving the record out. Raises NoGuarantee if the algorithm protects no records.
     """
     algorithm, options = plan.algorithm, plan.protection.options
     multiplier = algorithm.equivalent_noise(noise_multiplier)

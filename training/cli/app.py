@@ -231,11 +231,7 @@ class CommandLine:
         return cls(path, command, words)
 
     def require_unambiguous(self) -> None:
-        """Refuse an option that is given twice, and the name of an option in the place of a value.
-
-        Raises:
-            _UsageError: One of these was found.
-        """
+        """Refuse (_UsageError) an option that is given twice, and the name of an option in the place of a value."""
         seen: dict[str, str] = {}
         for name, option, value in self._given():
             if value in self._options() and f"{name}={value}" not in self.words:  # `name=value` is meant
@@ -283,12 +279,9 @@ class CommandLine:
         return f"{option} {value}: {found['reason']}"
 
     def _option_of(self, key: str, *, quoted: str | None = None, missing: bool = False) -> str | None:
-        """Return the option on the line that set a key or an argument, or None; if missing, the one that would set it.
+        """Return the option on the line that set a key or an argument, or None; if `missing`, one that would.
 
-        Args:
-            key: The key of the configuration, or the argument's name.
-            quoted: The text that it was set to, which finds an option of another name.
-            missing: Whether nothing set it.
+        `quoted`, the text that it was set to, finds an option of another name.
         """
         given = {name: value for name, _, value in self._given()}
         settings = {value.partition("=")[0] for name, _, value in self._given() if name == "--set"}
@@ -396,11 +389,7 @@ def _mend_streams() -> None:
 
 
 def _without_exit(command: Callable[[], Any]) -> Any:
-    """Run a command, and refuse an ``exit()`` in user code or another package.
-
-    Raises:
-        PluginError: Such code called it; the message names the file.
-    """
+    """Run a command, and refuse an ``exit()`` in user code or another package; PluginError names the file."""
     try:
         return command()
     except SystemExit as error:
@@ -416,11 +405,7 @@ def _without_exit(command: Callable[[], Any]) -> Any:
 
 
 def _take_wait() -> None:
-    """Move ``--wait SECONDS`` from the command line to OPUSIM_WAIT, and check that variable.
-
-    Raises:
-        ValueError: It names no number of seconds.
-    """
+    """Move ``--wait SECONDS`` from the command line to OPUSIM_WAIT; raise ValueError if that is no number."""
     if "--wait" in sys.argv:
         place = sys.argv.index("--wait")
         seconds = sys.argv[place + 1] if place + 1 < len(sys.argv) else ""

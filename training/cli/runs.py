@@ -641,11 +641,7 @@ def _own_arrays(data: str) -> tuple[Any, ...]:
 
 
 def _audit_loop(folder: Path, out: Path | None, asked: Mapping[str, Any], *, as_json: bool) -> None:
-    """Audit a private loop with the constants of a folder, and show what was found.
-
-    Raises:
-        typer.Exit: See `_print`.
-    """
+    """Audit a private loop with the constants of a folder, and show what was found; exits as `_print`."""
     from opusim.training.attacks.one_run.audit import audit_private_folder
     from opusim.training.reports.audit_page import Audited, write_audit_page, write_loop_report
 
@@ -679,11 +675,7 @@ def _play(
 
 
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
-    """Write report and pages of what was found, and print the findings and what they mean.
-
-    Raises:
-        typer.Exit: See `_print`.
-    """
+    """Write report and pages of what was found, and print the findings and what they mean; exits as `_print`."""
     from opusim.training.reports.audit_page import write_audit_page
     from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
     from opusim.training.runs.folder import read_run
@@ -698,11 +690,7 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
 
 
 def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
-    """Print the findings, what they mean, and where they are kept.
-
-    Raises:
-        typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
-    """
+    """Print the findings and where they are kept; exit with 1 if the claim is refuted, 3 if a control failed."""
     from opusim.training.attacks.findings import headline
 
     if as_json:
@@ -718,11 +706,7 @@ def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
 def _audit_mechanism(
     kind: str, asked: dict[str, Any], *, seed: int | None, out: Path | None, as_json: bool
 ) -> None:
-    """Run the self-test with a progress line, print it and store it; options that are not given keep their defaults.
-
-    Raises:
-        typer.Exit: With code 1, if a check raised an alarm.
-    """
+    """Run the self-test with a progress line, print it and store it; exit with 1 if a check raised an alarm."""
     from opusim.files import require_writable
     from opusim.training.attacks.mechanism.audit import audit_mechanism
     from opusim.training.attacks.mechanism.checks import report_text

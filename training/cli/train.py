@@ -96,11 +96,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 
 
 def _callbacks(paths: Sequence[str] | None) -> list[Callback]:
-    """Return what the functions of --callback return.
-
-    Raises:
-        ConfigError: A path names no function, or one that returns something else.
-    """
+    """Return what the functions of --callback return; raise ConfigError for anything but callbacks."""
     if not paths:
         return []
     from opusim.errors import ConfigError
@@ -238,16 +234,10 @@ def watched(
     own: Sequence[str] | None,
     hints: Sequence[str | None] = (),
 ) -> None:
-    """Train with a progress bar, then print the table and write the report.
+    """Train with a progress bar, then print the table and write the report; `own` names functions of callbacks.
 
-    The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
-
-    Args:
-        config: The configuration.
-        quiet: Whether only the run folder is printed.
-        work: Trains, and takes `callbacks` and `progress` of `opusim.train`.
-        own: Import paths of the user's functions that return callbacks.
-        hints: Lines to print when training begins, unless it is quiet.
+    The cost of a kill is printed when training begins, quiet or not, the hints unless quiet. A process that follows
+    another one prints nothing.
     """
     from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
@@ -387,11 +377,7 @@ class TuneGroup(LazyGroup):
                 self.later(kind, section.summary, partial(_tune_command, kind, section))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse a command line without a trainer, which earlier versions accepted.
-
-        Raises:
-            ValueError: It begins with an option.
-        """
+        """Refuse (ValueError) a command line without a trainer, which earlier versions accepted."""
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             raise ValueError(
                 f"opusim tune {args[0]}: names no trainer; write `opusim tune convex {args[0]} ...`, or another of "

@@ -248,11 +248,7 @@ class Kinds(Generic[SectionT]):
         return [name for name in plugins.names(self.group) if name not in self.stored]
 
     def find(self, kind: Any) -> type[SectionT]:
-        """The section class of a kind.
-
-        Raises:
-            BadKey: There is no such kind, or the package that brings it cannot be used.
-        """
+        """The section class of a kind; raise BadKey if there is none, or its package cannot be used."""
         names = self.names()
         if kind not in (*names, *self.stored):
             known = f"; known are {', '.join(map(repr, names))}"
@@ -271,9 +267,7 @@ class Kinds(Generic[SectionT]):
     def validated(self, value: Any) -> Any:
         """The section that a mapping describes, validated as its kind; any other value is returned unchanged.
 
-        Raises:
-            BadKey: An unknown kind, or a key of another kind.
-            ValidationError: A key or value that the kind refuses.
+        Raises BadKey for an unknown kind or a key of another kind, and ValidationError for what the kind refuses.
         """
         if not isinstance(value, Mapping):
             return value
@@ -323,9 +317,6 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Python, TOML and the command line share it. Defaults of the protection win over those of the trainer. The source of
     noise is never inferred: a device that no key asks for is refused.
-
-    Args:
-        values: The keys of a run; sections are mappings or models.
     """
     found = _with_defaults(values)
     if found is None:
@@ -344,10 +335,6 @@ def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 
     A default of a kind is left out if the changed run has another one, and so is a noise multiplier if its epsilon, its
     delta or its protection changes: it is calibrated anew.
-
-    Args:
-        resolved: The values of a whole run; sections are mappings.
-        changes: Keys to be laid over them.
     """
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in resolved.items()}
     before, after = (_with_defaults(every) for every in (resolved, merged(resolved, changes)))

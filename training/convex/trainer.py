@@ -142,14 +142,10 @@ class GatedRelu(nn.Module):
 
 
 def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
-    """Divide rows by their norms; return them and which rows have a norm, shapes (batch, d) and (batch,).
+    """Divide rows, less their means if `centre`, by their norms; return them and which rows have a norm.
 
     Guarantees for every float32 row: the norm is 1 up to 2^-23, or the row is 0 because it was 0, not finite, or, if
     centred, constant up to 2^-24 of its largest entry, the resolution of float32 features.
-
-    Args:
-        x: Shape (batch, d).
-        centre: Whether to subtract each row's mean first.
     """
     exact = x.to(torch.float64, copy=True)
     least = exact.new_zeros(())
@@ -248,12 +244,7 @@ class Objective:
     clip: float | None
 
     def residual(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite.
-
-        Args:
-            logits: Shape (batch, k).
-            labels: Class numbers, shape (batch,).
-        """
+        """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite."""
         target = torch.zeros_like(logits).scatter_(1, labels.unsqueeze(1), 1.0)
         residual = _RESIDUALS[self.name](logits, target)
         if self.clip is not None and self.name == "one-against-rest":  # entry by entry, which keeps it convex

@@ -100,8 +100,7 @@ def split_records(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of training and validation records under a rule.
 
-    Raises:
-        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
+    Raises ValueError for an unknown rule, IDs that are missing, superfluous or too few, or no record left to train on.
     """
     checks.choice(("index", "content", "id"), split=split)
     if (ids is not None) != (split == "id"):
@@ -305,15 +304,9 @@ class RecordForm:
         return tokens
 
     def records(self, x: Array, y: Array | None, *, names: tuple[str, str] = ("x", "y")) -> Split:
-        """Return checked records and what to predict of them, not standardised.
+        """Return checked records and what to predict of them, not standardised; y None predicts the next tokens.
 
-        Args:
-            x: Records.
-            y: What to predict, or None to predict the next tokens.
-            names: Names of both, for messages.
-
-        Raises:
-            TypeError, ValueError: They are of another form, or of different lengths.
+        Raises TypeError or ValueError, which has their names, if they are of another form, or of different lengths.
         """
         holds_tokens = self.vocabulary is not None
         if self.classes and is_text(y):
@@ -401,9 +394,7 @@ def _checked(
 def checked_features(values: Array, name: str) -> torch.Tensor:
     """Check features and return them as float32, shape (n, d); a record of another shape is laid out in C order.
 
-    Raises:
-        TypeError: They are no array, or complex.
-        ValueError: The shape is wrong, there is no record, or a number is not finite as float32.
+    Raises TypeError or ValueError for a wrong type or shape, no record, or a number that is not finite as float32.
     """
     if is_mapped(values) and values.ndim > 1 and values.size:
         return on_disk(_block(values, part, name) for part in row_blocks(values.shape))
@@ -435,12 +426,7 @@ def _block(values: np.ndarray, part: slice, name: str) -> torch.Tensor:
 
 
 def checked_tokens(values: Array, name: str) -> torch.Tensor:
-    """Check tokens and return them as int64, shape (n, T).
-
-    Raises:
-        TypeError: They are no array of whole numbers.
-        ValueError: The shape is wrong, or there is no record.
-    """
+    """Check tokens and return them as int64, shape (n, T); may raise TypeError or ValueError."""
     tensor = _tensor(values, name)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(
@@ -457,9 +443,7 @@ def checked_tokens(values: Array, name: str) -> torch.Tensor:
 def checked_target(values: Array, target: Target, name: str) -> torch.Tensor:
     """Check what is to be predicted, and return it in the shape and type of its target (see `Split`).
 
-    Raises:
-        TypeError: It is no array, or of another type of number.
-        ValueError: The shape is wrong, or a number is not finite, or not 0 or 1 for labels.
+    Raises TypeError or ValueError for a wrong type, shape or number, such as other labels than 0 and 1.
     """
     if target == "class":
         return checked_labels(values, name)
@@ -483,12 +467,7 @@ def checked_target(values: Array, target: Target, name: str) -> torch.Tensor:
 
 
 def checked_labels(values: Array, name: str) -> torch.Tensor:
-    """Check labels and return them as int64, shape (n,).
-
-    Raises:
-        TypeError: They are no array of whole numbers.
-        ValueError: The shape is wrong.
-    """
+    """Check labels and return them as int64, shape (n,); raise TypeError or ValueError for others."""
     tensor = _tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
@@ -551,11 +530,7 @@ def _number_of_outputs(
 
 
 def _distinct(labels: torch.Tensor) -> int:
-    """Return k, the number of different labels, which must be 0 to k - 1.
-
-    Raises:
-        ValueError: The labels leave numbers out, as codes do.
-    """
+    """Return k, the number of different labels; raise ValueError unless they are 0 to k - 1."""
     least, most = int(labels.min()), int(labels.max())
     if least >= 0 and most < len(labels) and bool(torch.bincount(labels).all()):
         return most + 1

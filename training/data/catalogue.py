@@ -72,9 +72,8 @@ class Encoder:
     def from_file(cls, path: Path) -> Encoder:
         """Read a tokenizer.json.
 
-        Raises:
-            DataError: The file cannot be read, is too long or holds no tokenizer.
-            ModuleNotFoundError: The library `tokenizers` is missing.
+        Raises DataError if it holds no tokenizer or is too long, and ModuleNotFoundError without the library
+        `tokenizers`.
         """
         library = required_library(
             "tokenizers",
@@ -95,11 +94,7 @@ class Encoder:
         return cls(vocabulary=largest + 1, tokenizer=tokenizer, digest=digest)
 
     def tokens(self, content: bytes, path: Path) -> Tensor:
-        """Return the tokens of a text, shape (n,), int64.
-
-        Raises:
-            DataError: A tokenizer is given text that is not UTF-8.
-        """
+        """Return the tokens of a text, shape (n,), int64; a tokenizer refuses (DataError) what is not UTF-8."""
         if self.tokenizer is None:
             return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
         try:
@@ -126,23 +121,16 @@ def load_text(
     test: Path | None = None,
     name: str | None = None,
 ) -> Dataset:
-    """Make a data set of windows of a text: T tokens x and the T tokens y that follow each of them.
+    """Make a data set of windows of a text: T = `context` tokens x and the T tokens y that follow each of them.
 
-    The text is cut into windows of T + 1 tokens that do not overlap; x is a window without its last token, y without
-    its first. A last, shorter window is left out. The last ``validation_fraction`` of the bytes is held out, rounded to
-    the start of a UTF-8 character, and encoded separately; `Dataset.origin` has the bytes and tokens of each part.
+    The text, of at most `TEXT_LIMIT` bytes and any content, is cut into windows of T + 1 tokens that do not overlap; x
+    is a window without its last token, y without its first. A last, shorter window is left out. The last
+    ``validation_fraction`` of the bytes is held out, rounded to the start of a UTF-8 character, and encoded separately,
+    as is a file of test records; `Dataset.origin` has the bytes and tokens of each part. Without a tokenizer.json, for
+    UTF-8 text, the tokens are bytes.
 
-    Args:
-        path: The file, of at most `TEXT_LIMIT` bytes; any content is text.
-        context: T, at least 1.
-        tokenizer: A tokenizer.json, for UTF-8 text; None takes bytes, of which there are 256.
-        validation_fraction: Share of the text to hold out, in [0, 1).
-        test: A file of test records, encoded in the same way.
-        name: Name of the data set in reports; None takes ``text:PATH``.
-
-    Raises:
-        DataError: A file cannot be read, is too long, too short for one window, or not UTF-8 for a tokenizer.
-        ModuleNotFoundError: A tokenizer is given, and the library `tokenizers` is missing.
+    Raises DataError for a file that cannot be read, is too long, too short for one window, or not UTF-8 for a
+    tokenizer, and ModuleNotFoundError if the library `tokenizers` is missing.
     """
     encoder = Encoder() if tokenizer is None else Encoder.from_file(tokenizer)
     content = _read(path, TEXT_LIMIT, "text")
@@ -251,18 +239,11 @@ class Entry:
 
 
 def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
-    """Load the known data set, or the file, that a configuration names.
+    """Load the known data set, or the file, that section `data` of a configuration names.
 
-    Args:
-        options: Section `data` of the configuration.
-        split: Rule by which records are held out (`RunConfig.split`). ``None`` takes data.split, or index if that is
-            not set.
-
-    Raises:
-        DataError: The data set cannot be read.
-        ConfigError: The name stands for user-supplied arrays, or an option does not apply to the data set.
-        ModuleNotFoundError: A library that reads the file is missing.
-        ValueError: The name is unknown.
+    Records are held out by `split` (`RunConfig.split`), else by data.split or by index. Raises DataError if it cannot
+    be read, ConfigError if the name stands for user-supplied arrays or an option does not apply, ModuleNotFoundError if
+    a library is missing, and ValueError for an unknown name.
     """
     if options.name == OWN_ARRAYS:
         raise ConfigError(
@@ -377,15 +358,10 @@ def load_dataset(
 
 
 def download_labelled_images(source: OpenmlSource) -> Parts:
-    """Download a data set from openml.org through scikit-learn, which keeps a copy.
+    """Download a data set from openml.org through scikit-learn, which keeps a copy: pixels float32 from 0 to 255.
 
-    scikit-learn's parser in plain Python reads the file: it needs no pandas, and is slow for 70,000 images.
-
-    Returns:
-        Pixels float32 from 0 to 255 and labels int64.
-
-    Raises:
-        DataError: The download failed, or does not hold what `source` says.
+    scikit-learn's parser in plain Python reads the file: it needs no pandas, and is slow for 70,000 images. Raises
+    DataError if the download failed, or does not hold what `source` says.
     """
     from sklearn.datasets import fetch_openml
 
@@ -455,11 +431,7 @@ def file_sizes(name: str) -> dict[str, int | None]:
 
 
 def _data_folder(content: str) -> Path | None:
-    """Return the folder that OPUSIM_DATA names, or None if it is not set.
-
-    Raises:
-        DataError: There is no such folder.
-    """
+    """Return the folder that OPUSIM_DATA names, or None if it is not set; raise DataError if it does not exist."""
     root = os.environ.get(VARIABLE)
     if not root:
         return None

@@ -45,13 +45,9 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def on_disk(blocks: Iterable[Tensor]) -> Tensor:
-    """Return rows as one float32 tensor, mapped from an unnamed temporary file that disappears with its last user.
+    """Return blocks of rows as one float32 tensor, mapped from an unnamed file that disappears with its last user.
 
-    Args:
-        blocks: The rows in order, shapes (some, d).
-
-    Raises:
-        DataError: The folder of temporary files has too little room.
+    Raises DataError if the folder of temporary files has too little room.
     """
     n, width = 0, 0
     try:
@@ -347,11 +343,7 @@ def is_text(y: object) -> TypeGuard[np.ndarray]:
 
 
 def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
-    """Return the numbers of named classes, shape (n,), int64.
-
-    Raises:
-        ValueError: A name is not among the classes.
-    """
+    """Return the numbers of named classes, shape (n,), int64; raise ValueError for another name."""
     checks.complete(**{name: y})
     numbers = {known: number for number, known in enumerate(classes)}
     texts = [str(value) for value in y]
@@ -373,13 +365,8 @@ def some_names(names: Sequence[str]) -> str:
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
     """Return the numbers of classes given as strings, and their names; other labels are returned unchanged.
 
-    Args:
-        y: Labels.
-        classes: The names in the order of their numbers; empty takes those in y, sorted.
-        target: What is predicted; names go with classes only.
-
-    Raises:
-        ValueError: There are fewer than 2 names, one comes twice, or names go with numbers.
+    The names are in the order of their numbers; without any, those in y are sorted. Raises ValueError for fewer than 2
+    names, one that comes twice, or names with numbers.
     """
     if target != "class" or not is_text(y):
         if classes:
@@ -417,19 +404,11 @@ class PrincipalComponents:
     def fit(
         cls, x: Tensor, n_components: int, *, whitening: float, public: bool = False
     ) -> PrincipalComponents:
-        """Compute the leading principal components of some records.
+        """Compute the leading k principal components of records x, shape (n, d), public if x holds none of the map's.
 
         Component j of standard deviation s_j is scaled to a standard deviation proportional to s_j^(1 - whitening), so
-        that the mean of the variances is 1. The sign of an axis makes its largest entry positive.
-
-        Args:
-            x: Records, shape (n, d).
-            n_components: k, from 1 to d.
-            whitening: From 0 (relative variances as they are) to 1 (equal variances).
-            public: Whether x holds none of the records that the map is for.
-
-        Raises:
-            ValueError: k exceeds the number of features, or of components with a variance above 0.
+        that the mean of the variances is 1. The sign of an axis makes its largest entry positive. Raises ValueError if
+        k exceeds the number of features, or of components with a variance above 0.
         """
         values = x.double().cpu().numpy()
         if n_components > values.shape[1]:

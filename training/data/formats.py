@@ -85,17 +85,8 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
 
     The text is UTF-8, or UTF-16 with its mark, and may be compressed by gzip. The separator is the one of `SEPARATORS`
     that splits the header into most names, and the next row into as many cells. "?" stands for a missing value, as in
-    data of the UCI repository.
-
-    Args:
-        file: The open file.
-        path: Its path, for messages.
-        pandas: The library.
-
-    Raises:
-        DataError: It is compressed in another way or too strongly, is no text, or has a row with another number of
-            cells than the header.
-        ValueError: pandas cannot read it.
+    data of the UCI repository. Raises DataError if it is compressed in another way or too strongly, is no text, or has
+    a row with another number of cells than the header, and ValueError if pandas cannot read it.
     """
     content: IO[bytes] = file
     begin = file.read(4)
@@ -148,11 +139,7 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
 
 
 def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
-    """Return what a gzip file holds.
-
-    Raises:
-        DataError: It is damaged, or unpacks to more bytes than its length makes plausible.
-    """
+    """Return what a gzip file holds; raise DataError if it is damaged, or holds implausibly much for its length."""
     most = max(_TEXT_BYTES_ALLOWED, _TEXT_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
     try:
         with gzip.GzipFile(fileobj=file, mode="rb") as stream:
@@ -252,21 +239,11 @@ _HEADERS = {
 
 
 def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = ()) -> list[np.ndarray]:
-    """Read named arrays of an .npz file.
+    """Read named arrays, and then optional ones, of an .npz file that `numpy.savez` or `savez_compressed` wrote.
 
-    Nothing is unpickled, and no array is decompressed before its header agrees with its length.
-
-    Args:
-        path: The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
-        names: Arrays that must be present.
-        optional: Arrays that may be present.
-
-    Returns:
-        The arrays in the order of the names, then the optional ones that are present.
-
-    Raises:
-        DataError: The file is of another kind or damaged, lacks an array, holds objects, or would take more than 1 GiB
-            and more than 100 times its own length.
+    Nothing is unpickled, and no array is decompressed before its header agrees with its length. Raises DataError if the
+    file is of another kind or damaged, lacks an array, holds objects, or would take more than 1 GiB and more than 100
+    times its own length.
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
@@ -317,14 +294,10 @@ _PIXELS_LIMIT = 2**29
 def read_image_folder(root: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read images that lie in a folder for each class, FOLDER/CLASS/IMAGE, as torchvision's ImageFolder does.
 
-    Returns:
-        Pixels in [0, 1], shape (n, 3, height, width), or (n, 1, height, width) if all are grey, float32; and the names
-        of their classes, in alphabetical order of classes and files.
-
-    Raises:
-        DataError: There is no such folder or no image in it, an image is damaged or of another size than the first, or
-            all of them take too much memory.
-        ModuleNotFoundError: pillow is missing.
+    Returns pixels in [0, 1], shape (n, 3, height, width), or (n, 1, height, width) if all are grey, float32, and the
+    names of their classes, in alphabetical order of classes and files. Raises DataError if there is no image, one is
+    damaged or of another size than the first, or all of them take too much memory, and ModuleNotFoundError without
+    pillow.
     """
     image = required_library("PIL.Image", f"folder:{root} needs pillow, which is missing: pip install pillow")
     try:
@@ -398,17 +371,10 @@ IMAGE_FILES = tuple(
 
 
 def read_labelled_images(root: Path, folder: str) -> Parts:
-    """Read MNIST or a data set like it, in the layout that torchvision writes.
+    """Read MNIST or a data set like it, in the layout that torchvision writes, from `raw/` in a folder of the root.
 
-    Args:
-        root: The folder that `OPUSIM_DATA` names.
-        folder: The data set's folder in it, such as ``"MNIST"``; its files are in ``raw/``.
-
-    Returns:
-        Pixels of shape (n, height * width) and labels, uint8.
-
-    Raises:
-        DataError: A file is missing or damaged, or two files belong to different data sets.
+    Returns pixels, shape (n, height * width), and labels, uint8. Raises DataError if a file is missing or damaged, or
+    two files belong to different data sets.
     """
     raw = root / folder / "raw"
     parts = {}
@@ -472,16 +438,9 @@ _ARCHIVE_LIMIT = 2**30
 def read_cifar10(root: Path) -> Parts:
     """Read CIFAR-10 from an archive of the files train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg.
 
-    The decoded images are cached next to the archive if that folder is writable; later calls read the cache.
-
-    Args:
-        root: The folder that `OPUSIM_DATA` names.
-
-    Returns:
-        Pixels, channels first, shape (n, 3 * 32 * 32), and class numbers in alphabetical order of the names, uint8.
-
-    Raises:
-        DataError: The archive is missing or damaged, or holds something else.
+    The decoded images are cached next to the archive if that folder is writable; later calls read the cache. Returns
+    pixels, channels first, shape (n, 3 * 32 * 32), and class numbers in alphabetical order of the names, uint8. Raises
+    DataError if the archive is missing or damaged, or holds something else.
     """
     archive = root / ARCHIVE
     if not archive.is_file():

@@ -346,15 +346,10 @@ class PhysicalBatches:
         fixed: bool | None = None,
         size: int | None = None,
     ) -> PhysicalBatches:
-        """Return how the records of Poisson batches run.
+        """Return how the records of Poisson batches of an expected size, of all processes, run in passes.
 
-        Args:
-            expected: Expected number of records in a batch, of all processes.
-            records: Number of records to draw from, or None if it is private.
-            processes: Number of processes that share a step's records.
-            on_card: Whether a graphics card runs them.
-            fixed: Whether every step runs a fixed number of rows; None for yes on a card or from `FIXED_FROM` records.
-            size: Records in a pass at most; None for all.
+        A pass has at most `size` records. With `fixed` every step runs a fixed number of rows; None means so on a card
+        or from `FIXED_FROM` records. `records` is the number to draw from, None if it is private.
         """
         if not (on_card or round(expected) >= FIXED_FROM if fixed is None else fixed):
             return cls(size=size)

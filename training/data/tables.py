@@ -102,20 +102,11 @@ def own_dataset(
     name: str = OWN_ARRAYS,
     tables: tuple[str, str] = ("data", "test"),
 ) -> Dataset:
-    """Make a data set of user-supplied records.
+    """Make a data set of user-supplied records, and test records in any form of these.
 
-    Args:
-        options: Section `data` of the configuration.
-        split: The rule by which records are held out, unless IDs decide.
-        data: The records.
-        test: Test records, in any form of `data`, or None.
-        name: Name of the data set.
-        tables: Names of `data` and `test` in messages, if they are tables.
-
-    Raises:
-        TypeError: The records have none of the forms.
-        ValueError: An array or a column cannot be used.
-        ConfigError: data.split does not fit the given IDs, or data.label or data.user is given with arrays.
+    The split decides which records are held out unless IDs do; `tables` names both in messages. Raises TypeError for
+    records of no such form, ValueError for an array or column that cannot be used, and ConfigError if data.split does
+    not fit the IDs, or data.label or data.user is given with arrays.
     """
     if is_frame(data):
         _require_user(options, split)
@@ -179,9 +170,7 @@ def read_records(path: Path, options: DataConfig) -> Any:
 def read_frame(path: Path, options: DataConfig) -> Frame:
     """Read a CSV or Parquet file of the kind that data.name has; see `opusim.training.data.formats.read_csv`.
 
-    Raises:
-        DataError: It cannot be read, is of another kind, or is larger than `TABLE_LIMIT`.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+    Raises DataError if it cannot be read, is of another kind, or is larger than `TABLE_LIMIT`, and ModuleNotFoundError.
     """
     kind = str(options.file_kind)
 
@@ -227,18 +216,12 @@ def table_of(
     as_text: bool = False,
     user: str | None = None,
 ) -> Table:
-    """Return the features and the labels of a table.
+    """Return the features and the labels of a table, named `what` in messages.
 
-    Args:
-        frame: The table.
-        label: The columns that hold what is to be predicted; the others are features.
-        what: Name of the table, for messages.
-        columns: The features in their order; None takes all columns but the labels, in the order of the table.
-        as_text: Whether labels are names of classes, also if they are numbers.
-        user: The column that holds the IDs of the records' users, which are read if `columns` is None; or None.
-
-    Raises:
-        ValueError: A column is missing or superfluous, lacks values, or holds something other than numbers.
+    Features are `columns` in their order, or all others than the labels in that of the table. Labels are names of
+    classes `as_text`, also if they are numbers. The column `user` has the IDs of the records' users, read if `columns`
+    is None. Raises ValueError if a column is missing or superfluous, lacks values, or holds something other than
+    numbers.
     """
     renamed = _named(frame, what)
     found = list(renamed.columns)
@@ -291,11 +274,7 @@ def _require_user(options: DataConfig, split: SplitRule) -> None:
 
 
 def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
-    """Return the features of a table, shape (n, d), float64.
-
-    Raises:
-        ValueError: A column is missing, lacks values, or holds something other than numbers.
-    """
+    """Return the features of a table, shape (n, d), float64; raise ValueError for a column that has no such numbers."""
     frame = _named(frame, what)
     missing = [column for column in columns if column not in frame.columns]
     if missing:
@@ -337,11 +316,7 @@ def _is_number(text: str) -> bool:
 
 
 def _named(frame: Any, what: str) -> Any:
-    """Return a table whose columns have names, each once; columns that are numbered get their numbers as names.
-
-    Raises:
-        ValueError: Two columns have one name, or one has a name too long for a message.
-    """
+    """Return a table whose columns have names, each once (ValueError), numbers as names if they are numbered."""
     names = [str(column) for column in frame.columns]
     longest = max(range(len(names)), key=lambda number: len(names[number]), default=None)
     if longest is not None and len(names[longest]) > _NAME_LENGTH:
@@ -424,12 +399,7 @@ def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
 
 
 def as_arrays(data: object, name: str) -> tuple[Any, ...]:
-    """Return arrays that were given as a tuple, a TensorDataset or another data set of torch.
-
-    Raises:
-        TypeError: They were given in another form.
-        ValueError: The data set cannot be taken as arrays.
-    """
+    """Return arrays that were given as a tuple, a TensorDataset or another data set of torch; may raise TypeError."""
     if isinstance(data, TensorDataset):
         return tuple(data.tensors)
     if isinstance(data, tuple):
@@ -455,9 +425,8 @@ def as_arrays(data: object, name: str) -> tuple[Any, ...]:
 def _collected(data: TorchDataset[Any], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the records (x, y) of a data set of torch as arrays, all read once.
 
-    Raises:
-        TypeError: It has no length, or a record is no pair of an array and a number.
-        ValueError: It is empty, its records differ in shape, or it gives another record each time it is asked.
+    Raises TypeError if it has no length, or a record is no pair of an array and a number, and ValueError if it is
+    empty, its records differ in shape, or it gives another record each time it is asked.
     """
     kind = type(data).__name__
     if not callable(getattr(data, "__len__", None)):
@@ -482,11 +451,7 @@ def _collected(data: TorchDataset[Any], name: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _record(record: Any, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return one record (x, y) as arrays of numbers; y may be a name.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return one record (x, y) as arrays of numbers, or y a name; raise TypeError for something else."""
     parts = tuple(record) if isinstance(record, list | tuple) else (record,)
     arrays = [
         np.asarray(part) for part in parts if isinstance(part, Tensor | np.ndarray | np.generic | Real | str)

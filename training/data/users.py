@@ -164,11 +164,7 @@ def _key(value: Any, name: str) -> str | None:
 
 
 def require_users(ids: object, most: int | None) -> None:
-    """Refuse IDs of users without a number of records per user, and that number without IDs.
-
-    Raises:
-        TypeError, ValueError: See above, or the number is out of range.
-    """
+    """Refuse (TypeError, ValueError) IDs of users without a number of records per user, and that number without IDs."""
     if most is not None:
         checks.integer(minimum=1, records_per_user=most)
     if (ids is None) != (most is None):

@@ -121,8 +121,7 @@ class Engine:
     def resume(self) -> None:
         """Restore the newest checkpoint of a folder that can be resumed (`RunFolder.require_resumable`).
 
-        Raises:
-            RunFolderError: It is damaged, or of another network or configuration.
+        Raises RunFolderError if it is damaged, or of another network or configuration.
         """
         newest = list_checkpoints(self._folder.checkpoints)[-1]
         checkpoint = read_checkpoint(newest)
@@ -238,8 +237,7 @@ class Engine:
     def _check_device(self) -> None:
         """Check the certified device once more after its steps, before they count as done.
 
-        Raises:
-            DeviceError: It has changed; a checkpoint was written, and the ledger says from which step on.
+        Raises DeviceError if it has changed; a checkpoint was written, and the ledger says from which step on.
         """
         if self._certified is None:
             return
@@ -252,8 +250,7 @@ class Engine:
     def _check_after(self, error: Exception) -> None:
         """Check the certified device after an error that is not its own, such as a divergence, and write no checkpoint.
 
-        Raises:
-            DeviceError: It has changed; the ledger says from which step on. The step that failed counts as done.
+        Raises DeviceError if it has changed; the ledger says from which step on. The step that failed counts as done.
         """
         if self._certified is None or isinstance(error, (DeviceError, RunInterrupted, BudgetExceeded)):
             return
@@ -280,13 +277,7 @@ class Engine:
         return self._folder.seal(self._files, self.steps.position, bound=self._private)
 
     def _alarm_of(self, error: DeviceError, step: int, *, noted: bool = False) -> Alarm | None:
-        """Return the ledger's alarm for a device's error before a step of a certified run, or None.
-
-        Args:
-            error: The device's.
-            step: The step.
-            noted: Whether to record it in the ledger.
-        """
+        """Return, and record if `noted`, the alarm for a device's error before a certified run's step, or None."""
         device = self._certified
         if device is None or not device.monitor.changed:  # no alarm of the monitor
             return None
@@ -325,11 +316,7 @@ class Engine:
         )
 
     def _advance(self) -> None:
-        """Do one step, then the metrics and the checkpoint that are due.
-
-        Raises:
-            RuntimeError: This process was forked from the one that trains, before the step or in it.
-        """
+        """Do one step, then the metrics and the checkpoint that are due; refuse (RuntimeError) a forked process."""
         self.steps.require_own()
         index, place = self._sampler.indices(self.step), self._dataset.train.place
         left_in_epoch = -(self.step + 1) % self._sampler.steps_per_epoch
@@ -411,8 +398,7 @@ class Engine:
     def checkpoint(self) -> None:
         """Write a checkpoint of the steps done so far.
 
-        Raises:
-            TrainingDiverged, DeviceFault: One of them was not finite, which a card reports only now.
+        Raises TrainingDiverged or DeviceFault if one of them was not finite, which a card reports only now.
         """
         self._late.read()
         self._trainer.before_checkpoint()

@@ -184,16 +184,9 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of the run in a folder, without another check or calibration.
 
-        Args:
-            folder: The run folder.
-            data: The records, if the run was trained on user-supplied ones.
-            model: A module like the run's, if its folder cannot describe it.
-            trust_code: Whether to execute the user-supplied code that the run names by import path.
-
-        Raises:
-            RunFolderError: The data differ, the network cannot be rebuilt, or user-supplied code is named and
-                `trust_code` is False.
-            ConfigError: The data are missing, or the torch device is not available.
+        User-supplied records and a module that the folder cannot describe are given; `trust_code` executes the code
+        that the run names by import path. Raises RunFolderError if the data differ, the network cannot be rebuilt, or
+        code is not trusted, and ConfigError if the data are missing, or the torch device is not available.
         """
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())
         require_trusted(facts, trust_code=trust_code)
@@ -283,14 +276,9 @@ class RunPlan(Plan):
 
     @contextmanager
     def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
-        """Open the device of the run; yields None if it has none.
+        """Open the device of the run, which the processes use as one; yields None if it has none.
 
-        Args:
-            ranks: The processes that use the device as one; None for one.
-
-        Raises:
-            ConfigError: The device is too small for the network.
-            DeviceError: The device cannot be opened.
+        Raises ConfigError if it is too small for the network, and DeviceError if it cannot be opened.
         """
         if self.description is None:
             yield None
@@ -346,14 +334,8 @@ def with_own_inputs(
 ) -> RunConfig:
     """Return the configuration for user-supplied inputs: their names, and no constants of a known data set.
 
-    Args:
-        config: The configuration.
-        data: The data, or None.
-        label: The column of a table that holds what to predict, or several; None takes data.label.
-        model: The module, or None.
-
-    Raises:
-        ConfigError: A key does not fit them, or model.name names another network.
+    `label` is the column of a table that holds what to predict, or several; None takes data.label. Raises ConfigError
+    if a key does not fit them, or model.name names another network.
     """
     changes: dict[str, Any] = {} if label is None else {"label": label}
     if data is not None:
@@ -371,17 +353,10 @@ def with_own_inputs(
 
 
 def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest | None = None) -> Dataset:
-    """Return the records to train on: those given, or the data set that the configuration names.
+    """Return the records to train on: those given, with their test records, or the data set of the configuration.
 
-    Args:
-        config: The configuration.
-        data: User-supplied records, or None.
-        test: User-supplied test records (x, y), which go with user-supplied records.
-
-    Raises:
-        TypeError: `data` is something else.
-        ValueError: `test` was given without arrays.
-        ConfigError: data.split does not fit the given IDs, or a key contradicts the given Dataset.
+    Raises TypeError for data of another form, ValueError for `test` without arrays, and ConfigError if data.split does
+    not fit the given IDs, or a key contradicts the given Dataset.
     """
     if test is not None and (data is None or isinstance(data, Dataset)):
         raise ValueError(
@@ -415,10 +390,8 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
 def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
     """Return the data set after the configured maps: a public one, then principal components.
 
-    Args:
-        config: The configuration.
-        dataset: The records as they were loaded, or after the public map, as an audit changes them.
-        folder: The folder of a run that has started, whose maps are taken.
+    The folder of a run that has started gives its maps. The records may be those after the public map, as an audit
+    changes them.
     """
     if config.data.features is not None and dataset.public_map is None:
         public = (
@@ -451,11 +424,7 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
 
 
 def users_of(config: RunConfig, dataset: Dataset) -> Users | None:
-    """Return the users of the training records, or None if records are protected.
-
-    Raises:
-        ConfigError: The data set has no IDs.
-    """
+    """Return the users of the training records, None if records are protected; raise ConfigError without IDs."""
     if not config.of_users:
         return None
     if not dataset.owners:
@@ -466,11 +435,7 @@ def users_of(config: RunConfig, dataset: Dataset) -> Users | None:
 
 
 def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
-    """Return the sampler of the configuration over the training records.
-
-    Raises:
-        ConfigError: sampler.batch_size exceeds the number of records.
-    """
+    """Return the sampler over the training records; raise ConfigError if sampler.batch_size exceeds their number."""
     options, users = config.sampler, users_of(config, dataset)
     n_records = len(dataset.train if users is None else users)
     if config.protection.bands > 1:
@@ -544,13 +509,9 @@ class Forecast:
 
     @classmethod
     def of(cls, plan: RunPlan, device: NoisyDevice | None) -> Self | None:
-        """Return the forecast of a run before its trainer is made.
+        """Return the forecast of a run on its open device before its trainer is made.
 
         Returns None without a device, or if the work is known only after a step.
-
-        Args:
-            plan: The run.
-            device: Its open device, or None without one.
         """
         if device is None:
             return None
@@ -572,11 +533,7 @@ class Forecast:
         )
 
     def usage(self, first: int = 0) -> Usage:
-        """Return the expected usage from a step on, plus that of opening the device.
-
-        Args:
-            first: Steps that are done.
-        """
+        """Return the expected usage after `first` steps that are done, plus that of opening the device."""
         plan, device = self.plan, self.device
         looks = _observed(plan, plan.total_steps) - _observed(plan, first)
         work = self.step.times(plan.total_steps - first - looks) + self.observed.times(looks)

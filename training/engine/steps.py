@@ -159,15 +159,9 @@ class PaidSteps:
     # Processes that run the same loop
 
     def agree(self, act: Act, number: int = 0, *, step: int | None = None) -> list[int]:
-        """Check that all processes do the same, and return a number from each, in the order of ranks.
+        """Check that all processes do the same at a step, by default the next; return each one's number, by rank.
 
-        Args:
-            act: Act that this process is about to do.
-            number: Number that the others receive from this process.
-            step: With which step; None for the next one.
-
-        Raises:
-            RuntimeError: The processes do different things; on each of them.
+        Raises RuntimeError, on each of them, if they do different things.
         """
         rank = self.ranks.rank
         if self.ranks.world == 1:
@@ -247,11 +241,7 @@ def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.
 
 @contextmanager
 def torch_threads(wanted: int | None) -> Iterator[int]:
-    """Set torch's thread count for the run and put it back.
-
-    Args:
-        wanted: Threads, or None for torch's own number.
-    """
+    """Set torch's thread count, unless None, for the run and put it back."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or before)
     try:

@@ -261,13 +261,9 @@ def _convolutions(model: nn.Module) -> ChosenPoints | None:
 
 
 def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
-    """Return the name of the linear layer that gives a score to each token, or None if no layer looks like one.
+    """Return the name of the linear layer, outside the points, that gives a score to each token, or None.
 
     It shares its weight with an embedding, or is the last linear layer and has an output for each entry of one.
-
-    Args:
-        model: The model.
-        points: Its feedback points; layers inside them are left out.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [
@@ -356,12 +352,7 @@ class Choosing:
         return lines
 
     def _look(self, calls: Sequence[tuple[str, Tensor]], *, added: bool) -> None:
-        """Decide whether the feedback is normalised.
-
-        Args:
-            calls: As in `_tell`.
-            added: Whether a point is added to an unnormalised stream.
-        """
+        """Decide from the calls' outputs whether feedback is normalised; a point may be `added` to a bare stream."""
         is_sum = bool(unnormalised(calls))
         self._normalised = is_sum or added
         self._reasons["normalised"] = (
@@ -374,11 +365,7 @@ class Choosing:
             self.gain = _GAIN_OF_STREAMS
 
     def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Log the choices in the first forward pass that learns, or warn.
-
-        Args:
-            calls: Name and output of each call of a point.
-        """
+        """Log the choices in the first forward pass that learns, or warn; calls have each point's name and output."""
         if not self.gain:
             return
         wants_plain = self._normalised is False and "normalised" not in self._reasons
@@ -400,11 +387,7 @@ class Choosing:
         normalised: bool | None,
         gain: float | None,
     ) -> None:
-        """Set the arguments that are given, and choose the others; see FeedbackAlignment.
-
-        Raises:
-            ValueError: There is no such submodule, or the error's place is a point.
-        """
+        """Set the arguments that are given, and choose the others; see FeedbackAlignment for them and their errors."""
         self._reasons = {} if normalised is not None else {"normalised": ""}
         """The reason for each chosen argument, in a few words."""
         found = choose_points(self.model) if points is None else None

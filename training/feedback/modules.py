@@ -213,11 +213,7 @@ class ModuleGradients:
 
 
 def feedback_start(network: AnyModule) -> nn.Linear:
-    """Return the linear layer of a model that can start as the feedback matrix.
-
-    Raises:
-        ValueError: The model names none by an attribute `feedback_start`.
-    """
+    """Return the linear layer that a model's attribute `feedback_start` names, or raise ValueError."""
     name = getattr(network.model, "feedback_start", None)
     layer = network.model.get_submodule(name) if isinstance(name, str) else None
     if not isinstance(layer, nn.Linear):
@@ -229,15 +225,7 @@ def feedback_start(network: AnyModule) -> nn.Linear:
 
 
 def augmentation_of(options: FeedbackConfig, dataset: Dataset) -> Augmentation | None:
-    """Return the augmentation that copies a step's images, or None for no augmentation.
-
-    Args:
-        options: The section `trainer`.
-        dataset: The records.
-
-    Raises:
-        ConfigError: The records are no images of such a size.
-    """
+    """Return the augmentation of a step's images, or None; raise ConfigError if records are no such images."""
     if not isinstance(options, BpConfig) or not options.augmented_copies:
         return None
     shape, key = dataset.record_shape, "trainer.augmented_copies"
@@ -264,16 +252,10 @@ def feedback_points(
 ) -> FeedbackAlignment | None:
     """Return the feedback points of a module, or None for backpropagation.
 
-    Args:
-        network: The module; hooks are put on it, which `FeedbackAlignment.remove` takes off.
-        options: The section `trainer`.
-        device: The open device of pdfa.
-        draw_seed: Seed of the encoding's draws; None draws a seed from the system.
-        chooses: Whether the place of the error may be chosen. If not, an error_at of None is the place that the model
-            declares, else its output: folders of earlier versions name no other.
-
-    Raises:
-        ValueError: There are no such submodules.
+    Hooks are put on the module, which `FeedbackAlignment.remove` takes off. The encoding draws by `draw_seed`, or one
+    from the system. Unless the place of the error may be chosen, an error_at of None is the place that the model
+    declares, else its output: folders of earlier versions name no other. Raises ValueError if there are no such
+    submodules.
     """
     if not isinstance(options, PointsConfig):
         return None

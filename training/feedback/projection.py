@@ -48,12 +48,7 @@ class Encoded:
     offset: Tensor | None = None
 
     def decoded(self, readings: Tensor, ones: Tensor | None = None) -> Tensor:
-        """Return s sum_k w_k r_k + c B 1, computed in place.
-
-        Args:
-            readings: r_k, shape (K * rows, n_outputs).
-            ones: B 1, shape (n_outputs,); only for an encoding that has an offset.
-        """
+        """Return s sum_k w_k r_k + c B 1 of readings r_k, shape (K * rows, n_outputs), computed in place."""
         total = readings
         if self.weights is not None:
             rows, n_outputs = self.frames.shape[1], readings.shape[1]  # there may be no rows

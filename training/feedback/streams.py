@@ -48,11 +48,7 @@ _NORMS = (
 
 
 def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the points whose outputs are residual sums that no normalisation follows.
-
-    Args:
-        calls: Name and output of each point; the autograd graph of an output says how it was computed.
-    """
+    """Return the points whose outputs, by their graph, are residual sums that no normalisation follows."""
     found: dict[str, None] = {}
     for name, output in calls:
         node = _source(output.grad_fn)

@@ -241,11 +241,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         return isinstance(self.protection, RecordProtection)
 
     def _require_bounded(self, network: AnyModule) -> None:
-        """Refuse a protection that writes gradients but does not protect a module's records.
-
-        Raises:
-            NoGuarantee: The protection is one of labels, whose noise has the geometry of a layer's inputs.
-        """
+        """Refuse (NoGuarantee) a protection that writes gradients but does not protect a module's records."""
         kind, needs = self.config.protection.kind, self.protection.needs
         if not needs or "soft labels" in needs or self._clips_records:
             return

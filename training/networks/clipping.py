@@ -180,13 +180,10 @@ class Measured(NamedTuple):
 
 
 def measured(values: Iterable[Tensor], *, coarsely: bool = False) -> list[Measured]:
-    """Measure the Euclidean norm of each record's numbers in several tensors.
+    """Measure the Euclidean norm of each record's numbers in several float32 or float64 tensors, formed one by one.
 
-    Each record's norm depends on its numbers only; otherwise one record would move the factors of others.
-
-    Args:
-        values: float32 or float64, shapes (batch, ...); they may be formed one after another, so that no two are held.
-        coarsely: Whether the norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
+    Each record's norm depends on its numbers only; otherwise one record would move the factors of others. Coarsely, the
+    norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
     """
     found = []
     for each in values:

@@ -319,11 +319,7 @@ def _convolution(channels: int, width: int, stride: int, norm: ImageNorm) -> nn.
 
 
 def _image(record_shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return channels, height and width of image records.
-
-    Raises:
-        ValueError: The records are no images.
-    """
+    """Return channels, height and width of image records; raise ValueError for others."""
     if len(record_shape) != 3:
         raise ValueError(
             f"record_shape = {tuple(record_shape)}: this model takes images of shape (channels, height, width); take "
@@ -355,23 +351,11 @@ def build_model(
     name: str,
     vocabulary: int | None = None,
 ) -> nn.Module:
-    """Return a new module, whose initial parameters come from a seed.
+    """Return a new module, whose initial parameters come from a seed, or from the system for None.
 
-    torch's global random state is seeded for the call and then put back, so it is neither read nor changed.
-
-    Args:
-        factory: A class or function; it gets those of `record_shape`, `n_outputs` and `vocabulary` that it takes as
-            keywords.
-        options: Its other keywords.
-        record_shape: Shape of a record.
-        n_outputs: Number of outputs: classes, tokens, real numbers or labels.
-        seed: Seed of the initial parameters, or None to let the system choose.
-        name: Name of the factory, for messages.
-        vocabulary: Number of token values if records hold tokens, else None.
-
-    Raises:
-        TypeError: The factory takes no such option, or returns no module.
-        ValueError: It refuses an option or the records.
+    torch's global random state is seeded for the call and then put back, so it is neither read nor changed. The factory
+    gets its options, and those of `record_shape`, `n_outputs` and `vocabulary` that it takes as keywords. Raises
+    TypeError if it takes no such option or returns no module, and ValueError if it refuses an option or the records.
     """
     taken = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())

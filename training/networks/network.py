@@ -213,12 +213,7 @@ class LayeredNetwork(Network):
         return self.jacobians[layer].parameters
 
     def contributions(self, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Contributions:
-        """Return what the records of a batch add to the parameters of all layers.
-
-        Args:
-            deltas: Signal at each layer's output, shapes (batch, ...).
-            inputs: Each layer's input as the update uses it, shapes (batch, ...).
-        """
+        """Return what a batch adds to all layers' parameters, from signals at their outputs and inputs as used."""
         return Contributions(
             [
                 (jacobian.parameters, [jacobian.use(delta, h)])
@@ -233,14 +228,9 @@ class LayeredNetwork(Network):
 
 
 def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: str) -> None:
-    """Refuse layers whose parameters a step cannot update independently of other layers.
+    """Refuse (ValueError) layers that a step cannot update independently: shared, frozen or not float32.
 
-    Args:
-        layers: The parameters of each layer.
-        if_frozen: Remedy for a frozen layer, for the message.
-
-    Raises:
-        ValueError: Two layers share a parameter, or one is frozen or not float32.
+    `if_frozen` is the remedy for a frozen layer.
     """
     seen: set[int] = set()
     for number, parameters in enumerate(layers, start=1):
@@ -382,11 +372,7 @@ class FullyConnected(LayeredNetwork):
         ]
 
     def forward(self, x: Tensor) -> ForwardPass:
-        """Run the forward pass and keep the values that gradients need.
-
-        Args:
-            x: Inputs, shape (batch, n_0).
-        """
+        """Run the forward pass on inputs, shape (batch, n_0), and keep the values that gradients need."""
         inputs, pre_activations, activations = [], [], []
         h = x
         with torch.no_grad():
@@ -420,18 +406,10 @@ class FullyConnected(LayeredNetwork):
 def build_sequential(
     n_inputs: int, layers: Sequence[LayerShape], *, generator: torch.Generator, gain: float = 1.0
 ) -> nn.Sequential:
-    """Build an nn.Sequential whose initial values come from an explicit generator.
+    """Build an nn.Sequential of layers 1..L whose initial values come from an explicit generator.
 
-    Weights and biases are uniform on +-gain/sqrt(n_(l-1)), which is the law of nn.Linear for gain 1.
-
-    Args:
-        n_inputs: Width n_0 of the input.
-        layers: Layers 1..L.
-        generator: Source of the initial values; global random state is neither read nor changed.
-        gain: Factor on the initial range.
-
-    Raises:
-        ValueError: Weights and gradients need more memory than is free.
+    Weights and biases are uniform on +-gain/sqrt(n_(l-1)), which is the law of nn.Linear for gain 1. Global random
+    state is neither read nor changed. Raises ValueError if weights and gradients need more memory than is free.
     """
     widths = [n_inputs, *(layer.n_outputs for layer in layers)]
     require_memory(
@@ -524,8 +502,7 @@ def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
 def build_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
     """Return a view of the user-supplied model, or of a new one from the configuration.
 
-    Raises:
-        TypeError, ValueError: See FullyConnected; or the widths do not match the data.
+    Raises TypeError or ValueError as FullyConnected, or if the widths do not match the data.
     """
     if model is None:
         return FullyConnected(build_model(config, dataset))

@@ -38,12 +38,7 @@ _ROUNDING = 1e-9
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the torch optimizer that a configuration names.
-
-    Args:
-        parameters: The parameters to update.
-        config: Name and hyperparameters; those of another family are ignored.
-    """
+    """Build the torch optimizer that a configuration names; hyperparameters of another family are ignored."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.name == "sgd":
         options |= {"momentum": config.momentum, "nesterov": config.nesterov}
@@ -115,12 +110,7 @@ class TailAverage:
         return step > self._first
 
     def update(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Add the parameters after a step; after the last step the mean replaces them.
-
-        Args:
-            step: Steps done, at least 1.
-            parameters: The parameters by name.
-        """
+        """Add the parameters after a step, at least 1; after the last step the mean replaces them."""
         if not self.covers(step):
             return
         count = step - self._first

@@ -55,16 +55,9 @@ def batch_statistics(model: nn.Module) -> str | None:
 
 
 def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Tensor]:
-    """Return records and targets of a data set's shapes and ranges, drawn without reading its records.
+    """Return nine records and targets of a data set's shapes and ranges, drawn without reading its records.
 
     Features are N(0, 1). Some records end in zeros, as padded sequences do.
-
-    Args:
-        dataset: Its record shape, vocabulary and kind of target are read.
-        place: Torch device of the result.
-
-    Returns:
-        Inputs, shape (9, n_features), and targets.
     """
     generator = torch.Generator().manual_seed(0)
     shape, outputs = (_RECORDS, dataset.n_features), dataset.n_classes
@@ -269,19 +262,12 @@ def put_back(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def preserved_state(model: nn.Module, *, follow_hooks: bool = True, fixed: bool = False) -> Iterator[None]:
-    """Restore the buffers and Python attributes of a module on exit.
+    """Restore the buffers and Python attributes of a module, and with `follow_hooks` of its hooks, on exit.
 
     A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
     could read it. Autograd may have saved some of these tensors, so only changed ones are written, without a new
-    version; a backward pass then reads the restored values.
-
-    Args:
-        model: The module.
-        follow_hooks: Whether to restore the state of the module's hooks, too.
-        fixed: Whether to refuse a pass that writes into a parameter; see `fixed_parameters`.
-
-    Raises:
-        ValueError: `fixed`, and the pass writes into a parameter.
+    version; a backward pass then reads the restored values. With `fixed` a pass that writes into a parameter is
+    refused; see `fixed_parameters`.
     """
     buffers = [(part._buffers, dict(part._buffers)) for part in model.modules() if part._buffers]
     values = [
@@ -345,19 +331,13 @@ def runs_torch_only(model: nn.Module) -> bool:
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
-    """Refuse a module whose Python attributes depend, after a batch, on the batch before it.
+    """Refuse (ValueError) a module whose Python attributes depend, after a batch, on the batch before it.
 
     Running means, queues and logs of activations do, even if no output shows it yet; counters and values that every
     batch overwrites do not. The search follows attributes through containers, functions, hooks and objects of the
-    modules' packages. A value that differs between two equal passes counts as noise. All attributes are restored.
-
-    Args:
-        model: The module.
-        run: Runs a pass on the records with these indices, from 0 to 4, real values times the factor, with the same
-            random numbers in each pass.
-
-    Raises:
-        ValueError: There is such an attribute.
+    modules' packages. A value that differs between two equal passes counts as noise. All attributes are restored. `run`
+    runs a pass on the records with these indices, from 0 to 4, real values times the factor, with the same random
+    numbers in each pass.
     """
     if runs_torch_only(model):
         return

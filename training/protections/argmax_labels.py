@@ -74,9 +74,8 @@ class LabelFrames:
     def of(cls, device: NoisyDevice, n_classes: int) -> LabelFrames:
         """Return the labels' frames of an open device, within the limits of its certificate if it has one.
 
-        Raises:
-            ConfigError: The device is no simulated camera, reads holograms, its light drifts slowly, or it states no
-                law of its counts.
+        Raises ConfigError if it is no simulated camera, reads holograms, its light drifts slowly, or it states no law
+        of its counts.
         """
         if not isinstance(device, CameraDevice) or device.stated_noise is None:
             reason = (
@@ -115,8 +114,7 @@ class LabelFrames:
     def gain(self) -> tuple[float, float]:
         """Return limits of the gain, DN per electron: the certificate's, or the described one twice.
 
-        Raises:
-            ConfigError: The certificate is one of an earlier version.
+        Raises ConfigError for a certificate of an earlier version.
         """
         limits, described = self.certified, self.law.sensor.gain_dn_per_e
         if limits is None:
@@ -259,16 +257,11 @@ class ArgmaxReadout:
 
     @classmethod
     def within(cls, frames: LabelFrames, *, epsilon: float, delta: float = 0.0) -> ArgmaxReadout:
-        """Return the readout with the most light, at most the described, that stays within epsilon.
+        """Return the readout with the most light, at most the described, that stays within the answer's epsilon.
 
-        Args:
-            frames: The camera.
-            epsilon: Epsilon of the answer, above 0.
-            delta: Delta of the run; fluctuating light takes a share of it.
-
-        Raises:
-            ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
-                light fluctuates and delta does not exceed the certificate's beta.
+        Fluctuating light takes a share of the run's delta. Raises ConfigError if the camera has fewer outputs than
+        labels, even `LEAST_LIGHT` gives more than epsilon, or the light fluctuates and delta does not exceed the
+        certificate's beta.
         """
         require_known_light(frames.device.name, frames.certified)
         power_error = frames.power_error(delta)
@@ -314,9 +307,7 @@ class ArgmaxReadout:
     def answers(self, labels: Tensor, source: UniformSource) -> np.ndarray:
         """Show every label once and return the answers, integers, shape (n,); the frames do not leave this function.
 
-        Args:
-            labels: Class numbers, shape (n,).
-            source: Source of the permutations and of random numbers that break ties.
+        The source gives the permutations and breaks ties.
         """
         found = []
         for part in labels.split(FRAMES_AT_ONCE):
@@ -417,12 +408,7 @@ def own_light(light: np.ndarray, groups: np.ndarray) -> float:
 def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarray:
     """Return equally many pixels for each label: those with most light beyond the mean light of the other labels.
 
-    Args:
-        light: Expected electrons of light, shape (labels, pixels).
-        most: Largest number of pixels of a group.
-
-    Raises:
-        ConfigError: There are fewer pixels than labels.
+    Light, in expected electrons, has shape (labels, pixels). Raises ConfigError if there are fewer pixels than labels.
     """
     checks.shape((None, None), light=light)
     labels, pixels = light.shape
@@ -485,14 +471,10 @@ def shared_range(
     least: float | None = None,
     point: OperatingPoint | None = None,
 ) -> Cell:
-    """Return what all outputs of a frame may share.
+    """Return what all outputs of a frame, in groups of a size, may share at a camera's operating point.
 
-    Args:
-        frames: The camera.
-        size: Outputs of a group.
-        light: Largest multiple of the described light in a frame, before the factor of a certificate.
-        least: Least such multiple; None for `light` itself.
-        point: The camera's operating point, except for its light; None for that of the description.
+    Light is a multiple of the described, before the factor of a certificate, from `least`, or `light` itself, to
+    `light`.
     """
     certified, dimmed = frames.certified, light if least is None else least
     if certified is None:
@@ -546,15 +528,11 @@ def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: Op
 def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: float) -> float:
     """Return a bound of the epsilon of the symmetrised argmax over all points of a cell.
 
-    Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned.
-
-    No argument shows where an answer reveals most, so the cell with the largest bound is halved until its bound is
-    within 0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
-
-    Args:
-        limits: Maps a cell to limits of the confusion matrix, which hold at each of its points.
-        whole: The cell.
-        electrons: Light of an output at a light of 1, by which ranges of light and dark charge are compared.
+    Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned. No
+    argument shows where an answer reveals most, so the cell with the largest bound is halved until its bound is within
+    0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
+    `limits` maps a cell to limits of the confusion matrix; `electrons`, the light of an output at a light of 1,
+    compares ranges of light and dark charge.
     """
     if len(whole.dark_laws) > 1:
         return max(largest_epsilon(limits, each, electrons) for each in whole.dark_laws)
@@ -588,14 +566,8 @@ def confusion_at(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return limits of the confusion matrix of the argmax over boxes of rates, from `lowest` to `highest`.
 
-    Args:
-        law: The camera's stages.
-        groups: Pixels of each label, shape (labels, pixels of a group).
-        lowest: Expected electrons of each label's frame, shape (labels, pixels).
-        highest: The same, at least as large.
-
-    Raises:
-        ConfigError: The camera sees ambient light, and no amount of it is the worst case for every matrix.
+    Rates, expected electrons of each label's frame, have shape (labels, pixels), groups (labels, pixels of a group).
+    Raises ConfigError if the camera sees ambient light: no amount of it is the worst case for every matrix.
     """
     if np.any(law.ambient_e):
         raise ConfigError(

@@ -62,11 +62,7 @@ class CountsReadout:
 
     @classmethod
     def within(cls, frames: LabelFrames, *, epsilon: float, delta: float) -> CountsReadout:
-        """Return the readout with the most light, at most the described, that stays within epsilon.
-
-        Raises:
-            NoGuarantee: No light stays within epsilon.
-        """
+        """Return the readout with the most light, at most the described, within epsilon; may raise NoGuarantee."""
         power_error, measured = frames.power_error(delta), frames.measured
         if measured is None:
             pixels, low, high = equidistant_pixels(frames.light), None, frames.light
@@ -126,15 +122,9 @@ def read_counts(readout: CountsReadout, labels: Tensor, *, pay: Pay) -> Tensor:
 
 
 def measured_rates(frames: LabelFrames, count: int, beta: float) -> MeasuredRates:
-    """Measure the rates of the labels' patterns at all pixels of a camera.
+    """Measure the rates of the labels' patterns at all pixels, in `count` frames each, with error `beta`.
 
-    Args:
-        frames: The camera, and limits of its gain.
-        count: Frames of each pattern.
-        beta: Probability that a limit is wrong.
-
-    Raises:
-        ConfigError: The light fluctuates or fills the pixels, or the numbers are not linear.
+    Raises ConfigError if the light fluctuates or fills the pixels, or the numbers are not linear.
     """
     device = frames.device
     if frames.law.nonlinearity:
@@ -158,10 +148,8 @@ def equidistant_pixels(light: np.ndarray) -> np.ndarray:
 
     The farthest two labels determine epsilon, but training uses all pairs. With d_i the squared distance of a pair at
     pixel i, the pixels raise the mean over pairs of sum d_i relative to its largest: a linear programme over shares of
-    pixels, rounded, then exchanges of single pixels. The choice depends on the medium only.
-
-    Args:
-        light: Expected electrons of light, shape (labels, pixels).
+    pixels, rounded, then exchanges of single pixels. The choice depends on the medium only. Light, in expected
+    electrons, has shape (labels, pixels).
     """
     some = light[:, :_PIXELS_COMPARED]
     first, second = np.triu_indices(len(some), 1)

@@ -66,14 +66,10 @@ class MeasuredRates:
     def of(
         cls, device: CameraDevice, patterns: int, *, count: int, gain: tuple[float, float], beta: float
     ) -> Self:
-        """Measure frames of the first unit vectors, one at a time, and frames without light.
+        """Measure R frames of the first unit vectors, one at a time, and frames without light.
 
-        Args:
-            device: open.
-            patterns: number of unit vectors.
-            count: R, at least `LEAST_FRAMES`.
-            gain: limits of K.
-            beta: probability that any limit of the measurement is wrong; half of it is for the variances.
+        `count` is R, at least `LEAST_FRAMES`, `gain` has limits of K, and `beta` bounds the probability that any limit
+        of the measurement is wrong; half of it is for the variances.
         """
         width = device.n_outputs
         sums, squares = np.zeros((patterns + 1, width)), np.zeros(width)
@@ -130,16 +126,7 @@ class MeasuredRates:
         return np.asarray(start + side * s)
 
     def require_same(self, again: MeasuredRates, pixels: np.ndarray, name: str) -> None:
-        """End a run whose rates moved beyond the stated limits.
-
-        Args:
-            again: the measurement after the labels.
-            pixels: the pixels that are kept.
-            name: the device's name.
-
-        Raises:
-            DeviceFault: a limit of `again` lies beyond a stated one.
-        """
+        """Raise DeviceFault if kept pixels' rates, measured again after the labels, lie beyond the stated limits."""
         stated, t = self.limits(), math.log(4 * again.light_dn.size / again.beta)
         # limits of x as measured now, in electrons
         low, high = (

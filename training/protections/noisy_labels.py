@@ -100,9 +100,7 @@ class StagedResponses:
     def answer(self, labels: np.ndarray, source: UniformSource) -> None:
         """Randomize the labels of the next part among those that the responses so far make likely.
 
-        Args:
-            labels: Class numbers of all records, shape (n,); those of other parts are not read.
-            source: Source of randomness; the operating system's own for a release.
+        Labels of other parts are not read; for a release the source is the operating system's own.
         """
         part, epsilon, k = self._left.pop(0), self._epsilon, self.kept.shape[1] // 2
         priors = self._model.priors()
@@ -264,10 +262,6 @@ class OneLookProtection(Protection, ABC):
         """Read or randomize every label, and return the log-likelihood of every class, shape (n, k).
 
         k more columns may follow: the logarithm of the prior with which training begins.
-
-        Args:
-            device: The run's open device, or None without one.
-            pay: Pays for the release.
         """
 
     def source(self) -> UniformSource:
@@ -462,14 +456,9 @@ def read_once_through(
 
 
 def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -> GaussianNoise:
-    """Return the law of a device through which labels can be read.
+    """Return the law of a device through which labels can be read; `credit` as for `creditable_law`.
 
-    Args:
-        device: The device, open or closed.
-        credit: As for `creditable_law`.
-
-    Raises:
-        ConfigError: See `creditable_law`; or the device's matrix is not known.
+    Raises ConfigError as `creditable_law`, or if the device's matrix is not known.
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
         camera = device.description.camera

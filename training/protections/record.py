@@ -157,11 +157,7 @@ class RecordProtection(PoissonProtection):
         super().require_covered()
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """See PoissonProtection.mechanism.
-
-        Raises:
-            NoGuarantee: An algorithm's own mechanism does not state the correlation of its noise.
-        """
+        """See PoissonProtection.mechanism; raise NoGuarantee if an own mechanism does not state correlated noise."""
         found = self.algorithm.mechanism(noise_multiplier)
         if self.options.bands > 1 and getattr(found, "correlation", None) != self.correlation:
             raise NoGuarantee(
@@ -249,11 +245,7 @@ class CyclicPoissonSampler(PoissonSampler):
 
     @classmethod
     def of(cls, config: RunConfig, n_records: int) -> Self:
-        """Return the sampler of a run.
-
-        Raises:
-            ConfigError: b q exceeds 1.
-        """
+        """Return the sampler of a run; raise ConfigError if b q exceeds 1."""
         options, bands = config.sampler, config.protection.bands
         probability = options.sampling_probability or min(options.batch_size / n_records, 1.0)
         try:
@@ -288,17 +280,10 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
     """Return the coefficients c of noise inverse(C) Z that disturbs a run's parameters least.
 
     Without curvature the parameters after step t are minus the sum over s of A_ts times the noisy sum of step s, where
-    A_ts is the sum over u from s to t of rate_u momentum^(u - s). The coefficients minimise the squared error
-    ||A inverse(C)||_F^2 at |c| = 1, the sensitivity, among those that do not increase; iterates t are up to 32,
-    equally spaced. Source: McKenna 2024, "Scaling up the Banded Matrix Factorization Mechanism", section 3.
-
-    Args:
-        bands: b, at least 1; more than `steps` are 0.
-        steps: Steps of the run.
-        optimizer: Its momentum (beta1 of the Adam family) and schedule.
-
-    Returns:
-        c_0 >= c_1 >= ... >= 0 with |c| in (1 - 2^-20 b, 1], multiples of 2^-20.
+    A_ts is the sum over u from s to t of rate_u momentum^(u - s). The coefficients minimise the squared error ||A
+    inverse(C)||_F^2 at |c| = 1, the sensitivity, among those that do not increase, c_0 >= c_1 >= ... >= 0; iterates t
+    are up to 32, equally spaced. |c| lies in (1 - 2^-20 b, 1], in multiples of 2^-20. Source: McKenna 2024, "Scaling up
+    the Banded Matrix Factorization Mechanism", section 3.
     """
     weights = weights_of_gradients(steps, optimizer)
 

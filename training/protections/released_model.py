@@ -66,16 +66,11 @@ class Metric:
     def of_rows(
         cls, rows: Tensor, *, weights: Tensor | None = None, floor: float, scale: float = 1.0
     ) -> Metric:
-        """Return P of public rows, times a number.
+        """Return P of public rows h_r, with the bias's constant, shape (n, d), times a number.
 
         Any positive definite matrix of public numbers is a sound P, as long as noise and leverages have the same
-        factor. The sum is therefore formed in the precision of the rows if lambda is far above its rounding.
-
-        Args:
-            rows: h_r with the bias's constant, shape (n, d).
-            weights: w_r >= 0, shape (n,), or None for 1 / n each.
-            floor: lambda over the mean of the sum's diagonal, above 0.
-            scale: Number that P is multiplied by, above 0.
+        factor. The sum is therefore formed in the precision of the rows if lambda, `floor` times the mean of its
+        diagonal, is far above its rounding. Weights are w_r >= 0, by default 1 / n each.
         """
         if weights is None and floor >= _FLOOR_OF_SINGLE_PRECISION:
             p = (rows.t() @ rows).double().div_(len(rows))
@@ -163,12 +158,9 @@ class Design:
 
     @classmethod
     def of(cls, x: Tensor, *, ridge: float, weights: Tensor | None = None) -> Design:
-        """Return the design of weighted records.
+        """Return the design of records x, shape (n, d - 1), of these weights, by default 1, and 0 if not finite.
 
-        Args:
-            x: Features, float, shape (n, d - 1); a record that is not finite gets the weight 0.
-            ridge: lambda over the mean of the diagonal of sum_i w_i h_i h_i^T, above 0.
-            weights: Shape (n,), or None for 1.
+        `ridge` is lambda over the mean of the diagonal of sum_i w_i h_i h_i^T.
         """
         weights = finite(x).double() if weights is None else weights
         total = x.new_zeros((x.shape[1] + 1,) * 2, dtype=torch.float64)
@@ -217,13 +209,7 @@ class Design:
         return torch.cholesky_solve(sums.t(), self.metric.factor).t()
 
     def label_sums(self, x: Tensor, y: Tensor, n_classes: int) -> LabelSums:
-        """Return the sums over the labels; see `LabelSums`.
-
-        Args:
-            x: Features, shape (n, d - 1), those of the design.
-            y: Class numbers, shape (n,).
-            n_classes: k.
-        """
+        """Return the sums over the labels y, shape (n,), of the design's features; see `LabelSums`."""
         by_class = x.new_zeros((n_classes, x.shape[1] + 1), dtype=torch.float64)
         largest = 0.0
         for rows, h in blocks(x):
@@ -266,13 +252,9 @@ def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def public_design(x: Tensor, *, cached: bool, **settings: Any) -> Design:
-    """Return the design of a protected run.
+    """Return the design of a protected run's features, of settings as in `Design.levelled`.
 
-    Args:
-        x: Its training features.
-        cached: Whether to keep it next to the features of a public map (`OPUSIM_CACHE`), and to reuse it for the same
-            features.
-        **settings: See `Design.levelled`.
+    If `cached` it is kept next to the features of a public map (`OPUSIM_CACHE`), and reused for the same features.
     """
     file = cached_file(json.dumps({"version": 1, **settings}), x, ".npz") if cached else None
     if file is not None:

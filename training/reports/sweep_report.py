@@ -61,11 +61,7 @@ _KINDS = {
 
 
 def write_sweep(result: SweepResult, spec_text: str) -> Path:
-    """Write table, figures and report into the sweep's folder, and return the HTML file.
-
-    Raises:
-        OSError: The folder is not writable.
-    """
+    """Write table, figures and report into the sweep's folder, and return the HTML file."""
     records = [_as_text(record) for record in sweep_records(result)]
     _write_csv(result.folder.table_file, records)
     document = {

@@ -84,9 +84,8 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
     ) -> StepRecord:
         """See Trainer.step; there are no diagnostics.
 
-        Raises:
-            NoGuarantee: The run protects labels, and no model was released.
-            TrainingDiverged: A weight is not finite in float32.
+        Raises NoGuarantee if labels are protected and no model was released, and TrainingDiverged for a weight beyond
+        float32.
         """
         if self._protected and self.given is None:
             raise NoGuarantee(

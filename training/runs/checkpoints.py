@@ -112,11 +112,7 @@ def reseal_checkpoint(path: Path, seal: Seal) -> Header:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and check its digests.
-
-    Raises:
-        RunFolderError: The file is missing, cut, damaged or of another schema.
-    """
+    """Read a checkpoint and check its digests; raise RunFolderError if it is missing, cut, damaged or another."""
     header = read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -160,8 +156,7 @@ def copy_parameters(
 def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
     """Restore a trainer, its optimizer, the running average and the state of devices from a checkpoint.
 
-    Raises:
-        RunFolderError: The checkpoint is of another network, or of other devices.
+    Raises RunFolderError if it is of another network, or of other devices.
     """
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")
@@ -192,8 +187,7 @@ def held_by_devices(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def hold_on_devices(model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Restore the state of devices; a layer whose state is empty, as in older checkpoints, keeps its own.
 
-    Raises:
-        RunFolderError: The state is another chip's.
+    Raises RunFolderError if a state is another chip's.
     """
     for name, layer in layers_on_devices(model).items():
         try:

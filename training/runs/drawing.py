@@ -366,10 +366,8 @@ def main_figure(run: StoredRun) -> MainFigure:
 def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChart | None:
     """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
 
-    Runs without class numbers show the figure of their target; runs of different targets show their losses.
-
-    Returns:
-        The figure, or None if no run wrote figures (release mode).
+    Runs without class numbers show the figure of their target; runs of different targets show their losses. Returns
+    None if no run wrote figures (release mode).
     """
     shown = {main_figure(run) for run in runs}
     main = shown.pop() if len(shown) == 1 else LOSS_FIGURE
@@ -407,8 +405,7 @@ _LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
 def alignment_curves(run: StoredRun) -> LineChart | None:
     """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
 
-    Returns:
-        The figure, or None if the run has no observations.
+    Returns None if the run has no observations.
     """
     observed = [record for record in run.metrics if record.get("alignment")]
     if not observed:
@@ -436,10 +433,8 @@ def alignment_curves(run: StoredRun) -> LineChart | None:
 def noise_curves(run: StoredRun) -> LineChart | None:
     """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
 
-    Of a module, the signal to noise of the reading at each feedback point.
-
-    Returns:
-        The figure, or None if the run has no observations or without noise.
+    Of a module, the signal to noise of the reading at each feedback point. Returns None if the run has no observations
+    or noise.
     """
     if ratios := [record for record in run.metrics if record.get("signal_to_noise")]:
         lines = [

@@ -112,11 +112,7 @@ class RunFolder:
 
     @classmethod
     def claimed(cls, path: Path) -> Self | None:
-        """Make a folder that no other process can take, or return None if the name is taken.
-
-        Raises:
-            RunFolderError: The folder cannot be made.
-        """
+        """Make a folder that no other process can take; None if the name is taken, or raise RunFolderError."""
         try:
             make_folder(path, exclusive=True)
         except OSError as error:
@@ -167,13 +163,8 @@ class RunFolder:
     def writing(self, *, new: bool, private: bool = False) -> Iterator[None]:
         """Hold the folder as its only writer; the kernel releases the lock if the process dies.
 
-        Args:
-            new: Whether to start a new run (the folder must hold nothing else) or to resume one (it must not be
-                finished).
-            private: Whether only the owner may read the folder (release mode: its checkpoints are not for release).
-
-        Raises:
-            RunFolderError: Another process is writing here, the folder holds something else, or it cannot be used.
+        A new run's folder must hold nothing else, and a resumed one must not be finished. Only the owner may read a
+        `private` one (release mode: its checkpoints are not for release). Raises RunFolderError.
         """
         self._made_here |= new and not self.path.exists()
         with only_writer(self.path, "run folder", private=private):
@@ -222,11 +213,7 @@ class RunFolder:
         write_file(self.config_file, configuration)
 
     def read_facts(self) -> dict[str, Any]:
-        """Read the whole of `config.json`.
-
-        Raises:
-            RunFolderError: There is no run here, or it is of another schema version.
-        """
+        """Read the whole of `config.json`; raise RunFolderError if no run, or one of another version, is here."""
         if not self.path.exists():
             raise RunFolderError(f"run folder {self.path} does not exist, so it holds no run; check the path")
         if not self.started and kind_of(self.path) == "private loop":
@@ -273,11 +260,7 @@ class RunFolder:
         return read_lines(self.metrics_file, ("step", "epoch"))
 
     def read_timing(self) -> list[dict[str, Any]]:
-        """Read the wall-clock times so far, including those of repeated epochs.
-
-        Raises:
-            RunFolderError: A time is below 0 or not finite.
-        """
+        """Read the wall-clock times so far, also of repeated epochs; raise RunFolderError for impossible ones."""
         records = read_lines(self.timing_file, ("wall_s",))
         for number, record in enumerate(records, start=1):
             if not 0 <= record["wall_s"] < math.inf:
@@ -306,11 +289,7 @@ class RunFolder:
             raise RunFolderError(f"{self.summary_file}: its seal names no ledger; {remedy}") from error
 
     def newest_header(self) -> Header | None:
-        """Return the facts of the newest checkpoint, or None if there is no checkpoint.
-
-        Raises:
-            RunFolderError: It is damaged.
-        """
+        """Return the facts of the newest checkpoint, or None without one; raise RunFolderError if it is damaged."""
         while checkpoints := list_checkpoints(self.checkpoints):
             try:
                 return read_header(checkpoints[-1])
@@ -341,13 +320,9 @@ class RunFolder:
         )
 
     def require_sealed(self) -> Header | None:
-        """Check the files that never change against the newest checkpoint.
+        """Check the files that never change against the newest checkpoint; return its facts, or None without one.
 
-        Returns:
-            The facts of that checkpoint, or None if there is no checkpoint.
-
-        Raises:
-            RunFolderError: A file was changed, removed or added; the message names it.
+        RunFolderError names a file that was changed, removed or added.
         """
         header = self.newest_header()
         if header is None:
@@ -376,11 +351,8 @@ class RunFolder:
     def require_resumable(self, *, moved: bool) -> Header:
         """Check everything that a resumed run reads except the ledger, and return the newest checkpoint's facts.
 
-        Args:
-            moved: Whether the user confirms that this folder, and no copy of it, is resumed.
-
-        Raises:
-            RunFolderError: There is no checkpoint, a file was changed, or a release run is in another folder.
+        `moved` confirms that this folder, and no copy of it, is resumed. Raises RunFolderError if there is no
+        checkpoint, a file was changed, or a release run is in another folder.
         """
         header = self.require_sealed()
         if header is None:
@@ -413,11 +385,7 @@ class RunFolder:
             write_file(self.metrics_file, metrics[: seal.metrics.bytes])
 
     def witnesses(self) -> list[Witness]:
-        """Return what the newest checkpoint and the summary say of the ledger.
-
-        Raises:
-            RunFolderError: One of them is damaged.
-        """
+        """Return what the newest checkpoint and the summary say of the ledger; raise RunFolderError if damaged."""
         found = []
         header = self.newest_header()
         if header is not None:
@@ -474,11 +442,7 @@ class Metrics(list[dict[str, Any]]):
     """The metrics of a run: one mapping per epoch. A notebook shows them as a table."""
 
     def frame(self) -> Any:
-        """Return them as a pandas.DataFrame, one row per epoch, whose index is the epoch.
-
-        Raises:
-            ModuleNotFoundError: pandas is missing.
-        """
+        """Return them as a pandas.DataFrame (ModuleNotFoundError without pandas), indexed by epoch."""
         frame = pandas.DataFrame(list(self)).drop(columns="schema_version", errors="ignore")
         return frame.set_index("epoch") if "epoch" in frame else frame
 
@@ -613,9 +577,8 @@ def read_run(path: str | Path) -> StoredRun:
 def newest_checkpoint(folder: RunFolder) -> Path:
     """Return the newest checkpoint of a run, whose model its guarantees cover.
 
-    Raises:
-        RunFolderError: There is no checkpoint, or the run is an unfinished release run whose guarantee covers only the
-            final model.
+    Raises RunFolderError if there is none, or the run is an unfinished release run whose guarantee covers only the
+    final model.
     """
     config = folder.read_config()
     only_last = config.mode == "release" and config.protection.last_iterate
@@ -636,16 +599,11 @@ def newest_checkpoint(folder: RunFolder) -> Path:
 
 
 def stated(path: Path, *, delta: float | None = None) -> Statement:
-    """Return a ledger's statement; in a run folder it is checked against the newest checkpoint and the summary.
+    """Return a ledger's statement, at delta or the run's; of a run it is checked against checkpoint and summary.
 
-    Args:
-        path: The folder of a run, or a ledger. A private loop has `private_loop.folder.stated_loop`.
-        delta: At which the guarantees are stated; None takes the run's.
-
-    Raises:
-        LedgerCorrupt: The ledger was changed, cut or reordered, is older than its witnesses, or is missing.
-        NoGuarantee: No step was paid for yet.
-        RunFolderError: A checkpoint or the summary is damaged.
+    A private loop has `private_loop.folder.stated_loop`. Raises LedgerCorrupt if the ledger was changed, cut or
+    reordered, is older than its witnesses, or is missing, NoGuarantee if no step was paid for yet, and RunFolderError
+    if a checkpoint or the summary is damaged.
     """
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
     if folder.started and path in (folder.path, folder.ledger_file):

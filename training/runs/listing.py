@@ -150,14 +150,9 @@ def list_runs(folder: Path, read_loop: LoopReader) -> list[Entry]:
 
 
 def require_removable(path: Path, *, lose_ledger: bool) -> None:
-    """Refuse what `remove_runs` would not remove.
+    """Refuse (RunFolderError) what `remove_runs` would not remove.
 
-    Args:
-        path: A run folder.
-        lose_ledger: Whether a release run's ledger may be lost.
-
-    Raises:
-        RunFolderError: It is a link, no run folder, holds what no run wrote, or its ledger must be kept.
+    It is a link, no run folder, holds what no run wrote, or a release run's ledger must not be lost.
     """
     if path.is_symlink():
         raise RunFolderError(f"run folder {path} is a link; name the folder that it points to")

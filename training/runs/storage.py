@@ -74,16 +74,10 @@ def require_kind(folder: Path, kind: Kind) -> None:
 
 @contextmanager
 def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[None]:
-    """Hold a folder as its only writer; the folder is made if it is missing.
+    """Hold a folder, called `what` in messages, as its only writer; it is made if it is missing.
 
-    Args:
-        folder: The folder; the file `lock` in it names the process that holds it.
-        what: Name of the folder in error messages, such as "run folder".
-        private: Whether only the owner may read what is written there.
-
-    Raises:
-        FolderBusy: Another process is writing there.
-        RunFolderError: The folder cannot be used.
+    The file `lock` in it names the process that holds it; of a `private` one only the owner may read what is written.
+    Raises FolderBusy if another process is writing there, and RunFolderError if it cannot be used.
     """
     try:
         require_utf8(folder, what)
@@ -234,11 +228,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 
 def read_array(path: Path) -> np.ndarray:
-    """Read what `write_array` wrote.
-
-    Raises:
-        ValueError: The file is cut, is something else, or is of another schema; the message names it.
-    """
+    """Read what `write_array` wrote; raise ValueError, which names it, for a file that is cut or something else."""
     try:
         require_regular(path)  # safetensors would block on a named pipe
         with safe_open(path, framework="np") as file:
@@ -257,12 +247,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read a file of JSON lines. A missing file has no lines; a cut last line is dropped.
 
-    Args:
-        path: The file.
-        numbers: Keys that every line must have with a number as value.
-
-    Raises:
-        ValueError: A complete line is not a JSON object with these numbers; the message names file and line.
+    ValueError names file and line if one is not a JSON object with a number for each of these keys.
     """
     if not path.exists():
         return []
@@ -396,11 +381,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> Header:
-    """Read the facts of a checkpoint and check their digest, without reading the tensors.
-
-    Raises:
-        RunFolderError: The file is missing, cut, damaged or of another schema.
-    """
+    """Read the facts of a checkpoint and check their digest, not the tensors; raise RunFolderError as its reader."""
     try:
         require_regular(path)  # safetensors would block on a named pipe
         with safe_open(path, framework="np") as file:

@@ -87,11 +87,7 @@ class Draw:
 
 
 def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
-    """Turn lines such as "trainer.clip=0.35,0.5" into values by key.
-
-    Raises:
-        ConfigError: A line has no key or no values, a key is given twice, or it is not a key of training.
-    """
+    """Turn lines such as "trainer.clip=0.35,0.5" into values by key; raise ConfigError for other lines."""
     choices: dict[str, list[str]] = {}
     for line in lines:
         key, _, text = line.partition("=")
@@ -225,13 +221,9 @@ class Search:
     def run(self, on_trial: OnTrial | None = None) -> SearchResult:
         """Pay for the search and draw its trials, or resume it; train the missing trials and keep the best.
 
-        Args:
-            on_trial: Called with the number of finished trials and of all trials, first with 0. The numbers are not
-                for release.
-
-        Raises:
-            FolderBusy: Another process is searching in this folder.
-            RunFolderError: The folder holds other work, another search, or one that was changed.
+        `on_trial` is called with the number of finished trials and of all trials, first with 0, which are not for
+        release. Raises FolderBusy if another process is searching in this folder, and RunFolderError if it holds other
+        work, another search, or one that was changed.
         """
         release = self._config.mode == "release"
         with only_writer(self._folder, "search folder", private=release):
@@ -394,9 +386,7 @@ def priced_trials(
 ) -> tuple[PrivateSelection, dict[tuple[str, ...], Trial]]:
     """Return the search within its epsilon, and the trial of each choice; nothing is trained, drawn or paid for.
 
-    Raises:
-        ConfigError: A choice cannot be trained.
-        NoGuarantee: No theorem covers a choice, or no noise is enough.
+    Raises ConfigError if a choice cannot be trained, and NoGuarantee if no theorem covers it, or no noise is enough.
     """
     dataset, keys = _records(config), list(choices)
     plan = RunPlan.checked(config, dataset)
@@ -442,11 +432,7 @@ def _records(config: RunConfig) -> Dataset:
 
 
 def _require_within(run: Run, whole: Mechanism) -> None:
-    """Refuse a trial that released more than what the search paid for.
-
-    Raises:
-        LedgerCorrupt: It has more steps, or less noise.
-    """
+    """Refuse (LedgerCorrupt) a trial with more steps, or less noise, than the search paid for."""
     paid = whole.as_noise()
     for mechanism in run.folder.read_ledger().mechanisms:
         spent = mechanism.as_noise()

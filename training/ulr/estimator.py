@@ -304,11 +304,7 @@ class ModuleSequence(LayeredNetwork):
             }
 
     def forward(self, x: Tensor) -> Outputs:
-        """Run the model without noise.
-
-        Args:
-            x: Records, shape (batch, n_inputs).
-        """
+        """Run the model without noise on records, shape (batch, n_inputs)."""
         inputs, values = [], []
         with torch.no_grad():
             h = _apply(self._head, self.shaped(x))
@@ -374,15 +370,10 @@ class Estimator:
         noise: NoiseStream,
         sigmas: Sequence[float],
     ) -> list[Tensor]:
-        """Return the signal delta at each layer, shapes (batch, ...).
+        """Return the signal delta at each layer, shapes (batch, ...), from z drawn layer by layer and copy by copy.
 
-        Args:
-            network: The network.
-            outputs: The forward pass without noise.
-            losses: Maps outputs to losses of the batch's records.
-            clean: L_0, shape (batch,).
-            noise: Source of z, drawn layer by layer and copy by copy.
-            sigmas: Standard deviation of the noise of each layer.
+        `clean` has the losses of the outputs without noise, shape (batch,), `sigmas` the noise's deviation in each
+        layer.
         """
         depth = len(outputs.values)
         each = [self.copies] * depth if isinstance(self.copies, int) else self.copies
@@ -541,22 +532,11 @@ def parameter_estimates(
     sigma: float,
     copies: int,
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Estimate (1 / (K sigma^2)) sum_k Z_k L_k with Z_k ~ N(0, sigma^2 I) on the parameters, record by record.
+    """Estimate (1 / (K sigma^2)) sum_k Z_k L_k with Z_k ~ N(0, sigma^2 I) on a layer's parameters, record by record.
 
     The parameters act as the weight of a virtual linear module whose input is the identity, so that its Jacobian is I
-    (section 3.2 of the DP-ULR paper). Each record and copy draws as many numbers as the module has parameters.
-
-    Args:
-        network: The network.
-        layer: The layer whose parameters get the noise.
-        h: The layer's input, shape (batch, ...).
-        losses: Maps outputs to losses of the batch's records.
-        noise: Source of Z.
-        sigma: Standard deviation of Z.
-        copies: K.
-
-    Yields:
-        Estimates as rows, shape (some records, parameters), and the records that they belong to.
+    (section 3.2 of the DP-ULR paper). Each record and copy draws as many numbers as the module has parameters. `losses`
+    maps outputs to losses; yields estimates as rows, shape (some records, parameters), and their records.
     """
     module = network.jacobians[layer].module
     named = {name: parameter.detach() for name, parameter in module.named_parameters()}

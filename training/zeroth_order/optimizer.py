@@ -295,11 +295,7 @@ class ZerothOrder(torch.optim.Optimizer):
 
 
 def _checked(losses: Any) -> Tensor:
-    """Return losses, one for each record.
-
-    Raises:
-        ValueError: The losses have another type or shape.
-    """
+    """Return losses, one for each record; raise ValueError for another type or shape."""
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(

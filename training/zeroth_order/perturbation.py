@@ -253,12 +253,7 @@ class InPlacePerturbation:
             self.drifted[number].copy_(self.tensors[number].detach())
 
     def update(self, entry: StepEntry | UnreadEntry, numbers: Sequence[int] | None = None) -> None:
-        """Take the step, from the minus side of its last direction, or from theta.
-
-        Args:
-            entry: The step.
-            numbers: Numbers of the tensors that it moves; None for all.
-        """
+        """Take the step in the tensors of these numbers, from the minus side of its last direction, or from theta."""
         moves: Sequence[float | Tensor] = entry.moves
         directions, moves = [Direction(seed) for seed in entry.seeds], [moves[-1], *moves[:-1]]
         directions = [directions[-1], *directions[:-1]]

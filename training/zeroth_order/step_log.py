@@ -144,14 +144,7 @@ class StepLog:
         self._last = steps + 1, digest
 
     def mark(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sync the log, then record its length and the current parameters in the mark next to it.
-
-        Args:
-            tensors: The current parameters.
-
-        Raises:
-            OSError, RuntimeError: See `append`.
-        """
+        """Sync the log, then record its length and the current parameters in the mark; raise errors as `append`."""
         self._file.sync()
         steps, digest = self._last
         mark = {
@@ -183,11 +176,7 @@ class LogContent:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and verify a log and its mark.
-
-        Raises:
-            StepLogCorrupt: The log was changed, cut or reordered; the message names file and step.
-        """
+        """Read and verify a log and its mark; StepLogCorrupt names file and step of a change, cut or reordering."""
         header, start = read_header(path)
         found = list(_records(path, header, start))
         entries = [entry for entry, _ in found]
@@ -222,11 +211,7 @@ def mark_file(path: Path) -> Path:
 
 
 def read_header(path: Path) -> tuple[LogHeader, int]:
-    """Return the header of a log and the offset of its first record.
-
-    Raises:
-        StepLogCorrupt: The file is no step log, or its header was changed.
-    """
+    """Return the header of a log and the offset of its first record; raise StepLogCorrupt if it was changed."""
     try:
         content = read_head(path, 2**24)
     except OSError as error:

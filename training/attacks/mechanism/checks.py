@@ -164,10 +164,9 @@ class MechanismAudit(Shown):
 
 
 def kept_self_tests(place: Path) -> dict[Path, MechanismAudit]:
-    """Read the self-tests in a folder, or that of a file, by file; `opusim audit --mechanism KIND --out FILE` names it.
+    """Read the self-tests in a folder, or that of a file, which `opusim audit --mechanism KIND --out FILE` names.
 
-    Raises:
-        RunFolderError: One was changed, or is of another version.
+    Raises RunFolderError if one was changed, or is of another version.
     """
     found = {}
     for file in [place] if place.is_file() else sorted(place.glob("*.json")):

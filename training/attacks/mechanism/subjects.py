@@ -64,11 +64,7 @@ class Subject:
     single_model: Callable[[float], nn.Module] | None = None
 
     def dataset(self, n_records: int | None, *, clip: float, perturbation: float) -> Dataset:
-        """Return a data set of so many identical records, or for None of records that differ.
-
-        Raises:
-            TypeError: The trainer is not tested on such records.
-        """
+        """Return so many identical records, or for None records that differ; raise TypeError if there are none."""
         if n_records is not None:
             x = self.record(clip, perturbation).repeat(n_records, 1)
         elif self.single_rows is not None:
@@ -360,12 +356,7 @@ def require_free(kind: str, asked: Mapping[str, Any]) -> None:
 
 
 def require_known_laws(config: RunConfig) -> None:
-    """Refuse a device, or directions, whose noise the self-test cannot compare with the accounted law.
-
-    Raises:
-        ConfigError: The device is not simulated, is too noisy, reads labels, or is a camera of whose light only limits
-            are known; or zeroth-order training has too few directions, or other noise than Gaussian noise.
-    """
+    """Refuse (ConfigError) a device, or directions, whose noise the self-test cannot compare with the accounted law."""
     options = config.trainer
     problems: list[tuple[str, str]] = []
     if config.uses_device:

@@ -100,13 +100,8 @@ class FinalModelGame:
     def of(cls, plan: RunPlan, *, seed: int, worst_case: bool = True) -> FinalModelGame:
         """Craft the record, choose the initial weights and make the attacker's own two trainings.
 
-        Args:
-            plan: A run under record protection; its network holds the initial weights.
-            seed: Of the game, in [0, 2^63).
-            worst_case: Whether the attacker chooses the initial weights.
-
-        Raises:
-            NoGuarantee: The run does not protect records, or its network is not fully connected.
+        The plan's network holds the initial weights, which a `worst_case` attacker changes. Raises NoGuarantee if the
+        run does not protect records, or its network is not fully connected.
         """
         network = plan.network
         if plan.protects != "records" or not isinstance(network, FullyConnected):
@@ -362,16 +357,7 @@ def play(
     cluster: str | None = None,
     on_score: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the scores of the trainings that are missing, in their order.
-
-    Args:
-        game: What is played.
-        trainings: How many there will be.
-        scores: Those of the first trainings; the others are appended.
-        jobs: Trainings at a time on this machine.
-        cluster: Address of a Dask scheduler whose workers train instead, or None.
-        on_score: Called after each.
-    """
+    """Append the scores of the trainings that are missing, in their order, on this machine or a Dask cluster."""
     coins = game.coins(trainings)
     missing = range(len(scores), trainings)
     tasks = [joblib.delayed(game.score)(number, inside=bool(coins[number])) for number in missing]
@@ -388,14 +374,7 @@ def play(
 
 
 def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, cpu_s: float = 0.0) -> Audit:
-    """Return what the scores of the first trainings say.
-
-    Args:
-        game: What was played.
-        scores: Of each training, at least 20.
-        delta: Of the bounds.
-        cpu_s: Processor seconds that they took.
-    """
+    """Return what the scores of the first trainings, at least 20, say."""
     return audit_of_scores(
         {game.adversary: np.array(scores)},
         {},

@@ -121,12 +121,9 @@ class Contributions:
     ) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
-        Args:
-            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record.
-                Records whose gradients are not finite are always removed.
-            into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: `CountedSums.block`, which keeps rounding within `CountedSums.error`; None if the noise does not
-                cover rounding.
+        Factors f_i lie in [0, 2^60], float64, shape (depth, records); 0 removes a record, and records whose gradients
+        are not finite are always removed. `into` has float32 tensors, by the parameter's id, that may be overwritten.
+        `CountedSums.block` keeps rounding within `CountedSums.error`; None if the noise does not cover rounding.
         """
         squares = self.squared_norms() if self._squares is None else self._squares
         found: list[tuple[Tensor, Tensor]] = []
@@ -219,11 +216,7 @@ class _Formed:
         self._kept: list[list[Tensor]] = []
 
     def rows(self, cut: Sequence[slice] = ()) -> Iterator[list[Tensor]]:
-        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter.
-
-        Args:
-            cut: Which records at a time, in their order, as `chunked` returns it.
-        """
+        """Yield the gradients of some records, `cut` by `chunked`, as rows, one tensor (some, numbers) a parameter."""
         if self._kept:
             yield from self._kept
             return

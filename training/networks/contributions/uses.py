@@ -495,15 +495,12 @@ def joined(found: Sequence[Measured]) -> Measured:
 def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
     """Bound the norm of sum_p s_p u_p^T of each record, over all groups, by Gram matrices.
 
-    Its square is the sum over p and q of (s_p . s_q) (u_p . u_q). A computed product s_p . s_q is off by at most gamma
-    |s_p| |s_q|, gamma of as many terms as s has numbers (Higham 2002, section 3.1), and by what vanishes. By Cauchy and
-    Schwarz all of them move the square by at most (gamma_s + gamma_u) |s|^2 |u|^2, which is added. The sum over
-    orthogonal positions is |s| |u| / sqrt(P) long, so this raises its norm by P (gamma_s + gamma_u) / 2 of itself:
-    float32 serves up to `_GRAM_RAISES`, else the products are float64.
-
-    Args:
-        s: Signals as columns, float32 or float64, shape (records, groups, a, P).
-        u: Inputs, shape (records, groups, b, P).
+    s and u have shapes (records, groups, a, P) and (records, groups, b, P), float32 or float64. The square is the sum
+    over p and q of (s_p . s_q) (u_p . u_q). A computed product s_p . s_q is off by at most gamma |s_p| |s_q|, gamma of
+    as many terms as s has numbers (Higham 2002, section 3.1), and by what vanishes. By Cauchy and Schwarz all of them
+    move the square by at most (gamma_s + gamma_u) |s|^2 |u|^2, which is added. The sum over orthogonal positions is |s|
+    |u| / sqrt(P) long, so this raises its norm by P (gamma_s + gamma_u) / 2 of itself: float32 serves up to
+    `_GRAM_RAISES`, else the products are float64.
     """
     terms, positions = s.shape[-2] + u.shape[-2] + 8, s.shape[-1]
     unit = 2.0**-24

@@ -157,19 +157,12 @@ def split_records(
 ) -> list[Tensor]:
     """View tensors of calls record by record, shapes (records, ...), where each record keeps the number of dimensions.
 
-    The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-    `opusim.training.networks.record_gradients.followed.tracking` led to it.
-
-    Args:
-        records: Number of records, or of groups of them.
-        outputs: Calls and their outputs at which the gradients are returned, first.
-        leaves: Calls and their arguments, which follow.
-        like: Further tensors, with the call and the argument whose records stand where theirs do.
-
-    Raises:
-        RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it did
-            when it was prepared.
-        ValueError: An argument belongs to no record.
+    The tensors are the gradients at some outputs of calls, then arguments of calls, then tensors `like` an argument,
+    whose records stand where theirs do. The number of rows of a record, or of a group of them, is the size of the
+    dimension over the number of records, as only the operators of
+    `opusim.training.networks.record_gradients.followed.tracking` led to it. Raises RuntimeError if an output has no
+    gradient or a size is no such multiple, so that the module did not run as it did when it was prepared, and
+    ValueError if an argument belongs to no record.
     """
     parts = list[tuple[Call, Tensor, Layout]]()
     for call, n in outputs:
@@ -201,11 +194,7 @@ def split_records(
 
 
 def require_inputs_kept(calls: Sequence[Call]) -> None:
-    """Refuse inputs of calls that were overwritten between the forward and the backward pass.
-
-    Raises:
-        RuntimeError: An input was overwritten.
-    """
+    """Refuse (RuntimeError) inputs of calls that were overwritten between the forward and the backward pass."""
     for call in calls:
         if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call.versions:
             raise RuntimeError(

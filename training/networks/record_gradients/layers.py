@@ -311,12 +311,8 @@ def _seen_layer(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the outputs of all positions and the last state of one layer in one direction.
 
-    Args:
-        linear: Computes and records the products with the weights.
-        cell: The cell of the layer.
-        steps: x_t, shape (T, batch, m).
-        weights: W_x, W_h, b_x and b_h; the biases may be None.
-        state: h_0, and c_0 of an LSTM.
+    `linear` computes and records the products with the weights W_x, W_h, b_x and b_h, the biases or None. The steps x_t
+    have shape (T, batch, m); the state is h_0, and c_0 of an LSTM.
     """
 
     def product(values: Tensor, number: int) -> Tensor:
@@ -386,12 +382,10 @@ def unrolled(
 ) -> tuple[Tensor, ...]:
     """Return what torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu returns: the outputs, then the last states.
 
-    `linear` computes every product with a weight. The arguments after `func` are those of that function: inputs
-    (batch, T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for torch.lstm, and
-    for each layer and direction the weights of the input and of the state, their biases, and the projection.
-
-    Raises:
-        ValueError: The arguments are those of a packed sequence, (data, batch_sizes, ...).
+    `linear` computes every product with a weight. The arguments after `func` are those of that function: inputs (batch,
+    T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for torch.lstm, and for each
+    layer and direction the weights of the input and of the state, their biases, and the projection. Those of a packed
+    sequence, (data, batch_sizes, ...), are refused (ValueError).
     """
     if isinstance(initial, Tensor) and not initial.is_floating_point():
         raise ValueError(f"model: a recurrent layer takes a packed sequence, {PACKED}")

@@ -92,14 +92,9 @@ class RecordTape:
         return self._signature(Rows.of((args, kwargs))) in self._followed
 
     def follow(self, args: Any, kwargs: Any) -> None:
-        """Locate the records in arguments of new shapes, on invented records.
+        """Locate the records in arguments of new shapes, on invented ones; only types and shapes are read.
 
-        Args:
-            args: Arguments of a batch; only their types and shapes are read.
-            kwargs: Keyword arguments, likewise.
-
-        Raises:
-            ValueError: The model mixes records of these shapes, or uses its parameters in another way.
+        Raises ValueError if the model mixes records of these shapes, or uses its parameters in another way.
         """
         given = Rows.of((args, kwargs))
         signature = self._signature(given)
@@ -167,13 +162,9 @@ class RecordTape:
         return Recorder(self._named, self._kinds)
 
     def end(self, recorder: Recorder) -> None:
-        """Collect the uses that the forward passes and the backward pass of a batch recorded.
+        """Collect the uses that the passes of a batch recorded since `begin` returned the recorder.
 
-        Args:
-            recorder: What `begin` returned.
-
-        Raises:
-            ValueError: The model uses a parameter in another way than in the probe.
+        Raises ValueError if the model uses a parameter in another way than in the probe.
         """
         seen = [name for name, parameter in self._named if parameter.grad is not None]
         if seen:
@@ -197,11 +188,7 @@ class RecordTape:
 
     @property
     def contributions(self) -> Contributions:
-        """What the records of the recorded batch add to the gradients of the parameters.
-
-        Raises:
-            RuntimeError: No batch is recorded.
-        """
+        """What the recorded batch adds to the parameters' gradients; raise RuntimeError if no batch is recorded."""
         if self._records is None:
             raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
         if self._contributions is None:
@@ -246,11 +233,7 @@ class RecordTape:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that are trained, with their names.
-
-    Raises:
-        ValueError: There are none, or one is not float32.
-    """
+    """Return the parameters that are trained, by name; raise ValueError if there are none, or one is not float32."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("model has no parameter to train; set requires_grad of some")

@@ -472,11 +472,7 @@ class RowTracker(TorchDispatchMode):
         )
 
     def require_nothing_left(self) -> None:
-        """After the passes, refuse numbers of records in a tensor that no pass computed.
-
-        Raises:
-            ValueError: There are some.
-        """
+        """After the passes, refuse (ValueError) numbers of records in a tensor that no pass computed."""
         for number in self.survey.outside:
             if any(self.survey.states[number].values()):
                 raise ValueError(
@@ -510,9 +506,8 @@ class RowTracker(TorchDispatchMode):
     def _follow(self, op: Operation, outputs: Outputs, first: Survey) -> None:
         """Note where the records stand in the results of an operator of the second pass.
 
-        Raises:
-            ValueError: It writes numbers of records into a parameter or a buffer.
-            Refused: It has no known rule, or its results have no known owner.
+        Raises ValueError if it writes numbers of records into a parameter or a buffer, and Refused without a known rule
+        or owner.
         """
         # 1. Refuse numbers of records that are written into a parameter or a buffer.
         written = op.written if any(op.states.values()) else []
@@ -556,14 +551,7 @@ class RowTracker(TorchDispatchMode):
                 self._spread(tensor, op.mixed("overwrites a tensor by what records share"))
 
     def _states(self, op: Operation, outputs: Outputs, step: _Step, before: int) -> list[State]:
-        """Return the states of an operator's results.
-
-        Args:
-            op: The operator.
-            outputs: Its results.
-            step: The operator of the first pass.
-            before: The number of records there.
-        """
+        """Return the states of an operator's results from its step of the first pass, on `before` records."""
         given = list(op.states.values())
         now, then = op.numbers, step.numbers  # NaN equals NaN
         alike = len(now) == len(then) and all(
@@ -665,11 +653,7 @@ class RowTracker(TorchDispatchMode):
     # Memory
 
     def _spread(self, tensor: Tensor, state: State) -> None:
-        """Give the views of a tensor's memory the state that it was overwritten with.
-
-        Raises:
-            Refused: They would hold the records in another order.
-        """
+        """Give the views of a tensor's memory the state it was overwritten with; refuse (Refused) another order."""
         if state is None:
             return
         known = self.survey.states.get(_memory(tensor)._cdata, {})

@@ -18,7 +18,7 @@ from typing_extensions import override
 from opusim.files import quoted, read_text
 from opusim.processes import launched_rank
 from opusim.progress import Progress
-from opusim.training.cli.groups import LazyGroup, built
+from opusim.training.cli.app import LazyGroup, built
 from opusim.training.cli.options import (
     EPSILON,
     Callbacks,

@@ -30,12 +30,13 @@ from opusim.errors import ConfigError
 from opusim.training.protections.argmax_labels import (
     FRAMES_AT_ONCE,
     KEY,
+    RATES_SHARE,
     ArgmaxReadout,
     LabelFrames,
+    MeasuredRates,
     read_argmax,
 )
 from opusim.training.protections.base import calibrated_once
-from opusim.training.protections.measured_rates import SHARE, MeasuredRates
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 
 _PIXELS_COMPARED = 2048
@@ -277,7 +278,7 @@ class LabelCountsProtection(_CameraProtection[CountsReadout]):
         if count is None:
             return frames
         if self._measured is None:
-            beta = SHARE / 2 * max(self.options.delta - frames.beta, 0.0)
+            beta = RATES_SHARE / 2 * max(self.options.delta - frames.beta, 0.0)
             self._measured = measured_rates(frames, count, beta)
         return frames.with_light(self._measured)
 

@@ -44,12 +44,7 @@ _LIMIT = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a journal reaches.
-
-    Attributes:
-        lines: Number of its lines, at least 0.
-        digest: Digest of the last line, which depends on all lines before it.
-    """
+    """How many lines a journal has, and the digest of the last one, which depends on all lines before it."""
 
     lines: int = 0
     digest: str = _GENESIS
@@ -69,13 +64,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What another file says of a journal.
-
-    Attributes:
-        name: That file's name in messages.
-        position: How far the journal reached when that file was written; the journal must still have that prefix.
-        final: Whether nothing was appended afterwards.
-    """
+    """What another file says of a journal: a prefix that it must still have, all of it if `final`."""
 
     name: str
     position: Position

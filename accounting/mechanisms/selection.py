@@ -299,12 +299,7 @@ def models_bounds(
 
 @dataclass(frozen=True, kw_only=True)
 class PricedSearch:
-    """A search that costs at most an epsilon, and what its trials may release.
-
-    Attributes:
-        selection: The search.
-        trials: The mechanism of a trial's whole training, for each of the settings asked about, in their order.
-    """
+    """A search that costs at most an epsilon, and the mechanism of a trial's training for each setting, in order."""
 
     selection: PrivateSelection
     trials: tuple[Mechanism, ...]

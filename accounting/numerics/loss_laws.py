@@ -103,13 +103,7 @@ class LossLaw(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianLaw(LossLaw):
-    """Gaussian noise.
-
-    Attributes:
-        noise: z, above 0: standard deviation in units of the record's contribution.
-        probability: q in (0, 1].
-        direction: Which of the three pairs.
-    """
+    """Gaussian noise of deviation z over the record's contribution, of sampled records, in one of three directions."""
 
     noise: float
     probability: float
@@ -312,15 +306,7 @@ def _log_mixed(t: float, q: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossGrid:
-    """Masses at losses a + j h.
-
-    Attributes:
-        offset: a.
-        interval: h, above 0.
-        numbers: j of each point, ascending integers.
-        masses: Masses of P at each point, at least 0.
-        beyond: Mass of P at an infinite loss.
-    """
+    """Masses of P, at least 0, at losses a + j h, j ascending, and at an infinite loss."""
 
     offset: float
     interval: float

@@ -301,13 +301,7 @@ class _Pair:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OnGrid:
-    """Intensities whose jumps lie on a grid.
-
-    Attributes:
-        interval: h.
-        numbers: j of each jump j h, integers.
-        intensities: Expected counts of the first law.
-    """
+    """Intensities, expected counts of the first law, whose jumps are multiples j of h."""
 
     interval: float
     numbers: np.ndarray

@@ -132,12 +132,7 @@ def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedCurve:
-    """delta(epsilon) of all steps together, the largest of all directions, from above.
-
-    Attributes:
-        laws: For each delta at which the curve is sharp, the law of each direction.
-        method: How it was computed.
-    """
+    """delta(epsilon) of all steps, the largest of all directions, from above, sharp at some deltas."""
 
     laws: tuple[tuple[TiltedLaw, ...], ...]
     method: str
@@ -204,15 +199,7 @@ def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan
 
 
 class _Planner:
-    """Chooses tilts, windows and intervals by coarse laws of one direction.
-
-    Args:
-        laws: Law of each part.
-        steps: Number of steps of each part.
-        roundings: Rounding error of each part's masses and losses.
-        low: Loss below which the mass is negligible.
-        high: Loss above which it counts as infinite.
-    """
+    """Chooses tilts, windows and intervals by coarse laws of one direction, see `Plan`."""
 
     def __init__(
         self,
@@ -511,13 +498,7 @@ def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> Eps
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseCurves:
-    """Upper bounds on the privacy loss of a noisy sum, in both directions.
-
-    Attributes:
-        renyi: The divergence at each Renyi order that was asked for; infinite where it is not known.
-        inner: epsilon(delta) at the delta that was asked for.
-        deltas: delta(epsilon) at each epsilon that was asked for.
-    """
+    """Upper bounds on a noisy sum's loss in both directions: Renyi, epsilon(delta) and delta(epsilon) as asked."""
 
     renyi: np.ndarray
     inner: float

@@ -81,11 +81,6 @@ class EarlierSteps:
     """What the steps before an update tell of it: g_t = f (S_t - S_(t+1)) - c, with f and c the same for all updates.
 
     The state S is the weights under descent, and the running mean of the gradients under the Adam family.
-
-    Args:
-        before: S_t, by name.
-        others: c, float64, by name.
-        factor: f.
     """
 
     def __init__(self, before: Mapping[str, Tensor], others: Mapping[str, Tensor], factor: float) -> None:
@@ -249,12 +244,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """A pair of records of which at most one is in the batch.
-
-    Attributes:
-        member: In the batch in the first world.
-        replacement: The record in its place in the second world, or None if it is left out there.
-    """
+    """A record in the batch of the first world, and the one in its place in the second, None if left out there."""
 
     member: Records
     replacement: Records | None = None
@@ -262,13 +252,7 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one trial shows.
-
-    Attributes:
-        observation: What is seen.
-        candidates: Whom the coin was about.
-        strangers: A pair that is in no batch in either world, for the null control.
-    """
+    """What is seen in a trial, the pair that the coin was about, and a pair in no batch of either world."""
 
     observation: Observation
     candidates: Candidates
@@ -290,13 +274,7 @@ def crafted(x: Tensor, y: Tensor, *, n_classes: int, vocabulary: int | None = No
 
 
 class Attack(ABC):
-    """Turns what is seen into a score.
-
-    Attributes:
-        name: In a word or two.
-        knows: What the attacker knows besides what is released.
-        centre: The score that favours neither world, or None if it is not known.
-    """
+    """Turns what is seen into a score, from what the attacker knows besides; `centre` favours neither world."""
 
     name: str
     knows: str
@@ -338,12 +316,7 @@ _MOST_NUMBERS = 6e7
 
 @dataclass(frozen=True, kw_only=True)
 class OuterProducts:
-    """sum_i a_i b_i^T, in a layer's weights and, if it has a bias, one more column.
-
-    Attributes:
-        signals: a_i, shape (n, n_l).
-        inputs: b_i, shape (n, n_(l-1)), or (n, n_(l-1) + 1) with a bias.
-    """
+    """sum_i a_i b_i^T of signals a_i, (n, n_l), and inputs b_i, (n, n_(l-1)), one column more if there is a bias."""
 
     signals: Tensor
     inputs: Tensor
@@ -377,12 +350,7 @@ class OuterProducts:
 
 
 class NotedTerms(WrappedGradients):
-    """Notes the outer products of a batch's records, and writes the gradients only if asked to.
-
-    Args:
-        writer: The writer of clipped sums; it makes the clip factors.
-        divisor: What the sum is divided by.
-    """
+    """Notes the outer products of a batch's records, by the writer's clip factors; writes gradients if asked to."""
 
     def __init__(self, writer: RecordGradients, divisor: float) -> None:
         super().__init__(writer)
@@ -418,13 +386,7 @@ class NotedTerms(WrappedGradients):
 
 
 class KeptTerms:
-    """The outer products of records at some weights, by the records' numbers.
-
-    Args:
-        weights: The parameters at which they hold.
-        network: Whose layers they belong to.
-        n_records: Training records.
-    """
+    """The outer products of training records at some weights of a network, by the records' numbers."""
 
     def __init__(self, weights: Mapping[str, Tensor], network: FullyConnected, n_records: int) -> None:
         self.weights = weights

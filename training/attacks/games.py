@@ -252,11 +252,9 @@ _TITLES = {
 class LookGame(TwoWorlds):
     """One record's label is a or b, the two that the look tells apart best.
 
-    A look finds its noise, or its light, before it begins, so many labels are looked at together.
-
-    Args:
-        plan: A run whose labels are looked at once; its records are replaced by the auditor's.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
+    A look finds its noise, or its light, before it begins, so many labels are looked at together. As in every game on a
+    run's labels or last model, the plan is the run, whose records are replaced by the auditor's, and `accounted` is
+    what it is accounted as, by default the plan's own mechanism.
     """
 
     together = 50_000
@@ -322,10 +320,6 @@ class StagedLookGame(LookGame):
     leaves both likely, and an answer among these two tells most. The earlier parts answer alike in every pass, as the
     theorem holds for any past, and no trial's label reaches another trial, as all are in the last part. A record's
     prior enters its score less the prior of a record of the same features, which is known.
-
-    Args:
-        plan: A run whose labels are randomized in stages; its records are replaced by the auditor's.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
     """
 
     @override
@@ -357,12 +351,7 @@ LARGE = 1e3
 
 
 class AmplifiedGame(TwoWorlds):
-    """Plays the run's steps on one layer of two outputs; every record enters each batch by the sampler's own coins.
-
-    Args:
-        plan: A run whose labels are protected by noise on its gradients.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
-    """
+    """Plays the run's steps on one layer of two outputs; every record enters each batch by the sampler's own coins."""
 
     mechanism: LabelAmplified
     actual: LabelAmplified
@@ -466,13 +455,7 @@ _LENGTH = 1e3
 
 
 class ReleasedModelGame(TwoWorlds):
-    """One record's label is 0 or 1, and the noisy linear model of all labels is released.
-
-    Args:
-        plan: A run that releases one noisy linear model; its records are replaced by the auditor's.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
-        louder: By how much the noise is divided, at least 1.
-    """
+    """One record's label is 0 or 1, and the noisy linear model of all labels, its noise over `louder`, is released."""
 
     title = "one noisy linear model of public features"
     pair = "a record's label is 0 or 1"

@@ -90,13 +90,7 @@ def released_counts(trainer: Trainer) -> dict[str, Tensor]:
 
 
 class ReplayedStep:
-    """Repeats one step: resets the trainer to the same state before each trial.
-
-    Args:
-        run: The audited run.
-        plan: The run as it is played, on a network of its own.
-        trainer: Made from that plan.
-    """
+    """Repeats one step of an audited run: resets the trainer of its plan to the same state before each trial."""
 
     def __init__(self, run: AuditedRun, plan: RunPlan, trainer: Trainer) -> None:
         self.plan, self.dataset = plan, plan.dataset

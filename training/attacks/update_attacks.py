@@ -62,13 +62,7 @@ class RowSpaceAttack(Attack):
     The gradient of layer 1 is (1/m) sum_i delta_i (h_i, 1)^T for any noise in delta_i: its rows are combinations of the
     batch's inputs. If m is below the fan-in and at most the width, they span all of them, so that a member's input lies
     in the row space and another record's does not. The score is -log10 of the relative norm of the part of the record's
-    input outside the row space.
-
-    Args:
-        clipping: Clipping of the inputs in the update, which is public.
-        width: Width of the first layer.
-        depth: Layers of the network.
-        bias: Whether the first layer has a bias.
+    input outside the row space. The clipping of inputs in the update is public.
     """
 
     name = "row space"
@@ -193,13 +187,7 @@ class CovarianceAttack(Attack):
 
 
 class Rows:
-    """Rows of an update without the others' signals, and their covariance from the others.
-
-    Args:
-        left: y_j, shape (n, d), float64.
-        inputs: h_i of the others, shape (m, d), float64.
-        slopes: phi'_ij of the others, shape (m, n), float64.
-    """
+    """Rows y_j of an update without the others' signals, (n, d), and the others' h_i, (m, d), and phi'_ij, (m, n)."""
 
     def __init__(self, left: Tensor, inputs: Tensor, slopes: Tensor) -> None:
         m, d = inputs.shape

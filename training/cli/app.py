@@ -259,13 +259,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line, which turns errors into one-line messages.
-
-    Attributes:
-        path: The command as it is typed, such as ``opusim train pdfa``.
-        command: That command, or None before it is known.
-        words: The words after it.
-    """
+    """A parsed command line, its command if known, and the words after it; it turns errors into one-line messages."""
 
     path: str = "opusim"
     command: Any = None

@@ -226,13 +226,7 @@ SectionT = TypeVar("SectionT", bound=KindSection)
 
 @dataclass(frozen=True, kw_only=True)
 class Kinds(Generic[SectionT]):
-    """The kinds of one section of the configuration.
-
-    Attributes:
-        section: Name of the section.
-        base: Class that every kind extends.
-        stored: Kinds that only stored runs may have; `find` accepts them, and lists leave them out.
-    """
+    """The kinds, all of one base, of a section; `find` accepts those that only stored runs have, lists do not."""
 
     section: str
     base: type[SectionT]

@@ -275,15 +275,7 @@ def from_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class RecordForm:
-    """The form of a data set's records, by which further records are checked.
-
-    Attributes:
-        target: What is predicted of a record.
-        n_classes: Number of classes, token values, real numbers or labels to predict.
-        n_features: Numbers of a record.
-        vocabulary: Number of token values, or None if records hold features.
-        classes: Names of the classes, if labels are strings.
-    """
+    """The form of a data set's records, see `Dataset`, by which further records are checked."""
 
     target: Target
     n_classes: int

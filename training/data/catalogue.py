@@ -56,13 +56,7 @@ _PIECE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """How a text becomes tokens: as its bytes, or by a tokenizer of the library `tokenizers`.
-
-    Attributes:
-        vocabulary: Number of token values.
-        tokenizer: The tokenizer, or None if tokens are bytes.
-        digest: BLAKE2b of the tokenizer's file, or None if tokens are bytes.
-    """
+    """How a text becomes tokens: as its bytes, or by a tokenizer of the library `tokenizers` and its file's digest."""
 
     vocabulary: int = _BYTE_VALUES
     tokenizer: Any = None
@@ -197,14 +191,7 @@ def _read(path: Path, limit: int, what: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenmlSource:
-    """A data set on openml.org whose first records are for training and whose last are for testing.
-
-    Attributes:
-        data_id: Its permanent number there.
-        name: Its name there, for messages.
-        n_train: Number of training records, which come first.
-        n_test: Number of test records, which follow.
-    """
+    """A data set on openml.org, by its number there; the first records are for training, the last for testing."""
 
     data_id: int
     name: str

@@ -78,14 +78,7 @@ OwnTest = Pair | TorchDataset[Any] | Frame
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The columns of a table as arrays.
-
-    Attributes:
-        x: Features, shape (n, d), float64.
-        y: The column of labels, shape (n,); or several columns of numbers, shape (n, k).
-        columns: Names of the features.
-        ids: The IDs of the records' users, or None.
-    """
+    """A table as arrays: x, float64, (n, d), y, (n,) or (n, k), features' names, and users' IDs or None."""
 
     x: np.ndarray
     y: np.ndarray

@@ -83,13 +83,7 @@ def _free_memory(place: torch.device) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The figures of torch's allocator for a run that exhausted a card's memory, in bytes.
-
-    Attributes:
-        total: Memory of the card.
-        before: Allocated before the first step: model and records.
-        peak: The most that was allocated since then.
-    """
+    """Bytes of a card: all, allocated before the first step (model and records), and the most allocated since then."""
 
     total: int
     before: int

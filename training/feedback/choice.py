@@ -202,13 +202,7 @@ _USUAL = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast", "gain"
 
 
 class ChosenPoints(NamedTuple):
-    """Feedback points that suit a model.
-
-    Attributes:
-        names: Their names.
-        spread: How one row of the error reaches a record's positions.
-        reason: Why they were chosen, in a few words.
-    """
+    """Feedback points that suit a model, how a row of the error reaches positions (`spread`), and why."""
 
     names: tuple[str, ...]
     spread: Literal["broadcast", "full"]

@@ -33,14 +33,7 @@ _STANDARD_ERRORS, _SHARE, _LEAST_LEARNT = 3.0, 0.03, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a backward pass projected.
-
-    Attributes:
-        rows: The rows of the error, shape (rows, n_inputs).
-        reading: Their readings, shape (rows, n_outputs).
-        feedback: What each call of a point received.
-        used: Frames and seconds of the device.
-    """
+    """A backward pass's projected rows and readings, what each call of a point received, and the device's usage."""
 
     rows: Tensor
     reading: Tensor

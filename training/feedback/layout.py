@@ -73,14 +73,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """The outputs of B that belong to one call of a point.
-
-    Attributes:
-        name: The point.
-        offset: First output.
-        channels: C.
-        positions: Positions with outputs of their own: 1, or all of a record under spread = 'full'.
-    """
+    """The outputs of B, from `offset`, of one call of a point: C channels at 1 position, or all if spread = 'full'."""
 
     name: str
     offset: int

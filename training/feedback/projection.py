@@ -254,12 +254,7 @@ class Projection(ABC):
 
 
 class DenseProjection(Projection):
-    """B e, or B of the encoded error, as a matrix product without a device.
-
-    Args:
-        matrix: B transposed, shape (n_inputs, n_outputs); entries N(0, 1).
-        encoding: See Projection.
-    """
+    """B e, or B of the encoded error, without a device; the matrix is B transposed, (n_inputs, n_outputs)."""
 
     def __init__(self, matrix: Tensor, *, encoding: Encoding | None = None) -> None:
         super().__init__(encoding)

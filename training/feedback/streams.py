@@ -82,13 +82,7 @@ def _operation(node: Any) -> str:
 
 @dataclass(eq=False)
 class _Use:
-    """How a forward pass uses a point's output, or a sum that contains it.
-
-    Attributes:
-        summed: Whether it is a sum with another activation that may grow.
-        normalised: Whether a normalisation reads it.
-        added: Whether it is added to another activation as it is.
-    """
+    """How a pass uses a point's output: summed with one that may grow, read by a normalisation, or added as it is."""
 
     summed: bool = False
     normalised: bool = False

@@ -82,13 +82,7 @@ def require_room(dataset: Dataset) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRows:
-    """A batch whose records share rows.
-
-    Attributes:
-        function: Maps tensors with these rows, or with several copies of them, to a tensor with as many.
-        batch: Its arguments.
-        outputs: Maps what it returns for one copy to the outputs of the records.
-    """
+    """A batch whose records share rows: a function of it or of several copies, and its map to the records' outputs."""
 
     function: Callable[..., Tensor]
     batch: tuple[Tensor, ...]

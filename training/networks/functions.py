@@ -165,13 +165,7 @@ LOSS_VALUES: dict[str, Loss] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A loss on one kind of target.
-
-    Attributes:
-        target: Kind of the targets.
-        loss: Losses of the records.
-        name: Name of the loss, or its import path.
-    """
+    """A loss of records, by its name or import path, on one kind of target."""
 
     target: Target
     loss: Loss

@@ -145,13 +145,7 @@ class DeviceConvolutionJacobian(Jacobian):
 
 
 class ModuleUse(Use):
-    """The parameters of a whole module, whose per-record gradients are formed.
-
-    Args:
-        module: Maps h to the output.
-        delta: Signal at the output, shape (batch, ...).
-        h: Input, shape (batch, ...).
-    """
+    """The parameters of a whole module, whose per-record gradients are formed from h and delta, shapes (batch, ...)."""
 
     def __init__(self, module: nn.Module, delta: Tensor, h: Tensor) -> None:
         named = dict(module.named_parameters())

@@ -358,16 +358,7 @@ def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) 
 
 
 class _Memory:
-    """A snapshot of a module's Python attributes.
-
-    Attributes:
-        values: Numbers, texts and copies of tensors and arrays, by path.
-
-    Args:
-        model: The module.
-        follow_hooks: Whether to include the state of hooks.
-        only_undo: Whether only `put_back` is needed, which saves time.
-    """
+    """A snapshot of a module's Python attributes by path; `only_undo` keeps what `put_back` needs, in less time."""
 
     def __init__(self, model: nn.Module, *, follow_hooks: bool = True, only_undo: bool = False) -> None:
         self.values: dict[str, Any] = {}

@@ -77,13 +77,7 @@ ENTRY_POINT_GROUP = "opusim.accountants"
 
 @dataclass(frozen=True, kw_only=True)
 class NamedAccountant:
-    """An accountant that a package brings.
-
-    Attributes:
-        name: Name of the entry point.
-        package: The package.
-        accountant: An object of its class, which has the method above.
-    """
+    """An accountant that a package brings by an entry point, an object that has the method above."""
 
     name: str
     package: str

@@ -49,13 +49,7 @@ _START_LIGHT = 1e-3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountsReadout:
-    """One frame of each label; the counts of some pixels are kept.
-
-    Attributes:
-        frames: The camera.
-        pixels: Outputs that are kept, integers.
-        mechanism: What is released.
-    """
+    """One frame of each label; the counts of some pixels, the outputs' integers, are kept and released."""
 
     frames: LabelFrames
     pixels: np.ndarray

@@ -171,12 +171,7 @@ class ResponseModel:
 
 
 class _Sums:
-    """Sums over some records: w h h^T and w h t^T, with the features and a constant 1 in h.
-
-    Args:
-        x: Features, shape (n, d).
-        n_classes: k.
-    """
+    """Sums over some records: w h h^T and w h t^T, with the features, shape (n, d), and a constant 1 in h."""
 
     def __init__(self, x: Tensor, n_classes: int) -> None:
         width = x.shape[1] + 1
@@ -400,14 +395,7 @@ class NoisyLabels(SoftLabels):
 
 
 class StoredLabels(SoftLabels):
-    """Noisy labels of a run folder, read at the first step, after `OneLookProtection.pay_upfront` wrote them.
-
-    Args:
-        folder: The run folder.
-        place: The torch device of the training.
-        n_classes: k.
-        flat_steps: Steps at the beginning that take the first prior.
-    """
+    """Noisy labels of a run folder, read at the first step, after `OneLookProtection.pay_upfront` wrote them."""
 
     def __init__(self, folder: RunFolder, *, place: str, n_classes: int, flat_steps: int) -> None:
         self._folder, self._place, self._k, self._flat_steps = folder, place, n_classes, flat_steps

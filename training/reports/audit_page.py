@@ -238,12 +238,7 @@ def draw_curves(axes: Axes, sheet: Sheet) -> None:
 
 
 class Page:
-    """Writes lines of text from the top of an A4 page downwards.
-
-    Args:
-        size: Type size in points.
-        flowing: Whether a new page follows a full one, between lines of a text and rows of a table.
-    """
+    """Writes lines of text from the top of an A4 page downwards; a full one is followed by another if `flowing`."""
 
     def __init__(self, size: float, *, flowing: bool = False) -> None:
         self.size, self._flowing = size, flowing

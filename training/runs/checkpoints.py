@@ -49,12 +49,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint in memory.
-
-    Attributes:
-        header: Its facts.
-        tensors: "model.*", "optimizer.*", "state.*", "average.*" and "device.*" tensors.
-    """
+    """A checkpoint's facts, and its "model.*", "optimizer.*", "state.*", "average.*" and "device.*" tensors."""
 
     header: Header
     tensors: dict[str, Tensor]

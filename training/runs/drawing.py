@@ -319,13 +319,7 @@ _MIN_ACCURACY_RANGE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class MainFigure:
-    """The figure that tables show for a target.
-
-    Attributes:
-        key: Its name in metrics, after "train_", "validation_" or "test_".
-        label: Its name in tables.
-        share: Whether it is a share, shown in percent.
-    """
+    """The figure that tables show for a target: its name in metrics after "test_", in tables, and if it is a share."""
 
     key: str
     label: str

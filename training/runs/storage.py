@@ -292,12 +292,7 @@ REMEDY = "delete it to resume from the checkpoint before it"
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The first part of a file.
-
-    Attributes:
-        bytes: Its length.
-        digest: Its digest.
-    """
+    """Length and digest of the first part of a file."""
 
     bytes: int
     digest: str

@@ -54,14 +54,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """User-supplied data and model of all runs of a sweep; see `opusim.train`.
-
-    Attributes:
-        data: The records, or None.
-        test: Test records, or None.
-        label: The column of a table to predict, or several, or None.
-        model: The module; each run trains a copy of it. Or None.
-    """
+    """User-supplied data and model of all runs of a sweep, or None; see `opusim.train`. Each run trains a copy."""
 
     data: OwnData | Dataset | None = None
     test: OwnTest | None = None

@@ -422,13 +422,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line of a figure.
-
-    Attributes:
-        name: The series.
-        kind: "accuracy", "claimed", "proven" or "audited" (epsilon), "published", or a cost with its unit.
-        levels: Its points, by rising x.
-    """
+    """A series' line of a figure, by rising x: "accuracy", "claimed", "proven", "audited", "published" or a cost."""
 
     name: str
     kind: str
@@ -437,14 +431,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """A sweep's points with their rows.
-
-    Attributes:
-        spec: The spec.
-        points: All points of the spec.
-        rows: The rows that exist, by identity.
-        folder: The sweep's folder.
-    """
+    """The points of a sweep's spec, and the rows that exist, by identity, in its folder."""
 
     spec: SweepSpec
     points: Sequence[Point]

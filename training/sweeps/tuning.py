@@ -75,12 +75,7 @@ _SECOND_SEARCH = "searching again is a second search and costs again"
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The trials of a search.
-
-    Attributes:
-        trials: Settings "key=value" of each trial; their number is Poisson, and may be 0.
-        seed: Source of the trials' seeds in experiment mode; None in release mode.
-    """
+    """Settings "key=value" of a search's trials, maybe none; their seeds' source, None in release mode."""
 
     trials: tuple[tuple[str, ...], ...]
     seed: int | None

@@ -223,13 +223,7 @@ def haar_columns(normals: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Intermediate values of a forward pass without noise.
-
-    Attributes:
-        inputs: Input of each layer, shapes (batch, ...).
-        values: v_l, output of each layer, shapes (batch, ...).
-        output: Output of the model, shape (batch, n_classes).
-    """
+    """Inputs, values v_l and output, (batch, n_classes), of the layers in a pass without noise, shapes (batch, ...)."""
 
     inputs: list[Tensor]
     values: list[Tensor]

@@ -297,13 +297,7 @@ _WIDEST_READING = 65_536
 
 
 class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
-    """Trains a sequence of modules.
-
-    A step ignores records whose loss, with or without noise, is NaN or infinite.
-
-    Attributes:
-        update: Writes the gradients.
-    """
+    """Trains a sequence of modules; a step ignores records whose loss, with or without noise, is not finite."""
 
     applies = frozenset({"gradients"})
     uses_public_randomness = True

@@ -698,9 +698,7 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
 class PrefixedModel(nn.Module):
     """A causal model with a prefix; peft's own prefix drops the positions, which padding on the left needs.
 
-    Args:
-        model: A model of transformers; it is frozen.
-        prefix: Keys and values of each layer, shape (layers, 2, heads, tokens, width), trained in float32.
+    The model is frozen; each layer's keys and values, (layers, 2, heads, tokens, width), are trained in float32.
     """
 
     def __init__(self, model: nn.Module, prefix: Tensor) -> None:

@@ -96,12 +96,7 @@ class StepEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadEntry:
-    """One step whose scalars are on a graphics card; it moves the parameters as the entry that `read` returns does.
-
-    Attributes:
-        rate, seeds: See StepEntry.
-        scalars: s of each direction, float32, shape (directions,).
-    """
+    """One step whose scalars s are on a card; it moves the parameters as the entry that `read` returns does."""
 
     rate: float
     seeds: tuple[int, ...]
@@ -123,15 +118,7 @@ class UnreadEntry:
 
 
 class MemoryMappedTensors:
-    """Copies of tensors in one unnamed file that is mapped into memory; they take memory only while in use.
-
-    Attributes:
-        tensors: The copies by number; reading and writing them reads and writes the file.
-
-    Args:
-        like: The tensors to copy.
-        dtype: Type of the copies; None keeps each tensor's type.
-    """
+    """Copies of tensors, by number, in one unnamed file that is mapped into memory; None keeps each one's type."""
 
     def __init__(self, like: Mapping[int, Tensor], *, dtype: torch.dtype | None = None) -> None:
         self.tensors: dict[int, Tensor] = {}

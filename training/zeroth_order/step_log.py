@@ -162,13 +162,7 @@ class StepLog:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """A verified step log.
-
-    Attributes:
-        header: Common facts of all steps.
-        entries: The steps.
-        parameters: Digest of the parameters after the last of them, or None if there is no mark.
-    """
+    """A verified step log: common facts, the steps, and the mark's digest of the parameters after them, or None."""
 
     header: LogHeader
     entries: list[StepEntry]

@@ -258,12 +258,7 @@ even among several hundred."""
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLaw:
-    """The accounted law of a batch's size.
-
-    Attributes:
-        mean: Mean number of records.
-        variance: Its variance; 0 for batches of fixed size.
-    """
+    """Mean and variance of a batch's accounted size; the variance is 0 for batches of fixed size."""
 
     mean: float
     variance: float

@@ -83,12 +83,7 @@ class Subject:
 
 
 class AffineTail(nn.Module):
-    """Compute scale x + offset, without parameters.
-
-    Args:
-        scale: Factor of every entry.
-        offset: Added to every entry.
-    """
+    """Compute scale x + offset, without parameters."""
 
     def __init__(self, scale: float, offset: float) -> None:
         super().__init__()

@@ -276,17 +276,10 @@ class _Kept:
 
 
 class _Scores:
-    """The scores of an audit that may have been stopped, in a file.
+    """The scores of an audit of a run that may have been stopped, in a file.
 
-    Args:
-        file: Holds them.
-        worst_case: Whether the attacker chooses the initial weights.
-        seed: Of the audit; None takes the file's, or draws one.
-        folder: The audited run.
-        delta: The run's, at which readings were made that name none.
-
-    Raises:
-        RunFolderError: The file holds those of another audit, or was changed.
+    A seed of None takes the file's, or draws one; readings that name no delta were made at the run's. Raises
+    RunFolderError if the file holds those of another audit, or was changed.
     """
 
     def __init__(

@@ -200,11 +200,7 @@ class Contributions:
 class _Formed:
     """A layer that forms each record's gradient, and keeps those of the batch if they fit `_CACHE_LIMIT`.
 
-    Args:
-        parameters: The parameters of the layer.
-        uses: Uses of these parameters, or of tensors computed from them; at least one.
-        records: Number of records, at least 1.
-        several: Whether a parameter is used several times, so that gradients and sums are float64.
+    Its uses are of its parameters, or of tensors computed from them; with several of a parameter all sums are float64.
     """
 
     def __init__(
@@ -323,13 +319,7 @@ class _Formed:
 
 
 class _Joint:
-    """A layer of several uses of one weight, whose products may cancel: measured as one sum, and summed in float64.
-
-    Args:
-        parameters: The parameters of the layer.
-        uses: Uses of one weight, all with the same bias or none.
-        records: Number of records, at least 1.
-    """
+    """A layer of several uses of one weight and one or no bias: measured as one sum, and summed in float64."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], uses: Sequence[OuterUse], records: int) -> None:
         self.wrt, self.uses, self.records = parameters, uses, records

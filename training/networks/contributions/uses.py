@@ -261,14 +261,7 @@ class OuterUse(Use):
 
 
 class LinearUse(OuterUse):
-    """v = W h + b at every position.
-
-    Args:
-        delta: Gradient at the output, shape (records, ..., a); all dimensions between are positions.
-        h: Input, shape (records, ..., b).
-        weight: W, shape (a, b).
-        bias: b, or None.
-    """
+    """v = W h + b at every position: delta has shape (records, ..., a), h (records, ..., b), b may be None."""
 
     single = True
     forms_sums = True
@@ -324,14 +317,7 @@ class LinearUse(OuterUse):
 
 
 class EmbeddingUse(OuterUse):
-    """v_p = W[id_p]: the signals of equal ids add up, and those of the padding id count as 0.
-
-    Args:
-        delta: Gradient at the output, shape (records, ..., n).
-        ids: Input, shape (records, ...).
-        weight: W.
-        padding: The padding id, or None.
-    """
+    """v_p = W[id_p], ids (records, ...): signals of equal ids add up, those of the padding id, if any, count as 0."""
 
     bias = None
 
@@ -391,12 +377,7 @@ class EmbeddingUse(OuterUse):
 class ConvolutionUse(OuterUse):
     """v_op = w_o . u_p + b_o at every position p, u_p the patch under the kernel, in one to three dimensions.
 
-    Args:
-        delta: Gradient at the output, shape (records, images, channels, *positions) or without the images.
-        h: Input, likewise.
-        weight: Kernels.
-        bias: Bias, or None.
-        options: stride, padding, dilation and groups, as torch's convolutions take them.
+    delta and h have shape (records, images, channels, *positions) or lack the images; options are those of torch.
     """
 
     def __init__(

@@ -15,12 +15,7 @@ from opusim.training.networks.record_gradients.layout import Layout
 
 
 class FlatSpec(NamedTuple):
-    """How to rebuild arguments without tensors in containers, in a fraction of a TreeSpec's time.
-
-    Attributes:
-        positional: Number of positional arguments, which stand first.
-        names: Names of the others.
-    """
+    """How to rebuild positional and named arguments without containers, in a fraction of a TreeSpec's time."""
 
     positional: int
     names: tuple[str, ...]
@@ -63,25 +58,14 @@ class Site:
 
 
 class Form(NamedTuple):
-    """How the use of a call with one output is made from its signals and one argument, record by record.
-
-    Attributes:
-        of: Takes both; on its own, as parameters of a site are those of all its calls.
-        h: The argument.
-    """
+    """How `of` makes the use of a call with one output from its signals and one argument h, record by record."""
 
     of: Callable[[Tensor, Tensor], Use]
     h: int
 
 
 class Key(NamedTuple):
-    """A kind of use.
-
-    Attributes:
-        function: Name of the torch function.
-        names: Names of the parameters, or of the tensors that are computed from parameters only.
-        ndims: Numbers of dimensions of the other tensors.
-    """
+    """A kind of use: the function, the parameters (or what comes of them only), dimensions of the other tensors."""
 
     function: str
     names: tuple[str, ...]
@@ -204,12 +188,7 @@ def require_inputs_kept(calls: Sequence[Call]) -> None:
 
 
 class CallUse(Use):
-    """A use that is one call, whose outputs have received their gradients.
-
-    Args:
-        call: The call.
-        records: Number of records in the batch.
-    """
+    """A use that is one call on the records of a batch, whose outputs have received their gradients."""
 
     def __init__(self, call: Call, records: int) -> None:
         self.call, self.records, self.wrt = call, records, call.wrt
@@ -218,12 +197,7 @@ class CallUse(Use):
 
 
 class Bound(NamedTuple):
-    """The arguments of a call by name.
-
-    Attributes:
-        values: Arguments that are no tensors, and defaults.
-        places: Where the tensors stand among the flattened arguments.
-    """
+    """A call's arguments by name: values that are no tensors, and the tensors' places among the flattened ones."""
 
     values: dict[str, Any]
     places: dict[str, int]

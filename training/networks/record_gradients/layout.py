@@ -40,14 +40,7 @@ class Layout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arguments, some of which are tensors with a row for each record.
-
-    Attributes:
-        leaves: The arguments, flattened.
-        held: Which of them have a row for each record.
-        spec: How to put them together again.
-        records: Number of records.
-    """
+    """Arguments, flattened, with how to rebuild them; those that are held have a row for each record."""
 
     leaves: list[Any]
     held: list[bool]

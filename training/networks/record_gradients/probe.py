@@ -158,13 +158,7 @@ def _restored(model: nn.Module, place: torch.device, *, move: bool = True) -> It
 
 
 class _ProbeRecorder(Recorder):
-    """Catches all functions of a probe's pass, and notes the kind of each use of a parameter.
-
-    Args:
-        named: The parameters.
-        kinds: What is known about uses.
-        tracker: Knows where the records stand; None in a first pass, which notes nothing.
-    """
+    """Catches all functions of a probe's pass, and notes the kind of each use; without a tracker it notes nothing."""
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, tracker: RowTracker | None = None
@@ -246,15 +240,7 @@ class _ProbeRecorder(Recorder):
 
 
 class _Pass:
-    """One forward and one backward pass of the model on a batch.
-
-    Args:
-        model: The model.
-        named: Its parameters that are trained.
-        kinds: What is known of uses; receives what the pass finds if there is a first one.
-        batch: The records.
-        first: What the pass on another size left, or None.
-    """
+    """One forward and one backward pass of the model on a batch; the second, on another size, fills `kinds`."""
 
     def __init__(
         self,

@@ -219,15 +219,7 @@ def keeps_alike(op: Operation) -> bool:
 
 @dataclass
 class _Step:
-    """One operator of the first pass.
-
-    Attributes:
-        name: The operator.
-        numbers: Its arguments that are no tensors.
-        shapes: The shapes of its results.
-        values: Copies of small tensors made from Python's numbers.
-        cuts: Where it cuts a tensor, if it does.
-    """
+    """One operator of the first pass: its numbers, results' shapes, copies of Python's numbers, where it cuts."""
 
     name: str
     numbers: tuple[Any, ...]

@@ -7,7 +7,7 @@ two worlds or from scores of canaries (or of trainings).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -365,10 +365,6 @@ def _missed(result: OneRunResult, power: float | None) -> str:
         refused = result.normality < NOT_NORMAL
         reasons.append("scores are not normal" if refused else "normal scores stay below the claim")
     return ": ".join(text for text in ("not found by this attack", ", and ".join(reasons)) if text)
-
-
-def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
-    return max((bound.power for bound in bounds if bound.power is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1060,7 +1056,7 @@ def _few_draws(result: OneRunResult) -> str:
     seen = Method.NORMAL_BOUND in plan.methods and result.normality < NOT_NORMAL
     if plan.draws is None or not (plan.refused or seen):
         return ""
-    power = _largest_power(bound for bound in result.bounds if bound.method.guesses) or 0.0
+    power = max((bound.power or 0.0 for bound in result.bounds if bound.method.guesses), default=0.0)
     return (
         f"A canary is drawn q T = {plan.draws:.3g} times; its scores follow no normal law, which more canaries only "
         f"show better. Guesses decide, whose power is {power:.2f}. {WITHOUT_CANARIES}"

@@ -11,7 +11,6 @@ records would be too good.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import os
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opusim.description.section import meant_by
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, SplitRule
@@ -275,8 +275,7 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
 def unknown_name(name: str) -> ValueError:
     """Return the error of an unknown data.name, with the name that was probably meant."""
-    close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
-    meant = named_file(str(name)) or (close[0] if close else "")
+    meant = named_file(str(name)) or meant_by(str(name), CATALOGUE)
     hint = f"; did you mean {meant!r}?" if meant else ""
     files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
     return ValueError(

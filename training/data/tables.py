@@ -5,7 +5,6 @@ pandas is imported only if a file has to be read; a DataFrame brings it along.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import reprlib
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import TypeIs
 
+from opusim.description.section import did_you_mean
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
@@ -102,7 +102,9 @@ def own_dataset(
     not fit the IDs, or data.label or data.user is given with arrays.
     """
     if is_frame(data):
-        _require_user(options, split)
+        if split == "id" and options.user is None:
+            reason = "is missing: name the column with the ID of each record's user (--user COLUMN)"
+            raise ConfigError("configuration", "data.user", reason)
         table = table_of(data, options.label, tables[0], as_text=bool(options.classes), user=options.user)
         pair = None if test is None else _test_pair(test, options, table.columns, tables[1])
         facts: dict[str, Any] = {"ids": table.ids, "columns": table.columns, "name": name}
@@ -224,8 +226,7 @@ def table_of(
         )
     for column in label:
         if column not in found:
-            close = difflib.get_close_matches(column, found, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(column, found)
             raise ValueError(
                 f"data.label = {column!r} is no column of {what}, which has {some_names(found)}{hint}"
             )
@@ -257,13 +258,6 @@ def table_of(
         columns=tuple(features),
         ids=ids,
     )
-
-
-def _require_user(options: DataConfig, split: SplitRule) -> None:
-    """Refuse (ConfigError) a table whose records are held out by IDs that no column has."""
-    if split == "id" and options.user is None:
-        reason = "is missing: name the column with the ID of each record's user (--user COLUMN)"
-        raise ConfigError("configuration", "data.user", reason)
 
 
 def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:

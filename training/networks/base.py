@@ -168,6 +168,17 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
 
 
 @contextmanager
+def preserved_modes(module: nn.Module) -> Iterator[None]:
+    """Put the training and evaluation modes of a module's parts back after the block."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
 def seeded_torch(seed: int | None, place: torch.device | str = "cpu") -> Iterator[None]:
     """Seed torch's global generators, the CPU's and the place's, in the block (None: by the system); put them back."""
     chosen = secrets.randbits(63) if seed is None else seed % 2**63

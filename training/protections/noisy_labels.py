@@ -437,7 +437,8 @@ def read_once_through(
     noise.seek(LABEL_STEP)
     scores = []
     for part in labels.split(_RECORDS_AT_ONCE):
-        readings = noise.add_to(device.project(_one_hot(part, n_classes)).cpu(), top_up)
+        one_hot = torch.nn.functional.one_hot(part, n_classes).float()
+        readings = noise.add_to(device.project(one_hot).cpu(), top_up)
         whitened = readings.double().numpy() / sigmas
         scores.append(reading_log_likelihood([whitened], [codes / sigmas[:, None]], [1.0]))
     return torch.from_numpy(np.concatenate(scores)).float()
@@ -475,7 +476,3 @@ def randomize(labels: Tensor, mechanism: RandomizedResponse, generator: UniformS
     observed = respond(labels.numpy(), epsilon=epsilon, n_labels=k, generator=generator)
     scores = response_log_likelihood(observed, epsilon=epsilon, n_labels=k)
     return torch.from_numpy(scores).float()
-
-
-def _one_hot(labels: Tensor, n_classes: int) -> Tensor:
-    return torch.nn.functional.one_hot(labels, n_classes).float()

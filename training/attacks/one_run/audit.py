@@ -64,6 +64,7 @@ from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train_planned
 from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.base import preserved_modes
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.network import FullyConnected, LayeredNetwork
@@ -391,7 +392,10 @@ def reading_plans(
         ):
             law = Law.GAUSSIAN
             elsewhere = tuple((wider, found) for wider, found in at_wider if found and wider != delta)
-            facts = {"elsewhere": elsewhere, "weaker_mu": _weaker_mu(mechanisms, relation, delta, 2.0)}
+            # the mu that half of the noise has at delta, or at a large one if that is less
+            halved = _with_less_noise(mechanisms, relation, delta, 2.0)
+            weaker = min((gaussian_mu(found, wider) for wider, found in halved if found), default=None)
+            facts = {"elsewhere": elsewhere, "weaker_mu": weaker}
     bounds = sum(method.is_bound for one in adversaries for method in one.readings(law))
     return {
         one: OneRunPlan(
@@ -414,14 +418,6 @@ def _with_less_noise(
     """Return what is claimed with noise `ratio` times too small, at delta and at a large one, as (delta, epsilon)."""
     weaker = tuple(one.with_noise(one.noise / ratio) for one in mechanisms)
     return _at_wider(weaker, relation, (delta, _WIDER[-1]))
-
-
-def _weaker_mu(
-    mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float, ratio: float
-) -> float | None:
-    """Return the mu that noise `ratio` times too small has at delta, or at a large one if that is less."""
-    found = _with_less_noise(mechanisms, relation, delta, ratio)
-    return min((gaussian_mu(epsilon, wider) for wider, epsilon in found if epsilon), default=None)
 
 
 @functools.lru_cache(maxsize=32)
@@ -647,7 +643,8 @@ def audit_private_loop(
                 f"num_workers = {private.data_loader.workers}: an audit of users must see which records are read, and "
                 "other processes read them; give num_workers=0"
             )
-        network = _view(private.module)
+        with preserved_modes(private.module):
+            network = AnyModule(private.module, n_inputs=1, only_trained=True)
         room = max((rows * columns for _, _, rows, columns in weight_layers(network)), default=0)
         added = int(inside.sum())
         if canaries is None:  # records of canaries without an entry stay blank
@@ -843,15 +840,6 @@ class _Noted(ConcatDataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         self.last = indices
         return [self[index] for index in indices]
-
-
-def _view(module: nn.Module) -> AnyModule:
-    """Return a view of a module, which stays in its modes."""
-    modes = {part: part.training for part in module.modules()}
-    network = AnyModule(module, n_inputs=1, only_trained=True)  # puts it into evaluation mode
-    for part, training in modes.items():
-        part.training = training
-    return network
 
 
 class _Watched(CraftedGradients):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
+from opusim.training.networks.base import preserved_modes
 from opusim.training.networks.record_gradients.calls import real_tensors
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -60,12 +61,11 @@ def require_separate_steps(
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
     require_no_hooks(model)
-    modes = {module: module.training for module in model.modules()}
     try:
-        with preserved_generators(x.device):
+        with preserved_modes(model), preserved_generators(x.device):
             # what this pass sets comes from these records and stays
             seeded_output(model.train(), first_half(x))
-        with preserved_generators(x.device), preserved_buffers(model):
+        with preserved_modes(model), preserved_generators(x.device), preserved_buffers(model):
             first = require_fixed_tensors(model.train(), x)
             seeded_output(model, x.flip(0)[:_BATCH])
             if not same(first, seeded_output(model, x)):
@@ -90,9 +90,6 @@ def require_separate_steps(
             f"{reason}; a protected run must not stop because of what its records hold, so let the model accept all "
             "numbers of this shape (tokens: data.inputs = 'tokens')"
         ) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def require_steady_gradients(

@@ -166,6 +166,15 @@ RELEASE = KeyOption(
 _RESERVED = {"model", "config", "set", "settings", "out", "quiet", "help", "debug", "device", "protect"}
 
 
+def say(*texts: str | None, err: bool = True) -> None:
+    """Write paragraphs as wide as the output, on the error stream if `err`; None is left out."""
+    from opusim.tables import wrapped
+
+    for text in texts:
+        if text is not None:
+            typer.echo(wrapped(text), err=err)
+
+
 def say_trusted(facts: Mapping[str, Any]) -> None:
     """Print the user-supplied code that a run is about to execute."""
     from opusim.training.networks.user_code import described_code

@@ -1,4 +1,4 @@
-"""What all tests share: seeds, quick syncs, kernels that are not compiled."""
+"""What all tests share: seeds, quick syncs, kernels that are not compiled or run without a card."""
 
 import os
 import random
@@ -23,6 +23,8 @@ collect_ignore_glob = ["support/third_party_*", "support/lightonopu_double", "su
 FRESH = os.environ.get("OPUSIM_FRESH_SEEDS") == "1"
 UNCOMPILED_S = 60
 """Longest time of a test in seconds where the kernels are not compiled."""
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a module of kernels is imported
 hypothesis.settings.register_profile("opusim", deadline=None, derandomize=not FRESH, database=None)
 hypothesis.settings.load_profile("opusim")
 

@@ -52,7 +52,7 @@ _PAIRS = 512
 _SCALES = (2.0**-900, 2.0**900)
 _LARGEST = 2.0**51
 """Largest |s + b X| / h; float64 holds twice that with a spare digit for the half."""
-_ERROR = 2.0**-48
+ERROR = 2.0**-48
 """Bound on the relative error of float64's -ln U, and on the absolute error of its cos(2 pi V); see `_standard`."""
 
 
@@ -133,7 +133,7 @@ class ExactNoise(RoundedNoise):
         noise = self._scale * x
         total = s + noise
         # product and sum each round by 2^-53 of their result; 2^-52 covers both, and the rounding of this bound
-        error = self._scale * error * (1 + _ERROR) + 2.0**-52 * (np.abs(noise) + np.abs(total))
+        error = self._scale * error * (1 + ERROR) + 2.0**-52 * (np.abs(noise) + np.abs(total))
         steps = total / self._grid  # exact: a power of two
         nearest = np.rint(steps)
         certain = 0.5 - np.abs(steps - nearest) > error / self._grid  # false for an infinite error
@@ -178,9 +178,22 @@ def settle(
         chunk, number = divmod(place, 2 * _PAIRS)
         sine, pair = divmod(number, _PAIRS)
         digits = more(first_pair + chunk * _PAIRS + pair)
-        words = np.array([[u, turn_of_pair(v, sine=bool(sine))]], dtype=np.uint64)
-        noise = ExactNoise(words, lambda _, digits=digits: next(digits), scale, "gaussian")  # type: ignore[misc]
-        out[place] = noise._exact(0, float(out[place])) * grid_of(scale)
+        out[place] = settled(float(out[place]), u, v, scale, digits, sine=bool(sine))
+
+
+def settled(value: float, u: int, v: int, scale: float, digits: Iterator[int], *, sine: bool) -> float:
+    """Return one number of a pair with its noise, rounded by interval arithmetic.
+
+    Args:
+        value: s.
+        u: The first 64 digits of U.
+        v: The first 64 digits of V.
+        scale: Standard deviation of the noise.
+        digits: Further ones, 64 at a time, for U and V in turn.
+        sine: Whether the number is the second of its pair.
+    """
+    words = np.array([[u, turn_of_pair(v, sine=sine)]], dtype=np.uint64)
+    return ExactNoise(words, lambda _: next(digits), scale, "gaussian")._exact(0, value) * grid_of(scale)
 
 
 def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
@@ -261,13 +274,13 @@ def _standard(u: np.ndarray, v: np.ndarray, law: Law) -> tuple[np.ndarray, np.nd
     with np.errstate(divide="ignore"):
         exponential = np.where(top, -np.log1p(-near), -np.log(near))
         smallest = np.where(top, 0.5, u.astype(np.float64) * (1 - 2.0**-52) * 2.0**-_DIGITS)
-        error = _ERROR * exponential + 2.0**-64 / smallest
+        error = ERROR * exponential + 2.0**-64 / smallest
     if law == "laplace":
         return np.where(v >= np.uint64(1 << 63), exponential, -exponential), error
     radius = np.sqrt(2 * exponential)
     cosine = np.cos(2 * np.pi * (((v >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53))
     # |R c - R' c'| <= |R - R'| + R |c - c'|, up to a product of both errors and the roundings of R and R c
-    return radius * cosine, (2 * error / radius + 2 * _ERROR * radius) * (1 + 2.0**-20)
+    return radius * cosine, (2 * error / radius + 2 * ERROR * radius) * (1 + 2.0**-20)
 
 
 def _interval(u: int, v: int, digits: int, law: Law) -> tuple[Fraction, Fraction]:

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +33,13 @@ from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise
 from opusim.randomness.seeds import MAX_SEED as MAX_SEED
 from opusim.randomness.seeds import derive_seed as derive_seed
 
-kernels = Deferred("opusim.randomness.kernels")
+if TYPE_CHECKING:
+    from opusim.randomness.cards import CardCipher
+
+kernels, cards = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.cards")
+
+CARDS = ("cuda",)
+"""Types of torch devices that draw noise that no one can replay themselves."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -123,8 +130,9 @@ class NoiseStream(ABC):
         """Add std times a fresh reading to y, in place, exactly rounded to the multiples of `rounded.grid_of(std)`.
 
         Seeded and system streams do so on the CPU, with the numbers of `add_to` extended to all their digits: the
-        result is a function of the real-valued sum. On another torch device, and for a source of finished numbers such
-        as a device or `CorrelatedStream`, it is `add_to`, which rounds the noise before adding it.
+        result is a function of the real-valued sum. A system stream does so on a card of CUDA, too. On another torch
+        device, and for a source of finished numbers such as a device or `CorrelatedStream`, it is `add_to`, which
+        rounds the noise before adding it.
 
         Args:
             y: float32 tensor that needs no gradient; exact rounding also takes float64. Numbers that are not finite
@@ -285,15 +293,16 @@ class SystemStream(NoiseStream):
     """Noise that cannot be replayed: AES-256 in counter mode under a key from the operating system's entropy.
 
     The key is drawn from `os.urandom`, lives in memory only, and is drawn again in a forked child, so two
-    processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
-    torch devices get their numbers copied from the CPU. In their last bits, the float32 numbers of `normal` and
-    `add_to` are not the real-valued Gaussian of a privacy theorem (Mironov 2012); those of `rounded` and `add_rounded`
-    are, rounded once.
+    processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. A card of CUDA
+    draws with a cipher and a key of its own (`opusim.randomness.cards`); other torch devices get their numbers copied
+    from the CPU. In their last bits, the float32 numbers of `normal` and `add_to` are not the real-valued Gaussian of a
+    privacy theorem (Mironov 2012); those of `rounded`, and of `add_rounded` on CPU and CUDA, are, rounded once.
     """
 
     def __init__(self) -> None:
         self._owner = -1
         self._cipher: CipherContext | None = None
+        self._cards: dict[torch.device, CardCipher] = {}
 
     def seek(self, step: int) -> None:
         """Check the step only: a re-executed step draws fresh noise."""
@@ -302,6 +311,8 @@ class SystemStream(NoiseStream):
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return fresh noise; see the base class."""
         _check_shape(shape)
+        if (where := torch.device(device)).type in CARDS:
+            return self._card(where).normal(math.prod(shape)).view(tuple(shape))
         out = torch.empty(tuple(shape), dtype=torch.float32)
         flat = out.view(-1).numpy()
         block = _CHUNKS_PER_CIPHER_CALL * kernels.CHUNK
@@ -315,6 +326,11 @@ class SystemStream(NoiseStream):
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
         """See the base class; 128 bits make a pair, and numbers that they leave open draw more."""
+        if y.device.type in CARDS and std:
+            _checked_grid(y, std)
+            row = y.detach().reshape(-1)
+            self._card(y.device).add_rounded(row, std, self._more)
+            return y if row.data_ptr() == y.data_ptr() else y.copy_(row.view(y.shape))
         if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, chunk = _checked_grid(y, std), kernels.CHUNK
@@ -345,8 +361,16 @@ class SystemStream(NoiseStream):
         """Return the cipher of the running process; a fork gets another key."""
         if self._cipher is None or self._owner != os.getpid():
             self._owner = os.getpid()
+            self._cards = {}
             self._cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16))).encryptor()
         return self._cipher
+
+    def _card(self, device: torch.device) -> CardCipher:
+        """Return the cipher of the running process on a card."""
+        self._current_cipher()
+        if device not in self._cards:
+            self._cards[device] = cards.CardCipher(device)
+        return self._cards[device]
 
     def __reduce__(self) -> tuple[type[SystemStream], tuple[()]]:
         """Pickle as a new stream: the key never leaves the process."""
@@ -449,6 +473,12 @@ def noise_stream(mode: str, seed: int | None, purpose: str) -> NoiseStream:
             "seed = None: the mode 'experiment' needs a seed; give an integer, or use mode='release'"
         )
     return SeededStream(seed, purpose)
+
+
+def rounds_exactly(device: torch.device | str, mode: str) -> bool:
+    """Return whether `add_rounded` of a mode's stream rounds exactly on a torch device."""
+    where = torch.device(device).type
+    return where == "cpu" or (where in CARDS and mode == "release")
 
 
 class SystemUniforms:

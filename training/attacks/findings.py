@@ -352,7 +352,7 @@ def _reading(result: OneRunResult, bound: OneRunBound) -> str:
     if result.exceeds(bound):
         return "REFUTED"
     if bound.ceiling > 0 and bound.epsilon >= 0.8 * bound.ceiling:
-        return "near the ceiling"
+        return "near what ideal scores show"
     return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
 
 

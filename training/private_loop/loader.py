@@ -42,7 +42,7 @@ from torch.utils.data import (
 from opusim.accounting.guarantee import BudgetExceeded
 from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.processes.ranks import Ranks
-from opusim.randomness.streams import derive_seed
+from opusim.randomness.streams import derive_seed, rounds_exactly
 from opusim.training.data.samplers import PhysicalBatches, PoissonSampler
 from opusim.training.data.users import Users
 from opusim.training.engine.steps import PaidSteps
@@ -216,12 +216,14 @@ class PrivateLoader:
 
     def _hand_out(self, *, until: int) -> bool:
         """Pay, in the epoch up to a step, for the next batch and take it; returns False if the budget is spent."""
-        self._module.paid_on_processor = exact = self._module.on_processor
+        self._module.paid_on = place = self._module.place
         try:
             # A zeroth-order step's few sums are rounded on the processor, wherever the module is.
-            if isinstance(self._paid, RecordCentral) and self._paid.exactly_rounded != exact:
-                counts = exact and self._settings.mode == "release"
-                self._paid = replace(self._paid, exactly_rounded=exact, counts_sums=counts)
+            if isinstance(self._paid, RecordCentral):
+                mode = self._settings.mode
+                exact, counts = rounds_exactly(place, mode), place == "cpu" and mode == "release"
+                if (self._paid.exactly_rounded, self._paid.counts_sums) != (exact, counts):
+                    self._paid = replace(self._paid, exactly_rounded=exact, counts_sums=counts)
             self._steps.pay(self._paid, until=until)
         except BudgetExceeded as error:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}{self._steps.lost}"

@@ -166,8 +166,8 @@ class ModuleInLoop(ABC):
         is a constant, None until the first backward pass."""
         self.unused_gradients = 0
         """Batches that were trained on since the last step of the optimizer."""
-        self.paid_on_processor: bool | None = None
-        """Where the parameters were when the step was paid for; None before the first."""
+        self.paid_on: str | None = None
+        """Type of the parameters' torch device when the step was paid for; None before the first."""
         self._limit, self._group, self._steps = most_rows, group, steps
         self._template = template_of(module, given)
         args, kwargs = given.values
@@ -247,9 +247,10 @@ class ModuleInLoop(ABC):
         return self._batch is None or self._batch.written
 
     @property
-    def on_processor(self) -> bool:
-        """Whether the trained parameters are on the CPU, so that their noise is exactly rounded."""
-        return all(parameter.device.type == "cpu" for parameter in self.trained_parameters)
+    def place(self) -> str:
+        """Type of the torch device of the trained parameters, which decides how their noise is rounded."""
+        places = {parameter.device.type for parameter in self.trained_parameters}
+        return places.pop() if len(places) == 1 else "meta"
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -461,7 +462,7 @@ class PrivateModule(ModuleInLoop):
                 "same constant in every step, since a factor that depends on records would not be private"
             )
         self.probed.require_same()
-        if self.paid_on_processor not in (None, self.on_processor):
+        if self.paid_on not in (None, self.place):
             raise RuntimeError(
                 f"backward: the module was moved to or from a graphics card after step {batch.step} was paid for, and "
                 "the ledger says how noise is rounded there; move it before its batch is drawn"

@@ -34,6 +34,7 @@ from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.protections.base import (
     PoissonProtection,
     PrivateGradients,
+    counts_sums,
     linear_uses,
     noise_std,
     rounds_exactly,
@@ -62,8 +63,8 @@ class AmplifiedLabelProtection(PoissonProtection):
     @property
     @override
     def counted_sums(self) -> CountedSums | None:
-        config, sampler = self.config, self.plan.sampler
-        if config.mode != "release" or not rounds_exactly(config):
+        sampler = self.plan.sampler
+        if not counts_sums(self.config):
             return None
         most = most_records(sampler.expected_batch_size, records=sampler.n_records, processes=1)
         # Features are public, and so is their number.

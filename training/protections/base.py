@@ -23,6 +23,7 @@ from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
+from opusim.randomness import streams
 from opusim.randomness.streams import NoiseStream, noise_stream
 from opusim.training.config.run import RunConfig
 from opusim.training.networks.clipping import CLIP_RANGE, CountedSums
@@ -491,5 +492,11 @@ class DeviceNormals(NoiseStream):
 
 
 def rounds_exactly(config: RunConfig) -> bool:
-    """Return whether `add_rounded` of a run's `central_noise` rounds exactly: on the processor, with digital noise."""
-    return torch.device(config.torch_device).type == "cpu" and config.protection.noise != "device"
+    """Return whether `add_rounded` of a run's `central_noise` rounds exactly; a device's noise never does."""
+    return streams.rounds_exactly(config.torch_device, config.mode) and config.protection.noise != "device"
+
+
+def counts_sums(config: RunConfig) -> bool:
+    """Return whether a run's noise covers the rounding of its sums: in release mode, on the processor."""
+    on_processor = torch.device(config.torch_device).type == "cpu"
+    return config.mode == "release" and on_processor and rounds_exactly(config)

@@ -8,8 +8,8 @@ over all layers is known without forming it:
 with the 1 for a bias (other uses of parameters measure themselves: `Contributions.squared_norms`). One factor
 min(1, C / ||g_i||) scales all of a record's deltas, or another rule of `opusim.training.protections.clipping` does. One
 matrix product per layer sums the records. N(0, (z C)^2) is added to every entry of the sum, and a constant divides it.
-On the processor a sum with its noise is one exactly rounded number (`NoiseStream.add_rounded`), unless the noise is a
-device's or correlated.
+On the processor, and in release mode on a card of CUDA, a sum with its noise is one exactly rounded number
+(`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
 records in turn (theorem `opusim.accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the
@@ -55,6 +55,7 @@ from opusim.training.protections.base import (
     CalibratedProtection,
     PoissonProtection,
     PrivateGradients,
+    counts_sums,
     noise_std,
     rounds_exactly,
 )
@@ -119,7 +120,7 @@ class RecordProtection(PoissonProtection):
     @cached_property
     @override
     def counted_sums(self) -> CountedSums | None:
-        if not self.rounds_exactly or self.config.mode != "release":
+        if not self.rounds_exactly or not counts_sums(self.config):
             return None
         drawn = self._drawn
         return CountedSums.of(self.physical_batches.most(**drawn), processes=drawn["processes"])

@@ -151,7 +151,8 @@ def test_release_noise_never_repeats() -> None:
     streams = (stream, SystemStream(), pickle.loads(pickle.dumps(stream)))
     others = [each.normal((64,)) for each in streams]
     assert not any(torch.equal(first, other) for other in others)
-    assert set(vars(stream)) == {"_owner", "_cipher"}  # an opaque cipher: no key, no seed
+    assert set(vars(stream)) == {"_owner", "_cipher", "_cards"}  # an opaque cipher: no key, no seed
+    assert stream._cards == {}
 
 
 def test_a_forked_child_does_not_continue_correlated_noise() -> None:

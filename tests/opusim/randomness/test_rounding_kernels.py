@@ -333,7 +333,7 @@ def test_experiments_repeat_and_releases_do_not() -> None:
     assert not torch.equal(stream.add_rounded(torch.zeros(3000), STD), whole)
     system = SystemStream()
     assert not torch.equal(drawn(system), drawn(system))
-    assert set(vars(system)) == {"_owner", "_cipher"}
+    assert set(vars(system)) == {"_owner", "_cipher", "_cards"}
 
 
 @pytest.mark.compiled

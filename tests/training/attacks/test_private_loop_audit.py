@@ -108,7 +108,7 @@ def test_an_audit_names_the_numbers_that_count_its_canaries(tmp_path: Path) -> N
             assert found.differs == ""
             continue
         assert f"z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}" in found.differs
-        assert f"{found.steps} steps" in found.differs
+        assert (f"{found.steps} steps" if "epochs" in given else "the steps") in found.differs
         assert computed in found.differs
         assert found.differs.endswith("with canaries; give sample_rate=20/100, as in your loop")
         assert found.differs in text
@@ -116,14 +116,16 @@ def test_an_audit_names_the_numbers_that_count_its_canaries(tmp_path: Path) -> N
         assert noises[2] == loop.settings.noise_multiplier != noises[3]
 
 
-def test_an_audit_takes_as_many_canaries_as_fit_and_foretells_what_they_find(tmp_path: Path) -> None:
-    """The largest of the model's weight matrices has 320 weights, so that the records of other canaries stay blank."""
+def test_an_audit_chooses_its_canaries_and_says_beforehand_what_it_finds(tmp_path: Path) -> None:
+    """The largest weight matrix has 320 weights: of the usual numbers 200 fit, and without a forecast all 320 do."""
     told: list[str] = []
-    build = builder(tmp_path / "loop", noise_multiplier=0.6, epochs=1)
-    found = opusim.audit_private_loop(build, run_epoch, seed=1, on_forecast=told.append)
-    assert found.trials == 320
-    assert len(told) == 1
-    assert "320 canaries find half of the noise with probability" in told[0]
+    for name, given, fitting in (("known", {"epochs": 1}, 200), ("unknown", {}, 320)):
+        build = builder(tmp_path / name, noise_multiplier=0.6, **given)
+        found = opusim.audit_private_loop(build, run_epoch, seed=1, on_forecast=told.append)
+        assert found.trials == fitting
+        assert told.pop() == f"This audits other numbers than those of your loop: {found.differs}."
+        assert [f"{fitting} canaries find half of the noise" in text for text in told] == [True] * len(given)
+        told.clear()
     with pytest.raises(opusim.ConfigError, match="321 exceeds the 320 weights"):
         opusim.audit_private_loop(builder(tmp_path / "more"), run_epoch, canaries=321)
 

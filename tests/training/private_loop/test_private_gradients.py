@@ -3,6 +3,7 @@
 Released models tell no digits of their sums, and the statement says what is rounded where.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim.randomness.rounded import grid_of
-from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream
+from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, rounds_exactly
 from opusim.training.private_loop.module import PrivateModule
 from opusim.training.protections.record import RecordGradients
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
@@ -365,27 +366,28 @@ def rounding(private: opusim.PrivateTraining) -> dict[str, bool | None]:
 
 
 def test_the_statement_says_that_sums_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode in ("experiment", "release"):
-        private = private_loop(tmp_path / mode, mode=mode, seed=1 if mode == "experiment" else None)
+    for mode, place in itertools.product(("experiment", "release"), ("cpu", "cuda", "mps")):
+        if place != "cpu":
+            monkeypatch.setattr(PrivateModule, "place", place)
+        seed = 1 if mode == "experiment" else None
+        private = private_loop(tmp_path / f"{mode} {place}", mode=mode, seed=seed)
         run_epoch(private, steps=1)
-        found = rounding(private)
+        found, counted = rounding(private), (mode, place) == ("release", "cpu")
+        monkeypatch.undo()
+        if not rounds_exactly(place, mode):
+            assert found == {TRUSTED: None}
+            continue
         assert [holds for t, holds in found.items() if "every entry of a step's noisy sum" in t] == [True]
-        assert [holds for text, holds in found.items() if "its rounding is" in text] == [None] * (
-            mode == "experiment"
-        )
-        assert [holds for t, holds in found.items() if "for every batch" in t] == [True] * (mode == "release")
+        assert [holds for text, holds in found.items() if "its rounding is" in text] == [None] * (not counted)
+        assert [holds for t, holds in found.items() if "for every batch" in t] == [True] * counted
         assert TRUSTED not in found
-    monkeypatch.setattr(PrivateModule, "on_processor", False)
-    private = private_loop(tmp_path / "card", mode="release", seed=None)
-    run_epoch(private, steps=1)
-    assert rounding(private) == {TRUSTED: None}
 
 
 def test_a_module_that_moves_within_a_step_is_refused(tmp_path: Path) -> None:
     private = private_loop(tmp_path)
     model, _, criterion, loader = private
     for x, y in loader:
-        private._private.paid_on_processor = False
+        private._private.paid_on = "cuda"
         with pytest.raises(RuntimeError, match="was moved to or from a graphics card after step 0 was paid"):
             criterion(model(x), y).backward()
         break

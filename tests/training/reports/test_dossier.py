@@ -515,6 +515,26 @@ def test_a_loop_says_who_checked_and_an_older_folder_has_no_checks(tmp_path: Pat
     assert "records_per_user=2" in outside["works"][0]["command"]
 
 
+@pytest.mark.usefixtures("without_pdf")
+def test_a_dossier_names_the_columns_of_a_table(tmp_path: Path) -> None:
+    lines = [f"{n % 2},{n % 20},{n / 60},{n % 7}" for n in range(60)]
+    (tmp_path / "table.csv").write_text("\n".join(["sold,customer,age,rooms", *lines]) + "\n")
+    data = {
+        "name": f"csv:{tmp_path / 'table.csv'}",
+        "label": "sold",
+        "user": "customer",
+        "n_classes": 2,
+        "mean": 0,
+        "std": 1,
+    }
+    protection = {**PROTECTION, "unit": "user", "records_per_user": 2}
+    sampler = {"scheme": "poisson", "batch_size": 5}
+    config = SMALL | {"data": data, "protection": protection, "sampler": sampler}
+    opusim.train(config, folder=tmp_path / "run", progress=False)
+    (work,) = written(tmp_path / "run")[1]["works"]
+    assert (work["data"]["column of labels"], work["data"]["column of user IDs"]) == ("sold", "customer")
+
+
 def programs(folder: Path) -> list[Program | None]:
     """The programs that a ledger names, in the order of its lines."""
     return [one and one.program for one in read_ledger(folder).enforcements]

@@ -227,7 +227,7 @@ def _foretold(
     if power < WEAK:
         fails = "passes or fails by chance, and the audit ends with exit code 3 unless it refutes the claim"
     remedy = f"Take {best:,} canaries." if reading(best)[1] > power + 0.01 else WITHOUT_CANARIES
-    return canaries, f"{text} So the broken control {fails}. {remedy}"
+    return canaries, f"{text} So the broken control, with half of the noise, {fails}. {remedy}"
 
 
 def by_draws(
@@ -587,11 +587,12 @@ def audit_private_loop(
         build: Makes module, optimizer, criterion, loader and private loop as for training, in experiment mode and in a
             new folder. It calls the function that it is given on the data set, once, and takes what this returns.
         loop: The user's own loop, to its end, on what `build` returned.
-        canaries: m, at least 20; None takes 1,000, or as many as the largest weight matrix has weights.
+        canaries: m, at least 20; None plants 1,000 and takes as many of them as `audit_one_training` would, or all that
+            fit if `make_private` was not given the number of epochs.
         seed: Of coins and canaries, in [0, 2^63); None draws one, which the result keeps.
         delta: Of the bounds; None takes the loop's.
         on_forecast: Told in words, before the loop, what so many canaries can find, if `make_private` was given the
-            number of epochs.
+            number of epochs, and which numbers are not those of the loop without canaries.
         progress: Whether to show a bar of the steps, if the loop stated how many it makes; see `opusim.train`.
 
     Raises:
@@ -646,10 +647,16 @@ def audit_private_loop(
         with preserved_modes(private.module):
             network = AnyModule(private.module, n_inputs=1, only_trained=True)
         room = max((rows * columns for _, _, rows, columns in weight_layers(network)), default=0)
-        added = int(inside.sum())
-        if canaries is None:  # records of canaries without an entry stay blank
-            canaries = max(min(planned, room), FEWEST_CANARIES)
-            inside = inside[:canaries]
+        total, delta = settings.total_steps or 0, settings.target_delta if delta is None else delta
+        differs = _computed_anew(
+            settings, len(private.data_loader.users or planted), int(inside.sum()), total
+        )
+        forecast, room = "", room if canaries else max(min(planned, room), FEWEST_CANARIES)
+        if total:
+            mechanisms = (settings.mechanism.repeated(total),)
+            canaries, forecast = _foretold(mechanisms, settings.relation, canaries, room=room, delta=delta)
+        canaries = canaries or room
+        inside = inside[:canaries]  # the records of other canaries stay blank
         drawn = Canaries.drawn(network, canaries, n_records=sizes[0], replaces=False, seed=seed, records=each)
         observer = GradientObserver(
             network,
@@ -664,10 +671,9 @@ def audit_private_loop(
             return observer.writer
 
         private.wrap_writer(wrap)
-        total, delta = settings.total_steps or 0, settings.target_delta if delta is None else delta
-        if total:
-            mechanisms = (settings.mechanism.repeated(total),)
-            on_forecast(_foretold(mechanisms, settings.relation, canaries, room=room, delta=delta)[1])
+        for text in (forecast, differs and f"This audits other numbers than those of your loop: {differs}."):
+            if text:
+                on_forecast(text)
         started = time.process_time()
         observer.on_start(step=0, total_steps=total)
         with Progress("audit of a private loop", "steps", show=progress if total else False) as bar:
@@ -692,7 +698,7 @@ def audit_private_loop(
         steps=observer.steps,
         cpu_s=spent,
         arrival=observer.arrival(mechanism),
-        differs=_computed_anew(settings, len(private.data_loader.users or planted), added, observer.steps),
+        differs=differs,
     )
     found.keep(Path(private.folder))
     return found
@@ -702,7 +708,7 @@ def _computed_anew(settings: PrivacySettings, count: int, canaries: int, steps: 
     """Return which numbers of an audited loop count its canaries, and the remedy; empty if none does.
 
     The calibrated noise depends on n, `count`, by the sampling probability only, so a loop that is given that has its
-    own noise.
+    own noise. `steps` is 0 if their number is not known.
     """
     if settings.sample_rate != settings.batch_size / count:
         return ""
@@ -712,8 +718,9 @@ def _computed_anew(settings: PrivacySettings, count: int, canaries: int, steps: 
         if settings.is_calibrated
         else "q and the steps were"
     )
+    made = f"{steps} steps" if steps else "the steps"
     return (
-        f"noise multiplier z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}, {steps} steps, of "
+        f"noise multiplier z = {settings.noise_multiplier:.4g}, q = {settings.sample_rate:.4g}, {made}, of "
         f"which {noise} computed anew for n = {count:,} {unit} with canaries; give sample_rate={settings.batch_size}/"
         f"{count - canaries}, as in your loop"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -107,13 +108,10 @@ class VisionTransformer(BlockModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=2)
-        self.embedding = PatchEmbedding(record_shape, width, patch)
-        self.positions = nn.Parameter(torch.empty(self.embedding.n_patches, width).normal_(std=_POSITION_STD))
-        self.blocks = nn.Sequential(
-            *(encoder_block(width, heads, expansion, norm=norm, dropout=dropout) for _ in range(depth))
-        )
-        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.embedding = embedding = PatchEmbedding(record_shape, width, patch)
+        self.positions = nn.Parameter(torch.empty(embedding.n_patches, width).normal_(std=_POSITION_STD))
+        block = partial(encoder_block, width, heads, expansion, norm=norm, dropout=dropout)
+        self.stack(depth, block, width, norm)
         self.head = nn.Linear(width, n_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,27 +162,14 @@ class Mixer(BlockModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=2)
-        self.embedding = PatchEmbedding(record_shape, width, patch)
-        self.blocks = nn.Sequential(
-            *(
-                ResidualBlock(
-                    _OverPatches(self.embedding.n_patches, over_patches),
-                    feed_forward(width, over_channels),
-                    width,
-                    norm=norm,
-                    dropout=dropout,
-                )
-                for _ in range(depth)
-            )
-        )
-        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
-        self.head = nn.Linear(width, n_outputs)
+        self.embedding = embedding = PatchEmbedding(record_shape, width, patch)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return scores (batch, n_outputs) of images (batch, c, h, w)."""
-        scores: Tensor = self.head(self.norm(self.blocks(self.embedding(x))).mean(dim=1))
-        return scores
+        def block() -> nn.Module:
+            first = _OverPatches(embedding.n_patches, over_patches)
+            return ResidualBlock(first, feed_forward(width, over_channels), width, norm=norm, dropout=dropout)
+
+        self.stack(depth, block, width, norm)
+        self.head = nn.Linear(width, n_outputs)
 
 
 class PoolShortcut(nn.Module):

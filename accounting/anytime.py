@@ -126,8 +126,7 @@ class _Wealth:
     def play(self, outcomes: np.ndarray) -> np.ndarray:
         """Play games with one division, and return the logarithm of the wealth after each.
 
-        Args:
-            outcomes: Band of each game's score, plus the number of bands if the guess is wrong, shape (repeats, games).
+        Outcomes, shape (repeats, games), are the band of a score, plus the number of bands if the guess is wrong.
         """
         held = np.log((self._division[:, None] @ self._returns)[:, 0])
         shape = (len(self._seen), outcomes.shape[1])
@@ -164,13 +163,10 @@ def _bets(
 
 
 def _divided(returns: np.ndarray, weights: np.ndarray, start: np.ndarray, steps: int) -> np.ndarray:
-    """Return a division of the wealth with a larger growth, by Cover's algorithm.
+    """Return a division of the wealth with a larger growth, by some iterations of Cover's algorithm.
 
-    Args:
-        returns: Factor of each bet in each outcome, shape (n or 1, bets, outcomes).
-        weights: Weights of the outcomes, shape (n, outcomes).
-        start: Division that the search starts from, shape (n or 1, bets).
-        steps: Number of iterations.
+    `returns` has the factor of each bet in each outcome, shape (n or 1, bets, outcomes), `weights` those of the
+    outcomes.
     """
     shares = weights / weights.sum(axis=-1, keepdims=True)
     division = start / start.sum(axis=-1, keepdims=True)
@@ -244,12 +240,7 @@ class AnytimeAudit:
         self._sequence: list[tuple[int, float]] = []
 
     def add(self, scores: np.ndarray, inside: np.ndarray) -> None:
-        """Play games, one after another.
-
-        Args:
-            scores: One a game, higher if the attacker thinks that the first world was played, shape (n,).
-            inside: The coins, bool, shape (n,).
-        """
+        """Play games, one after another, of scores, higher if the first world seems played, and coins, shape (n,)."""
         checks.shape((len(inside),), scores=scores)
         checks.finite(scores=scores)
         scores, inside = np.asarray(scores, dtype=float), np.asarray(inside, dtype=bool)
@@ -310,13 +301,7 @@ class AnytimeAudit:
 
 
 def audit_anytime(scores: np.ndarray, inside: np.ndarray, plan: AnytimePlan) -> AnytimeResult:
-    """Return the result of games in this order.
-
-    Args:
-        scores: One a game, shape (n,).
-        inside: The coins, bool, shape (n,).
-        plan: The plan of the games.
-    """
+    """Return the result of games in this order, from their scores and coins, shape (n,)."""
     game = AnytimeAudit(plan)
     game.add(scores, inside)
     return game.result
@@ -325,12 +310,7 @@ def audit_anytime(scores: np.ndarray, inside: np.ndarray, plan: AnytimePlan) -> 
 def in_coin_order(first: np.ndarray, second: np.ndarray, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the scores and coins of fair games between two worlds, until one world's scores are used up.
 
-    More scores of the same worlds continue the same games.
-
-    Args:
-        first: Independent scores of the first world, shape (n,).
-        second: Independent scores of the second world, shape (m,).
-        seed: Seed of the coins.
+    More independent scores of the same worlds continue the same games; the seed is that of the coins.
     """
     coins = np.random.default_rng(seed).random(len(first) + len(second)) < 0.5
     heads, tails = np.cumsum(coins), np.cumsum(~coins)
@@ -386,11 +366,8 @@ def _refutations(plan: AnytimePlan, ratio: float, most: int) -> tuple[int, ...]:
 def games_needed(plan: AnytimePlan, ratio: float, *, most: int) -> int:
     """Return the number of games that refute a weaker mechanism with power 0.9, if scores are ideal.
 
-    Args:
-        plan: The plan of the games, with a claim.
-        ratio: How much weaker it is, above 1: the claim's noise over its noise under a Gaussian law, else its epsilon
-            over the claim's.
-        most: Games after which the search ends; it returns a larger number if they do not suffice.
+    `ratio` > 1 is the claim's noise over its noise under a Gaussian law, else its epsilon over the claim's. The search
+    ends after `most` games with a larger number if they do not suffice.
     """
     return _refutations(plan, ratio, most)[math.ceil(_POWER * _REPEATS) - 1]
 
@@ -404,14 +381,7 @@ def power_within(plan: AnytimePlan, ratio: float, games: int) -> float:
 
 
 def smallest_ratio(plan: AnytimePlan, games: int) -> float | None:
-    """Return the smallest ratio, to a tenth, that this many games refute with power 0.9; see `games_needed`.
-
-    Returns None if 16 is too small.
-
-    Args:
-        plan: The plan of the games, with a claim.
-        games: Number of games, at least 1.
-    """
+    """Return the least ratio of `games_needed`, to a tenth, that these games refute; None if 16 is too small."""
     low, high = 10, 161  # tenths: `low` is too small, `high` suffices
     while high - low > 1:
         middle = (low + high) // 2

@@ -111,11 +111,7 @@ class AuditResult:
             raise ValueError(f"epsilon_lower = {self.epsilon_lower}: must be at least 0")
 
     def verdict(self, guarantee: Guarantee) -> Verdict:
-        """Return refuted if the bound exceeds the claim; nothing is proven if it stays far below.
-
-        Raises:
-            ValueError: The guarantee has another delta.
-        """
+        """Return refuted if the bound exceeds the claim at the same delta; nothing is proven if it stays far below."""
         if guarantee.delta != self.plan.delta:
             raise ValueError(
                 f"guarantee.delta = {guarantee.delta}: the audit was made at {self.plan.delta}; audit at the claim's"
@@ -141,15 +137,9 @@ class AuditResult:
 
 
 def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> AuditResult:
-    """Return the lower bound on epsilon from independent scores of the two worlds.
+    """Return the lower bound on epsilon from at least 4 independent scores of each of the two worlds.
 
-    Args:
-        scores_in: Scores with the target present, at least 4, shape (n_in,).
-        scores_out: Scores with it absent, at least 4, shape (n_out,).
-        plan: The plan of the audit.
-
-    Raises:
-        ValueError: Too few scores, or one that is not finite.
+    Raises ValueError for too few scores, or one that is not finite.
     """
     checks.shape((None,), scores_in=scores_in, scores_out=scores_out)
     checks.finite(scores_in=scores_in, scores_out=scores_out)
@@ -203,16 +193,8 @@ def audit_drawn_noise(
 
     The drawn noise is score minus number. Its n values with standard deviation s have sum of squares Q = s^2 chi^2_n,
     so with confidence 1 - alpha, s <= sqrt(Q / q) with q the alpha quantile of chi^2_n, and mu is at least the distance
-    of the two numbers over sqrt(Q / q). Errors are counted at the threshold midway between the numbers.
-
-    Args:
-        scores_in: Scores with the target present, shape (n_in,).
-        scores_out: Scores with it absent, shape (n_out,).
-        values: The scores of the two worlds without noise.
-        plan: The plan of the audit.
-
-    Raises:
-        ValueError: No scores, or one that is not finite.
+    of the two numbers over sqrt(Q / q). Errors are counted at the threshold midway between the numbers. Raises
+    ValueError for no scores, or one that is not finite.
     """
     checks.shape((None,), scores_in=scores_in, scores_out=scores_out)
     checks.finite(scores_in=scores_in, scores_out=scores_out)
@@ -234,15 +216,7 @@ def audit_drawn_noise(
 
 
 def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: int, plan: AuditPlan) -> float:
-    """Return the bound from counts at a threshold chosen without them; at least 0.
-
-    Args:
-        false_negatives: Misses among n_in.
-        false_positives: False alarms among n_out.
-        n_in: Trials with the target.
-        n_out: Trials without.
-        plan: Confidence, delta and estimator.
-    """
+    """Return the bound, at least 0, from misses among n_in and false alarms among n_out at a given threshold."""
     level = (1 - plan.confidence) / 2
     miss = clopper_pearson_upper(false_negatives, n_in, level)
     alarm = clopper_pearson_upper(false_positives, n_out, level)
@@ -277,16 +251,11 @@ class Estimate:
 
 
 def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult) -> Estimate:
-    """Return the epsilon that the scores show, without the margin of a bound.
+    """Return the epsilon that all scores of both worlds show, without the margin of a bound.
 
     Under the Gaussian law mu is the difference of the means over the pooled standard deviation, for scores that are
     normal, such as log-likelihood ratios of that law. Otherwise it follows from the error rates at the bound's
     threshold, with half an error in place of none; the interval takes Clopper-Pearson limits of each.
-
-    Args:
-        scores_in: All scores with the target present.
-        scores_out: All scores with it absent.
-        result: The bound from them.
     """
     plan = result.plan
     if plan.estimator is Estimator.GAUSSIAN:
@@ -307,18 +276,12 @@ def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult
 def detection_probability(
     statements: Sequence[tuple[float, float]], claimed: float, n_in: int, n_out: int, plan: AuditPlan
 ) -> float:
-    """Return the probability with which the best attack on another mechanism refutes a claim.
+    """Return the probability with which the best attack on another mechanism refutes a claim at the plan's delta.
 
-    The statements bound the true positive rate by the least e^epsilon FPR + delta and 1 - e^-epsilon (1 - FPR - delta).
-    The best attack is assumed to reach that bound, or the rate of the Gaussian mechanism with the statements' largest
-    mu if that is lower. Error counts are drawn at 25 false positive rates; the largest probability is returned.
-
-    Args:
-        statements: (delta, epsilon) pairs that are tight for the other mechanism, at least one.
-        claimed: The epsilon to refute, at the plan's delta.
-        n_in: Scores with the target that the bound rests on.
-        n_out: Scores without it.
-        plan: Confidence, delta and estimator.
+    The statements, (delta, epsilon) pairs that are tight for it, bound the true positive rate by the least e^epsilon
+    FPR + delta and 1 - e^-epsilon (1 - FPR - delta). The best attack is assumed to reach that bound, or the rate of the
+    Gaussian mechanism with the statements' largest mu if that is lower. Counts of errors among the n_in and n_out
+    scores that the bound rests on are drawn at 25 false positive rates; the largest probability is returned.
     """
     mus = [gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0]
     if plan.estimator is Estimator.DRAWN_NOISE:
@@ -343,13 +306,7 @@ def detection_probability(
 
 
 def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
-    """Return the rate at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate.
-
-    Args:
-        events: In [0, trials].
-        trials: At least 1.
-        level: One-sided error probability, in (0, 1).
-    """
+    """Return the rate at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate."""
     checks.in_unit_interval(closed="neither", level=level)
     checks.integer(minimum=1, trials=trials)
     if not 0 <= events <= trials:
@@ -375,12 +332,9 @@ def area_under_curve(first: np.ndarray, second: np.ndarray) -> float:
 def normal_limits(
     scores_in: np.ndarray, scores_out: np.ndarray, *, confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """Return the estimate of mu and the ends of its interval, each one-sided at the confidence, all at least 0.
+    """Return the estimate of mu and its interval's ends, each one-sided at the confidence, all at least 0.
 
-    Args:
-        scores_in: Scores with the target, or of canaries that were in, shape (n_in,), n_in at least 2.
-        scores_out: The other scores, shape (n_out,), n_out at least 2.
-        confidence: In (0, 1).
+    Scores with the target, or of canaries that were in, and the others are at least 2 each.
     """
     n, k = len(scores_in), len(scores_out)
     squares = np.sum((scores_in - scores_in.mean()) ** 2) + np.sum((scores_out - scores_out.mean()) ** 2)
@@ -398,12 +352,7 @@ def normal_limits(
 
 @functools.lru_cache(maxsize=1024)
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the mu whose Gaussian mechanism has this epsilon at this delta.
-
-    Args:
-        epsilon: At least 0.
-        delta: In (0, 1).
-    """
+    """Return the mu whose Gaussian mechanism has this epsilon >= 0 at this delta in (0, 1)."""
     return float(numerics.find_root(lambda mu: epsilon_of(mu, delta) - epsilon, 0.0, LARGEST_MU, xtol=1e-10))
 
 

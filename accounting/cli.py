@@ -199,11 +199,7 @@ def _escaped(text: str) -> str:
 
 
 def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | None) -> Mechanism:
-    """The mechanism of the given options; a calibration starts from a placeholder for its noise.
-
-    Raises:
-        ValueError: A parameter is missing or out of range.
-    """
+    """The mechanism of the given options; a calibration starts from a placeholder for its noise."""
     noise = kind.noise_field
     if noise is not None and target is not None:
         if values[noise] is not None:

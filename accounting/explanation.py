@@ -43,9 +43,7 @@ SEED_REBUILDS = "batches and noise drawn in software can be rebuilt from the see
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
     """Return a paragraph for a reader new to differential privacy, and a list of the guarantee's assumptions.
 
-    Args:
-        guarantee: The guarantee.
-        seed_stored: Whether the run keeps its seed (experiment mode).
+    The run keeps its seed in experiment mode (`seed_stored`).
     """
     text = f"{guarantee.status.value.capitalize()}: {_meaning(guarantee)}"
     if seed_stored and guarantee.is_proven:
@@ -96,12 +94,9 @@ def explain_theorem(theorem: Theorem) -> str:
 
 
 def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
-    """Return the largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
+    """Return the largest true positive rate of any attack at a false positive rate f in [0, 1].
 
-    Args:
-        epsilon: At least 0, possibly infinite.
-        delta: In [0, 1).
-        false_alarms: f in [0, 1], the attack's false positive rate.
+    min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
     """
     if epsilon > 700:  # e^epsilon overflows doubles
         return 1.0
@@ -171,12 +166,8 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
 
     A mechanism that publishes each record in full with probability delta is (0, delta)-differentially private, and
     expects to publish n delta of n records. Above delta = 0.1 / n, a statement therefore allows that some record is
-    published with a probability of nearly 0.1 or more.
-
-    Args:
-        delta: Delta of the statement, in [0, 1).
-        mechanisms: Mechanisms that are paid for. Their `public_records` give n if they have any.
-        records: n if it is public, the number of users if users are protected; None takes the least `public_records`.
+    published with a probability of nearly 0.1 or more. n, of users if these are protected, is `records` or the least
+    `public_records`.
     """
     told = [one.public_records for one in mechanisms] if records is None else [records]
     n = min((float(number) for number in told if number is not None), default=None)
@@ -194,10 +185,8 @@ def guarantee_rows(
 ) -> list[dict[str, str]]:
     """Return one row per guarantee: status, epsilon, delta, protects, released, mechanism, notes.
 
-    Args:
-        guarantees: The guarantees.
-        seed_stored: Whether the run keeps its seed (experiment mode), which a finite epsilon forbids.
-        count: Number of records, or of users if these are protected; None if it is private or not known.
+    A stored seed (experiment mode) forbids a finite epsilon. `count` is the number of records or users, None if it is
+    private.
     """
     rows = []
     for guarantee in guarantees:
@@ -238,12 +227,7 @@ def number(epsilon: float) -> str:
 
 
 def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -> None:
-    """Print rows with equal keys as a table that breaks no word.
-
-    Args:
-        rows: At least one.
-        without: Keys to leave out.
-    """
+    """Print at least one row as a table that breaks no word, without some of their equal keys."""
     columns = [key for key in rows[0] if key not in without]
     print_table("", columns, [[row[key] for key in columns] for row in rows])
 
@@ -278,12 +262,7 @@ WARNINGS: dict[WarningCode, str] = {
 
 
 def large_epsilon(name: str, epsilon: float | None) -> str | None:
-    """Return one line that warns of a budget above epsilon 10, or None.
-
-    Args:
-        name: The argument or key that gives it.
-        epsilon: The budget, or None without one.
-    """
+    """Return one line that warns of a budget, under the name of its key, above epsilon 10, or None."""
     if epsilon is None or not _LARGE_EPSILON < epsilon < math.inf:
         return None
     return f"{name} = {epsilon:g}: {WARNINGS['large-epsilon']}"
@@ -332,12 +311,7 @@ class LedgerFacts:
 
     @classmethod
     def of(cls, content: LedgerContent, checked_against: Sequence[str]) -> Self:
-        """Return the facts of a ledger that was read.
-
-        Args:
-            content: The ledger.
-            checked_against: Names of the witnesses that it was read with.
-        """
+        """Return the facts of a ledger that was read with the witnesses of these names."""
         once = [payment.name for payment in content.payments if payment.name is not None]
         steps = [payment.steps for payment in content.payments if payment.name is None]
         return cls(
@@ -448,8 +422,7 @@ class Statement(Shown):
     def text(self, *, without: Sequence[WarningCode] = ()) -> str:
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
 
-        Args:
-            without: Warnings to leave out. The paragraphs already say what experiment mode limits.
+        Some may be left out: the paragraphs already say what experiment mode limits.
         """
         stated = guarantees_text(
             self.guarantees, seed_stored="experiment" in self.warnings, count=self.public_number
@@ -492,12 +465,9 @@ class Statement(Shown):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Read back what `to_json` returned.
+        """Read back what `to_json` returned; raise ValueError, in a line, for anything else.
 
         Warnings, theorems and descriptions are computed again from the rest, never believed.
-
-        Raises:
-            ValueError: The content is no such document, is of another version, or lacks a key; one line.
         """
         found = (content.get("schema"), content.get("version"))
         if found != (SCHEMA, VERSION):

@@ -31,16 +31,10 @@ def to_json(record: Any) -> dict[str, Any]:
 
 
 def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
-    """Build a dataclass from what `to_json` returned.
+    """Build a dataclass from what `to_json` returned, one value for each field without a default; ignore others.
 
-    Values keep their types: neither true nor "5" is a whole number, and "no" is no truth value.
-
-    Args:
-        kind: The dataclass.
-        content: One value for each field without a default; others are ignored.
-
-    Raises:
-        ValueError: A value is missing, NaN, has the wrong type or breaks a rule of the dataclass; one line.
+    Values keep their types: neither true nor "5" is a whole number, and "no" is no truth value. Raises ValueError, in a
+    line, if one is missing, NaN, has the wrong type or breaks a rule of the dataclass.
     """
     values = dict(content)
     for key in [key for key, value in values.items() if value == "inf"]:

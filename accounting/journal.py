@@ -44,12 +44,7 @@ _LIMIT = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a journal reaches.
-
-    Attributes:
-        lines: Number of its lines, at least 0.
-        digest: Digest of the last line, which depends on all lines before it.
-    """
+    """How many lines a journal has, and the digest of the last one, which depends on all lines before it."""
 
     lines: int = 0
     digest: str = _GENESIS
@@ -60,11 +55,7 @@ class Position:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Read back what `to_json` returned.
-
-        Raises:
-            ValueError, KeyError, TypeError: The content is not that of a position.
-        """
+        """Read back what `to_json` returned; raise ValueError, KeyError or TypeError for anything else."""
         lines, digest = content["lines"], content["digest"]
         if type(lines) is not int or lines < 0 or not isinstance(digest, str):
             raise ValueError(f"lines = {lines!r}, digest = {digest!r}: is no position of a ledger")
@@ -73,28 +64,14 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What another file says of a journal.
-
-    Attributes:
-        name: That file's name in messages.
-        position: How far the journal reached when that file was written; the journal must still have that prefix.
-        final: Whether nothing was appended afterwards.
-    """
+    """What another file says of a journal: a prefix that it must still have, all of it if `final`."""
 
     name: str
     position: Position
     final: bool = False
 
     def check(self, path: Path, digests: Sequence[str]) -> None:
-        """Require the prefix.
-
-        Args:
-            path: The journal's file.
-            digests: Digests of its lines.
-
-        Raises:
-            LedgerCorrupt: The journal is shorter or different, or longer although it was final.
-        """
+        """Require (LedgerCorrupt) the prefix in a journal of these digests of lines, all of it if it was final."""
         lines = self.position.lines
         if len(digests) < lines:
             raise LedgerCorrupt(
@@ -154,9 +131,8 @@ class Journal:
     def append(self, entry: dict[str, Any]) -> None:
         """Write, sync, then move the head; when this returns, the entry survives a power cut.
 
-        Raises:
-            OSError: The line or the head could not be written, now or before; nothing more can be appended.
-            RuntimeError: This process was forked from the one that opened the journal.
+        Raises OSError if that failed now or before, and nothing more can be appended, and RuntimeError in a forked
+        process.
         """
         _, before, end = self._lines[-1]
         line, position = _line(before, entry)
@@ -176,14 +152,8 @@ def read_positioned(
 ) -> tuple[list[dict[str, Any]], Position]:
     """Return the entries of a journal and how far it reaches, from one reading, without repairing anything.
 
-    Args:
-        path: The file.
-        witnesses: Witnesses that the journal must fit.
-
-    Raises:
-        FileNotFoundError: There is no journal.
-        LedgerCorrupt: It was changed, truncated or reordered, or contradicts a witness; the message names file and
-            line.
+    Raises FileNotFoundError without one, and LedgerCorrupt, which names file and line, if it was changed, truncated or
+    reordered, or contradicts a witness.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no ledger; give a run folder that has one")
@@ -237,11 +207,7 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
 
 
 def _verified(path: Path, before: Position, line: bytes, *, must_count: bool) -> dict[str, Any] | None:
-    """Return the entry of a line, or None if the line is damaged and may be dropped.
-
-    Raises:
-        LedgerCorrupt: The line must count and is not what was written.
-    """
+    """Return a line's entry, None if it is damaged and may be dropped; raise LedgerCorrupt if it must count."""
     number, problem = before.lines + 1, "its digest does not fit: it was changed"
     try:
         content = parse_json(line)

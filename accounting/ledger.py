@@ -289,11 +289,7 @@ class LedgerContent:
         return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))
 
     def require_paid(self, what: str) -> None:
-        """Refuse a ledger that has paid for nothing yet; `what` names it in the message.
-
-        Raises:
-            NoGuarantee: It has not.
-        """
+        """Refuse (NoGuarantee) a ledger, named `what`, that has paid for nothing yet."""
         if not self.payments:
             raise NoGuarantee(f"{what}: no step was paid for yet; train first")
 
@@ -393,14 +389,9 @@ def _first(payment: Payment) -> int:
 
 
 def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
-    """Return the content of a ledger from its journal's entries.
+    """Return the content of a ledger from its journal's entries, one for each line.
 
-    Args:
-        path: The file, for messages.
-        entries: One for each line.
-
-    Raises:
-        LedgerCorrupt: There is no entry, or one is not allowed in its place; the message names the line.
+    LedgerCorrupt names the line of an entry that is not allowed in its place; there must be one.
     """
     if not entries:
         raise LedgerCorrupt(f"{path}: line 1: is missing: nothing was ever paid for")
@@ -459,11 +450,7 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
 
 
 def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[CertificateFacts]) -> None:
-    """Refuse a mechanism whose certificate no earlier line describes.
-
-    Raises:
-        ValueError: There is one, or its beta is below the certificate's.
-    """
+    """Refuse (ValueError) a mechanism whose certificate no earlier line describes."""
     known = {certificate.digest: certificate for certificate in certificates}
     for mechanism in mechanisms:
         digest = mechanism.certificate if isinstance(mechanism, CertifiedMechanism) else ""
@@ -476,11 +463,7 @@ def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[Ce
 
 
 def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
-    """Return a block without its end.
-
-    Raises:
-        ValueError: The steps are not its end, or are all of it.
-    """
+    """Return a block without its end; raise ValueError if the steps are not its end, or are all of it."""
     begin = payment.first_step
     if (
         begin is None
@@ -588,11 +571,7 @@ class Ledger:
         self._lines = self._journal.position.lines
 
     def _require_current(self) -> None:
-        """Refuse a forked process, and take up lines that were appended just before Ctrl-C.
-
-        Raises:
-            RuntimeError: This process was forked from the one that opened the ledger.
-        """
+        """Refuse (RuntimeError) a forked process, and take up lines that were appended just before Ctrl-C."""
         self._process.require(self._journal.path)
         if self._lines != self._journal.position.lines:
             self._load()

@@ -571,8 +571,7 @@ class CertifiedMechanism(Mechanism):
 def mechanism_class(kind: str) -> type[Mechanism]:
     """Return the class of a kind, importing the package whose entry point names it.
 
-    Raises:
-        ValueError: No class has this kind, and the message lists those that do; or its package cannot be used.
+    ValueError lists those that exist, or says that the package cannot be used.
     """
     if kind in plugins.names(ENTRY_POINT_GROUP):
         return _load(kind)
@@ -640,12 +639,7 @@ def described(mechanisms: Sequence[Mechanism]) -> str:
 
 
 def proven_status(epsilon: float, *, device_model: bool) -> Status:
-    """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise.
-
-    Args:
-        epsilon: Epsilon by the theorem, at least 0, possibly infinite.
-        device_model: Whether a stated law of a device's noise is among the assumptions.
-    """
+    """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise."""
     if math.isinf(epsilon):
         return Status.NONE
     return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN

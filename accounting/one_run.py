@@ -191,11 +191,7 @@ class OneRunPlan:
         return math.inf if self.strictest is None else gaussian_mu(self.strictest[1], self.strictest[0])
 
     def guesses(self, method: Method) -> int:
-        """Return the number of guesses of a method, fixed by m and the claim; 0 for one that does not guess.
-
-        Args:
-            method: How the scores are read.
-        """
+        """Return a method's number of guesses, fixed by m and the claim; 0 for one that does not guess."""
         if not method.guesses:
             return 0
         counts = sorted({max(2, 2 * round(share * self.canaries / 2)) for share in _SHARES})
@@ -203,12 +199,7 @@ class OneRunPlan:
         return max(reversed(counts), key=lambda count: self.ceiling(method, count))
 
     def ceiling(self, method: Method, guesses: int | None = None) -> float:
-        """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`.
-
-        Args:
-            method: How the scores are read.
-            guesses: Number of guesses, by default the plan's.
-        """
+        """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`."""
         epsilon = min(self.claimed or _LARGEST_CLAIM, _LARGEST_CLAIM)
         guesses = self.guesses(method) if guesses is None else guesses
         return ceiling(
@@ -301,11 +292,7 @@ class OneRunResult:
     auc: float
 
     def bound(self, method: Method) -> OneRunBound:
-        """Return the reading of a method.
-
-        Raises:
-            KeyError: The plan does not have it.
-        """
+        """Return the reading of a method; raise KeyError if the plan does not have it."""
         return {bound.method: bound for bound in self.bounds}[method]
 
     @property
@@ -371,15 +358,10 @@ class OneRunResult:
 
 
 def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> OneRunResult:
-    """Return the bounds on epsilon from one run's scores.
+    """Return the bounds on epsilon from one run's scores of m canaries, higher where one seems in, and coins.
 
-    Args:
-        scores: One for each canary, higher where it seems to be in, shape (m,).
-        inside: The coins, bool, shape (m,).
-        plan: The plan of the audit.
-
-    Raises:
-        ValueError: Other shapes than the plan's m, a score that is not finite, or fewer than two canaries in or out.
+    Raises ValueError for other shapes than the plan's, a score that is not finite, or fewer than two canaries in or
+    out.
     """
     checks.shape((plan.canaries,), scores=scores, inside=inside)
     checks.finite(scores=scores)
@@ -425,15 +407,9 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
 
 
 def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
-    """Return how many of the guesses are right: "in" for the highest half, "out" for the lowest half.
+    """Return how many of k guesses are right: "in" for the highest half, "out" for the lowest half.
 
-    Args:
-        scores: Shape (m,) or (repeats, m); ties are broken by position, which no coin depends on.
-        inside: The coins, bool, of the same shape.
-        guesses: k, even, at most m.
-
-    Returns:
-        The counts, shape () or (repeats,).
+    Scores and coins have shape (m,) or (repeats, m); ties are broken by position, which no coin depends on.
     """
     half = guesses // 2
     order = np.argsort(scores, axis=-1, kind="stable")
@@ -446,18 +422,9 @@ def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.
 def guesses_bound(
     method: Method, canaries: int, guesses: int, correct: int, *, delta: float, confidence: float = 0.95
 ) -> float:
-    """Return the largest epsilon that the guesses refute, at least 0.
+    """Return the largest epsilon, at least 0, that v correct of k guesses about m canaries refute; k is fixed before.
 
-    Args:
-        method: `ANY_MECHANISM` or `GAUSSIAN_TRADE_OFF`.
-        canaries: m.
-        guesses: k, at most m, fixed before the scores were known.
-        correct: v, at most k.
-        delta: In [0, 1).
-        confidence: In (0, 1).
-
-    Raises:
-        ValueError: The numbers do not fit each other, or the method does not guess.
+    Raises ValueError if the numbers do not fit each other, or the method does not guess.
     """
     checks.integer(minimum=1, canaries=canaries, guesses=guesses)
     checks.integer(minimum=0, correct=correct)
@@ -525,14 +492,9 @@ def ceiling(
 ) -> float:
     """Return what a method gives for ideal scores: N(mu, 1) for canaries in, N(0, 1) for others, and median counts.
 
-    Args:
-        method: How the scores are read.
-        canaries: m.
-        epsilon: Epsilon of the mechanism, above 0; mu is that of the Gaussian mechanism.
-        delta: In [0, 1). With delta = 0 no Gaussian mechanism exists, and the ideal attack makes each guess right with
-            probability e^epsilon / (1 + e^epsilon).
-        confidence: In (0, 1).
-        guesses: k of a method that guesses, even, from 2 to m.
+    mu is that of the Gaussian mechanism of this epsilon. With delta = 0 no Gaussian mechanism exists, and the ideal
+    attack makes each guess right with probability e^epsilon / (1 + e^epsilon). Guesses are even, from 2 to the number
+    of canaries.
     """
     if delta == 0:
         right = round(guesses * float(numerics.logistic(epsilon)))

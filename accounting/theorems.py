@@ -130,11 +130,7 @@ def printed(hypothesis: str) -> str:
 
 
 def theorem(name: str) -> Theorem:
-    """Return a theorem of the modules imported so far.
-
-    Raises:
-        ValueError: No theorem has this name.
-    """
+    """Return a theorem of the modules imported so far; raise ValueError if no theorem has this name."""
     if name not in _KNOWN:
         raise ValueError(f"theorem {name!r}: is not known; choose one of {', '.join(sorted(_KNOWN))}")
     return _KNOWN[name]
@@ -148,13 +144,7 @@ def known_theorems() -> list[Theorem]:
 def assumptions(
     checked_by_code: Sequence[str], trusted: Sequence[str] = (), *, enforced: bool
 ) -> tuple[Assumption, ...]:
-    """Return hypotheses as assumptions: those that code can check hold if it did, the others are taken on trust.
-
-    Args:
-        checked_by_code: Hypotheses that code which runs the mechanism can check or enforce.
-        trusted: Hypotheses that no code can check.
-        enforced: Whether such code ran it.
-    """
+    """Return hypotheses as assumptions: those that code can check hold if such code ran the mechanism (`enforced`)."""
     holds = True if enforced else None
     return (
         *(Assumption(text=text, holds=holds) for text in checked_by_code),
@@ -167,10 +157,7 @@ def about_relation(
 ) -> tuple[Assumption, ...]:
     """Return what a statement about a relation assumes about the number of records, or of users.
 
-    Args:
-        relation: The statement's relation.
-        enforced: Whether the code that ran refuses constants that come from the data.
-        unit: What is protected.
+    `enforced`: the code that ran refuses constants that come from the data.
     """
     if relation is Adjacency.ZERO_OUT:
         return _about((Assumption(text=NUMBER_IS_PUBLIC),), unit)
@@ -196,12 +183,8 @@ def about_rounding(
 ) -> tuple[Assumption, ...]:
     """Return what a statement assumes about the rounding of released numbers (docs/privacy.md, What is rounded how).
 
-    Args:
-        exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
-        enforced: Whether the code that ran did so.
-        what: Which released numbers are rounded. `NOISY_SUM` adds what is assumed of the rounding of contributions.
-        counted: Whether the noise covers the rounding of a `NOISY_SUM`.
-        unit: What is protected.
+    `exactly_rounded`: every release went through `opusim.randomness.rounded` with noise of exact law. `NOISY_SUM` adds
+    what is assumed of the rounding of contributions, which the noise covers if `counted`.
     """
     if not exactly_rounded:
         return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
@@ -215,11 +198,7 @@ def about_rounding(
 
 
 def leaving_out(**relations: str) -> None:
-    """Require add_or_remove_one or zero_out, the relations under which a record's contribution is left out.
-
-    Raises:
-        ValueError: A relation is another one.
-    """
+    """Require (ValueError) relations under which a record's contribution is left out: add_or_remove_one, zero_out."""
     for name, relation in relations.items():
         if relation not in (Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT):
             raise ValueError(f"{name} = {str(relation)!r}: must be 'add_or_remove_one' or 'zero_out'")

@@ -12,8 +12,7 @@ from opusim.training.config import load_config
 from opusim.training.config.run import RunConfig
 from opusim.training.engine.algorithm import Algorithm
 from opusim.training.feedback.closed_form import ClosedForm
-from opusim.training.feedback.modules import ModuleGradients
-from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.feedback.trainer import FeedbackTrainer, ModuleGradients
 from opusim.training.networks.base import Network
 from opusim.training.protections.base import PrivateGradients, SoftLabels
 from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer

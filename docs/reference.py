@@ -21,8 +21,7 @@ from opusim.accounting.mechanism import mechanism_classes
 from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import flat, variants_of
-from opusim.training.cli.app import app
-from opusim.training.cli.groups import LazyGroup
+from opusim.training.cli.app import LazyGroup, app
 from opusim.training.cli.options import key_rows, topics, trainer_options
 from opusim.training.config.kinds import TRAINERS
 from opusim.training.config.run import load_config

@@ -176,15 +176,7 @@ def _mu_of_runs(mechanisms: Sequence[ConvexLastIterate]) -> tuple[float, str]:
 
 
 def check_objective(objective: str, clip: float | None) -> None:
-    """Refuse an unknown objective, or one without a bound on its residual.
-
-    Args:
-        objective: One of `OBJECTIVES`.
-        clip: C > 0, or None if there is no clip (softmax and one-against-rest are bounded by themselves).
-
-    Raises:
-        ValueError: The objective is one of these.
-    """
+    """Refuse (ValueError) an unknown objective, or one whose residual nothing bounds, not even a clip C > 0."""
     checks.choice(OBJECTIVES, objective=objective)
     if clip is not None:
         checks.positive(clip=clip)
@@ -211,18 +203,9 @@ def log_expansion(
 ) -> np.ndarray:
     """Return log c of each step: |step(a) - step(b)| <= c |a - b| for any two models and any batch.
 
-    c = max(|1 - eta lambda|, |1 - eta (beta + lambda)|) for a gradient of a convex function; for clipped softmax of
-    three classes and more c = q (1 - 8 kappa_k (eta / q) C / (4 - eta / q))^(-1/2), q = 1 - eta lambda.
-
-    Args:
-        objective: One of `OBJECTIVES`.
-        clip: C, or None.
-        n_classes: k.
-        rate: eta of each step, at least 0.
-        regularisation: lambda, at least 0.
-
-    Raises:
-        NoGuarantee: A rate is 2 / (beta + lambda) or more, so that steps push models apart.
+    c = max(|1 - eta lambda|, |1 - eta (beta + lambda)|) for a gradient of a convex function; for clipped softmax of k =
+    three classes and more c = q (1 - 8 kappa_k (eta / q) C / (4 - eta / q))^(-1/2), q = 1 - eta lambda. Raises
+    NoGuarantee if a rate eta is 2 / (beta + lambda) or more, so that steps push models apart.
     """
     beta = smoothness(objective)
     largest = float(np.max(rate))
@@ -276,15 +259,9 @@ def softmax_gap(n_classes: int) -> float:
 
 
 def mu_of_schedule(shifts: np.ndarray, noises: np.ndarray, log_factors: np.ndarray) -> float:
-    """Return the least mu of the recursion in theorem convex-last-iterate.
+    """Return the least mu of the recursion in theorem convex-last-iterate; infinite if a shift has no noise after it.
 
-    Args:
-        shifts: s_t >= 0 of each step, shape (T,).
-        noises: w_t >= 0, standard deviation of each step's noise, shape (T,).
-        log_factors: log c_t of each step, any sign, shape (T,).
-
-    Returns:
-        mu; infinite if a shift is followed by no noise.
+    Each step has a shift s_t >= 0, noise of standard deviation w_t >= 0, and log c_t of any sign, shape (T,).
     """
     later = np.concatenate([np.cumsum(log_factors[::-1])[::-1][1:], [0.0]])  # log d_t
     scale = np.exp(later - later.max())  # a common factor cancels
@@ -311,14 +288,8 @@ def mu_of_schedule(shifts: np.ndarray, noises: np.ndarray, log_factors: np.ndarr
 def cyclic_descent_mu(mu0: float, batches: int, epochs: int, log_factor: float) -> float:
     """Return Theorem 2.8 for one learning rate and one noise, in a form that is stable for c below, at and above 1.
 
-    Args:
-        mu0: L / (b sigma), the mu of a single step.
-        batches: k >= 1, steps of an epoch.
-        epochs: E >= 1.
-        log_factor: log c of a step.
-
-    Returns:
-        mu0 sqrt(1 + (E - 1) / k) at c = 1; mu0 at c = 0.
+    mu0 = L / (b sigma) is the mu of a single step, k = `batches` are the steps of one of E = `epochs`, and `log_factor`
+    is log c of a step. The result is mu0 sqrt(1 + (E - 1) / k) at c = 1, and mu0 at c = 0.
     """
     k, e, a = batches, epochs, -log_factor
     if e <= 1 or a == math.inf:
@@ -343,13 +314,10 @@ def learning_rates(mechanism: ConvexLastIterate) -> np.ndarray:
 def proven_mu(mechanism: ConvexLastIterate) -> float:
     """Return mu of the last iterate, for replacing a record at any position.
 
-    Lengths are counted in units of C / b, where a replaced record shifts a step by 2 eta_t and the noise is eta_t z.
-    A record's shift is moved to the end of its epoch, where less noise is left to absorb it, and replaced by the
-    largest over the epoch's positions: an upper bound for every position, exact for the last one if the rate is
-    constant and c at most 1.
-
-    Raises:
-        NoGuarantee: The learning rate is too high for the objective.
+    Lengths are counted in units of C / b, where a replaced record shifts a step by 2 eta_t and the noise is eta_t z. A
+    record's shift is moved to the end of its epoch, where less noise is left to absorb it, and replaced by the largest
+    over the epoch's positions: an upper bound for every position, exact for the last one if the rate is constant and c
+    at most 1. Raises NoGuarantee if the learning rate is too high for the objective.
     """
     rates = learning_rates(mechanism)
     factors = log_expansion(
@@ -436,14 +404,7 @@ class PricedDescent:
 def priced_descents(
     mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float, epochs: tuple[int, ...]
 ) -> list[PricedDescent]:
-    """Return the least noise at each number of epochs; fewer epochs need less noise.
-
-    Args:
-        mechanism: All other parameters.
-        target_epsilon: Above 0.
-        delta: In (0, 1).
-        epochs: Numbers to try.
-    """
+    """Return the least noise at each of some numbers of epochs; fewer epochs need less noise."""
     found = []
     for number in epochs:
         one, guarantee = calibrate_noise(
@@ -459,16 +420,7 @@ def priced_descents(
 def least_regularisation(
     mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float
 ) -> ConvexLastIterate:
-    """Return the least lambda with which this noise reaches the target, as the paper does.
-
-    Args:
-        mechanism: All other parameters; its own lambda is ignored.
-        target_epsilon: Above 0.
-        delta: In (0, 1).
-
-    Raises:
-        NoGuarantee: No lambda reaches it.
-    """
+    """Return the least lambda with which this noise reaches the target, as the paper does; may raise NoGuarantee."""
     checks.positive(target_epsilon=target_epsilon)
 
     def costs(regularisation: float) -> float:
@@ -492,16 +444,7 @@ def least_regularisation(
 
 
 def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float) -> ConvexLastIterate:
-    """Return the most epochs that this noise allows within the target, up to 2^20 steps.
-
-    Args:
-        mechanism: All other parameters.
-        target_epsilon: Above 0.
-        delta: In (0, 1).
-
-    Raises:
-        NoGuarantee: A single epoch exceeds the target.
-    """
+    """Return the most epochs that this noise allows within the target, up to 2^20 steps; may raise NoGuarantee."""
     checks.positive(target_epsilon=target_epsilon)
 
     def exceeds(epochs: int) -> bool:

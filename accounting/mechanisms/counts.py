@@ -110,16 +110,9 @@ def known_counts_guarantee(
 ) -> Guarantee:
     """Return the guarantee of one reading by photon counts of labels whose expected counts are known.
 
-    It is sharper than boxes around the counts.
-
-    Args:
-        rates: Expected counts of each label at every pixel and frame, shape (labels, pixels); see `at_brightest`.
-        delta: In (beta, 1); beta is taken off before anything is converted.
-        beta: Probability that a rate is wrong, in [0, 1).
-        power_error: Probability that a frame is brighter than accounted for, if the light fluctuates; taken off delta.
-
-    Raises:
-        NoGuarantee: delta does not exceed beta and the power's error together.
+    It is sharper than boxes around the counts. For the rates, shape (labels, pixels), see `at_brightest`. Delta pays
+    for `beta`, the probability that a rate is wrong, and for `power_error`, that a frame is brighter than accounted
+    for; NoGuarantee is raised if it does not exceed both.
     """
     return readings_guarantee(
         _known_bounds(np.asarray(rates, dtype=float), _left_of(delta, beta, power_error)),
@@ -136,13 +129,10 @@ def known_counts_guarantee(
 def at_brightest(
     rates: np.ndarray, *, brightest: float = 1.0, dark_low: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """Return the rates that count for a guarantee: most light and least dark counts.
+    """Return the rates that count for a guarantee, shape (labels, pixels): most light and least dark counts.
 
-    Args:
-        rates: Expected counts of each label at every pixel and frame, shape (labels, pixels).
-        brightest: Most light, as a multiple of that within `rates`, above 0.
-        dark_low: Least expected counts that no label changes and no light scales, contained in `rates`; one number or
-            shape (pixels,).
+    `brightest` is the most light, as a multiple of that within `rates`; `dark_low` the least expected counts, contained
+    in `rates`, that no label changes and no light scales.
     """
     checks.positive(brightest=brightest)
     light = np.asarray(rates, dtype=float) - dark_low
@@ -182,13 +172,9 @@ def _left_of(delta: float, beta: float, power_error: float) -> float:
 
 
 def paired_limits(low: np.ndarray, high: np.ndarray, a: int, b: int) -> np.ndarray:
-    """Return two rows of rates that reveal at least as much as two labels with rates anywhere within limits.
+    """Return two rows of rates that reveal at least as much as labels a and b with rates anywhere within limits.
 
-    Args:
-        low: Lower limits of each label at every pixel, shape (labels, pixels).
-        high: Upper limits.
-        a: One label.
-        b: The other one.
+    Lower and upper limits have shape (labels, pixels).
     """
     above, below = high[a] > low[b], low[a] < high[b]
     return np.stack(
@@ -436,18 +422,11 @@ class LabelArgmax(_LabelFrame):
 
 
 def argmax_epsilon(lowest: np.ndarray, highest: np.ndarray, *, symmetrised: bool) -> float:
-    """Return the pure epsilon of the argmax from limits of its confusion matrix, rounded up.
+    """Return the pure epsilon of the argmax from limits of its confusion matrix, shape (k, k), rounded up.
 
-    Asymmetric: max over columns y and labels a, b of log(highest[a, y] / lowest[b, y]). Symmetrised, with p between the
-    mean diagonals: the larger of log((k - 1) p / (1 - p)) at the highest p and its negative at the lowest.
-
-    Args:
-        lowest: Lower limits of P[label, answer], shape (k, k).
-        highest: Upper limits.
-        symmetrised: Whether a secret, uniformly random permutation moves the labels of each record.
-
-    Raises:
-        ValueError: The limits contradict each other.
+    Asymmetric: max over columns y and labels a, b of log(highest[a, y] / lowest[b, y]). Symmetrised, by a secret,
+    uniformly random permutation of each record's labels, with p between the mean diagonals: the larger of log((k - 1) p
+    / (1 - p)) at the highest p and its negative at the lowest. Raises ValueError if the limits contradict each other.
     """
     checks.shape((None, None), lowest=lowest)
     checks.shape(np.shape(lowest), highest=highest)
@@ -471,18 +450,13 @@ def confusion_matrix(lowest: np.ndarray, highest: np.ndarray) -> tuple[np.ndarra
     """Return limits of P[label, answer] for the argmax over groups, ties broken uniformly at random.
 
     With F the distribution function and f the masses of each group's sum, and u uniform on (0, 1),
-        P(g wins) = sum over s of f_g(s) int prod over h != g of (F_h(s - 1) + u f_h(s)) du,
+
+    P(g wins) = sum over s of f_g(s) int prod over h != g of (F_h(s - 1) + u f_h(s)) du,
+
     a polynomial in u, integrated exactly by Gauss's rule. More light on a group's own pixels never makes it less likely
     to win, and more on another's never more likely: the sup of an entry has the group at its highest rates and all
-    others at their lowest.
-
-    Args:
-        lowest: Masses of each group's sum of numbers under each label, at the lowest rates of all its pixels, on one
-            grid of sums, shape (labels, groups, sums).
-        highest: The same at the highest rates.
-
-    Returns:
-        Lower and upper limits, each of shape (labels, groups).
+    others at their lowest. Masses of each group's sum under each label have shape (labels, groups, sums), on one grid
+    of sums.
     """
     checks.shape((None, None, None), lowest=lowest)
     checks.shape(np.shape(lowest), highest=highest)

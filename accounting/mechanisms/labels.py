@@ -441,12 +441,7 @@ def pure_bounds(
 ) -> EpsilonBounds:
     """Return bounds on epsilon of answers of pure epsilon `step_epsilon`: their sum, unless equal answers compose.
 
-    Args:
-        mechanisms: At least one, each with `steps` and `step_epsilon`.
-        keep: Probability of the first one's randomized response to keep a label, in (1 / n_classes, 1).
-        n_classes: Labels of that response, at least 2.
-        delta: In [0, 1).
-        equal: Whether all of them are that response.
+    `equal` answers are all the randomized response that keeps one of `n_classes` labels with probability `keep`.
     """
     if delta > 0 and equal:
         steps = sum(one.steps for one in mechanisms)
@@ -456,24 +451,14 @@ def pure_bounds(
 
 
 def noise_of(mu: float, bound: float) -> float:
-    """Return sigma = sqrt(2) bound / mu.
-
-    Args:
-        mu: mu of the guarantee, above 0.
-        bound: max_i |a_i|, at least 0.
-    """
+    """Return sigma = sqrt(2) bound / mu for max_i |a_i| <= bound."""
     checks.positive(mu=mu)
     checks.non_negative(bound=bound)
     return math.sqrt(2) * bound / mu
 
 
 def keep_probability(epsilon: float, n_labels: int) -> float:
-    """Return e^epsilon / (e^epsilon + k - 1), the probability that a label stays.
-
-    Args:
-        epsilon: At least 0 and finite.
-        n_labels: k >= 2.
-    """
+    """Return e^epsilon / (e^epsilon + k - 1), the probability that one of k >= 2 labels stays."""
     checks.non_negative(epsilon=epsilon)
     checks.integer(minimum=2, n_labels=n_labels)
     return 1 / (1 + (n_labels - 1) * math.exp(-epsilon))
@@ -487,18 +472,10 @@ class UniformSource(Protocol):
 
 
 def respond(labels: np.ndarray, *, epsilon: float, n_labels: int, generator: UniformSource) -> np.ndarray:
-    """Return one randomized label for each label, drawn independently, shape (n,), dtype int64.
+    """Return one randomized label of k >= 2 for each label, drawn independently, shape (n,), dtype int64.
 
-    Drawing twice for one record spends epsilon twice: draw once and keep the result.
-
-    Args:
-        labels: Integers in [0, n_labels), shape (n,).
-        epsilon: At least 0 and finite.
-        n_labels: k >= 2.
-        generator: Source of randomness; for a release, the operating system's own (`opusim.randomness.streams`).
-
-    Raises:
-        ValueError: A label out of range.
+    Drawing twice for one record spends epsilon twice: draw once and keep the result. For a release the generator is the
+    operating system's own (`opusim.randomness.streams`). Raises ValueError for a label out of range.
     """
     stays = keep_probability(epsilon, n_labels)
     given = np.asarray(labels)
@@ -511,13 +488,7 @@ def respond(labels: np.ndarray, *, epsilon: float, n_labels: int, generator: Uni
 
 
 def response_log_likelihood(observed: np.ndarray, *, epsilon: float, n_labels: int) -> np.ndarray:
-    """Return log P(observed_i | true label a), shape (n, k).
-
-    Args:
-        observed: Responses of `respond`, shape (n,).
-        epsilon: As given to it.
-        n_labels: k >= 2.
-    """
+    """Return log P(observed_i | true label a) of responses of `respond`, shape (n, k)."""
     stays = keep_probability(epsilon, n_labels)
     same = np.arange(n_labels)[None, :] == np.asarray(observed)[:, None]
     return np.where(same, math.log(stays), math.log(stays) - epsilon)
@@ -529,14 +500,8 @@ def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
     These are the m >= 2 likeliest labels, with the m that maximises the mutual information H(response) - H(response |
     label) of `respond_among` under the prior. The m at which the response is most often true (Ghazi et al. 2021) is
     mostly 1 once a prior is good, and such a response reveals nothing. Among equally likely labels the first are taken.
-
-    Args:
-        priors: Prior of each label, at least 0, rows of sum 1, shape (n, k).
-            They must not depend on the record's own label.
-        epsilon: Above 0 and finite.
-
-    Raises:
-        ValueError: A prior is negative or not finite.
+    Priors, rows of sum 1, must not depend on the record's own label; ValueError is raised if one is negative or not
+    finite.
     """
     checks.positive(epsilon=epsilon)
     checks.shape((None, None), priors=priors)
@@ -555,12 +520,7 @@ def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
 
 
 def _information(likely: np.ndarray, epsilon: float) -> np.ndarray:
-    """Return the mutual information of labels and responses among m of them, nats, shape (n,).
-
-    Args:
-        likely: Prior of these m >= 2 labels, shape (n, m).
-        epsilon: Above 0.
-    """
+    """Return the mutual information, nats, shape (n,), of labels and responses among m of prior (n, m)."""
     size = likely.shape[1]
     stays = keep_probability(epsilon, size)
     other = stays * math.exp(-epsilon)
@@ -580,18 +540,11 @@ def respond_among(
 ) -> np.ndarray:
     """Return one randomized label for each label, among those that the record may take, shape (n,), dtype int64.
 
-    If the label is among the m, it stays with probability e^epsilon / (e^epsilon + m - 1), else it becomes one of the
-    m - 1 others with equal probability. A label that is not among them becomes any of the m with probability 1 / m.
-    The ratio of two labels' probabilities is at most e^epsilon for every m and every set that depends on no label.
-
-    Args:
-        labels: Integers in [0, k), shape (n,).
-        among: Which labels the record may take, at least one each, bool, shape (n, k); see `telling_labels`.
-        epsilon: Above 0 and finite.
-        generator: As for `respond`.
-
-    Raises:
-        ValueError: A label is out of range, or a record may take none.
+    If the label is among the m, it stays with probability e^epsilon / (e^epsilon + m - 1), else it becomes one of the m
+    - 1 others with equal probability. A label that is not among them becomes any of the m with probability 1 / m. The
+    ratio of two labels' probabilities is at most e^epsilon for every m and every set that depends on no label. Which
+    labels a record may take, `telling_labels`, has shape (n, k). Raises ValueError if a label is out of range, or a
+    record may take none; the generator is as for `respond`.
     """
     given, (n, k) = np.asarray(labels), among.shape
     checks.positive(epsilon=epsilon)
@@ -613,13 +566,7 @@ def respond_among(
 
 
 def among_log_likelihood(observed: np.ndarray, among: np.ndarray, *, epsilon: float) -> np.ndarray:
-    """Return log P(observed_i | true label a) of responses among some labels, shape (n, k).
-
-    Args:
-        observed: Responses of `respond_among`, shape (n,).
-        among: As given to it.
-        epsilon: As given to it.
-    """
+    """Return log P(observed_i | true label a) of responses of `respond_among` among some labels, shape (n, k)."""
     sizes = among.sum(axis=1, keepdims=True)
     stays = -np.log1p((sizes - 1) * math.exp(-epsilon))
     same = np.arange(among.shape[1]) == np.asarray(observed)[:, None]
@@ -629,18 +576,12 @@ def among_log_likelihood(observed: np.ndarray, among: np.ndarray, *, epsilon: fl
 def among_targets(
     observed: np.ndarray, among: np.ndarray, priors: np.ndarray, *, epsilon: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return targets of a regression on responses, shape (n, k), and their weights, shape (n,).
+    """Return targets of a regression on responses of `respond_among`, shape (n, k), and their weights, shape (n,).
 
     With a = e^epsilon / (e^epsilon + m - 1) and b = 1 / (e^epsilon + m - 1), u_c = ([observed = c] - b) / (a - b) has
     the mean [true = c], and 1 / m if the true label is not among the m. The target is u_c - (prior's mass outside the
     m) / m for the m labels, and the prior for the others. Its mean is the one-hot label if all labels are among the m;
     else its error is that of the prior's mass outside. A weight is 1 over 1 plus the variance of u, summed over c.
-
-    Args:
-        observed: Responses of `respond_among`, shape (n,).
-        among: As given to it.
-        priors: As for `telling_labels`.
-        epsilon: Above 0 and finite.
     """
     sizes = among.sum(axis=1, keepdims=True)
     stays = 1 / (1 + (sizes - 1) * math.exp(-epsilon))
@@ -660,10 +601,7 @@ def reading_log_likelihood(
 ) -> np.ndarray:
     """Return log p(r_i | label a) + const = -sum_l ||r_i^l - B^l_a||^2 / (2 sigma_l^2), shape (m, labels).
 
-    Args:
-        readings: Per reading, shape (m, n_l).
-        codes: Per reading, B^l, shape (n_l, labels).
-        sigmas: Per reading, above 0.
+    Each reading r^l has shape (m, n_l), its codes B^l (n_l, labels).
     """
     checks.positive(sigmas=sigmas)
     total = np.zeros((len(readings[0]), codes[0].shape[1]))

@@ -201,16 +201,9 @@ def column_bound_published(
 ) -> float:
     """Return eq. 17: 2 alpha hi s^2 / (m lo) + n alpha / (2 (alpha - 1)) log[m lo / ((m + 1) lo - hi)].
 
-    It bounds one column, and only the direction in which the entering record is the larger one; a bound on columns is
-    no bound on the matrix, whose columns share their noise. Infinite if the logarithm is undefined.
-
-    Args:
-        order: alpha > 1.
-        batch_size: m.
-        width: n.
-        lo: (gmin tmin)^2 > 0.
-        hi: (gmax tmax)^2 >= lo.
-        signal: s = tB / sigma.
+    lo = (gmin tmin)^2, hi = (gmax tmax)^2, s = tB / sigma, m is the batch size and n the width. It bounds one column,
+    and only the direction in which the entering record is the larger one; a bound on columns is no bound on the matrix,
+    whose columns share their noise. Infinite if the logarithm is undefined.
     """
     checks.positive(order_above_1=order - 1, lo=lo, hi=hi)
     checks.non_negative(signal=signal)
@@ -229,12 +222,7 @@ def published_rdp(run: PublishedPdfa, order: float, *, noised_only: bool = False
     """Return T sum over layers of fan_in eps_l(alpha), hypotheses taken as given; infinite if undefined.
 
     A layer with lo = 0 contradicts the hypotheses, which need some lo in (0, hi]. Eq. 17 falls in lo, so lo = hi is
-    used: the least value of the formula.
-
-    Args:
-        run: The run.
-        order: alpha > 1.
-        noised_only: Leave out the layers that carry no noise (the paper counts all).
+    used: the least value of the formula. `noised_only` leaves out layers that carry no noise; the paper counts all.
     """
     total = 0.0
     for layer in run.layers:
@@ -262,9 +250,6 @@ def published_value(
     """Return epsilon of the composed eq. 17, hypotheses taken as given, by the paper's conversion, Theorem 2.
 
     It is the least sum + log(1/delta) / (alpha - 1) over the runs' common orders or those given.
-
-    Raises:
-        ValueError: delta outside [0, 1).
     """
     checks.in_unit_interval(closed="left", delta=delta)
     tried = common_orders(runs) if orders is None else orders
@@ -314,9 +299,6 @@ def published_guarantee(runs: Sequence[PublishedPdfa], delta: float) -> Guarante
 
     epsilon uses the orders at which the proposition's matrix is positive definite, formula_value all orders. Both sum
     over every layer, as the paper does. The gaps of the proof stand among the assumptions.
-
-    Raises:
-        ValueError: delta outside [0, 1).
     """
     formula = published_value(runs, delta)
     noised = published_value(runs, delta, noised_only=True)

@@ -113,12 +113,8 @@ class DeviceReadings:
 def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarantee:
     """Return the guarantee of the readings, `proven under a device model`, replace_one.
 
-    Args:
-        readings: The readings, and the noise's law.
-        delta: In (beta, 1); beta is taken off before anything is converted.
-
-    Raises:
-        NoGuarantee: The law has no theorem, or delta does not exceed beta.
+    beta is taken off delta before anything is converted. Raises NoGuarantee if the law has no theorem, or delta does
+    not exceed beta.
     """
     checks.in_unit_interval(closed="neither", delta=delta)
     if delta <= readings.noise.beta:
@@ -176,15 +172,8 @@ def readings_guarantee(
 ) -> Guarantee:
     """Return the statement of a theorem about readings with a device's own noise.
 
-    Args:
-        bounds: Epsilon at what beta leaves of delta.
-        theorem: The theorem that proves it; the first of its trusted hypotheses is the law of the noise.
-        delta: Delta of the statement.
-        beta: Probability that the law's numbers are wrong.
-        unit: Whether an input is a record or a label.
-        mechanism: What was read, in a few words.
-        also: Further hypotheses, after the law.
-        reason: Why epsilon is infinite, if it is.
+    The bounds hold at what beta leaves of delta. The first of the theorem's trusted hypotheses is the law of the noise,
+    `also` follow it. `mechanism` says in a few words what was read, `reason` why epsilon is infinite, if it is.
     """
     infinite = math.isinf(bounds.upper)
     texts = (
@@ -233,12 +222,8 @@ class BrightestLight:
 def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> BrightestLight:
     """Return the least epsilon over how delta is shared between beta of use and the counts; theorem fluctuating-light.
 
-    Every share gives a valid epsilon, so a coarse search is enough: shares delta / 2^(k/2).
-
-    Args:
-        noise: The law; its own beta is not taken off here.
-        readings: Number of readings, at least 1; each takes `noise.frames` frames.
-        delta: In (0, 1), without the certificate's beta.
+    Every share gives a valid epsilon, so a coarse search is enough: shares delta / 2^(k/2). Each of the readings takes
+    `noise.frames` frames; the certificate's beta is off delta already.
     """
     frames = readings * noise.frames
 
@@ -261,11 +246,7 @@ def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> 
 
 
 def mu_of_readings(readings: DeviceReadings) -> float:
-    """Return Delta sqrt(readings) / sigma_min; infinite if sigma_min is 0 and Delta is not.
-
-    Raises:
-        NoGuarantee: The law is not Gaussian.
-    """
+    """Return Delta sqrt(readings) / sigma_min, infinite for sigma_min 0; raise NoGuarantee for other laws."""
     if not isinstance(readings.noise, GaussianNoise):
         raise NoGuarantee(f"noise law {readings.noise.law!r}: mu needs a Gaussian law")
     shift = (readings.distance or 0.0) * math.sqrt(readings.readings)
@@ -275,13 +256,7 @@ def mu_of_readings(readings: DeviceReadings) -> float:
 
 
 def poisson_divergence(a: np.ndarray | float, b: np.ndarray | float, order: float) -> np.ndarray:
-    """Return b (expm1(alpha t) - alpha expm1(t)) / (alpha - 1) with t = log(a/b), rounded up; elementwise.
-
-    Args:
-        a: Rates of the first law, expected counts, at least 0.
-        b: Rates of the second, of a shape that broadcasts.
-        order: alpha > 1.
-    """
+    """Return b (expm1(alpha t) - alpha expm1(t)) / (alpha - 1) with t = log(a/b), rounded up; elementwise."""
     checks.non_negative(a=a, b=b)
     checks.positive(order_above_1=order - 1)
     a, b = np.broadcast_arrays(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
@@ -299,10 +274,6 @@ def box_rdp(noise: PhotonCountNoise, order: float) -> float:
     """Return the sum over pixels and frames of the largest divergence between two rates of the same box.
 
     It is attained at a corner, (low, high) or (high, low); equal rates give 0.
-
-    Args:
-        noise: The boxes.
-        order: alpha > 1.
     """
     low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
     worst = np.maximum(poisson_divergence(high, low, order), poisson_divergence(low, high, order))
@@ -330,10 +301,6 @@ def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) ->
     Divergences rise with the order, and a conversion takes at most log(a / (a - 1)) + log(a) / (a - 1) < 6 off them at
     orders a >= 1.01: once one exceeds the best epsilon so far by 6, higher orders are left out. Leaving out orders is
     always sound.
-
-    Args:
-        divergence: Maps an order to the divergence, at least 0; infinite if there is none.
-        delta: In (0, 1).
     """
     checks.in_unit_interval(closed="neither", delta=delta)
     pairs, best = [], math.inf

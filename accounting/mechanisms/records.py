@@ -240,11 +240,7 @@ _LEAST_COUNT_NOISE = 0.6
 def share_of_sum(count_noise: float) -> float:
     """Return z / z_s = sqrt(1 - 1 / (2 r)^2), the share of the sum's precision left if a count is released with it.
 
-    Args:
-        count_noise: r, the count's noise over z.
-
-    Raises:
-        ValueError: r is out of its range.
+    r is the count's noise over z; raises ValueError if it is out of its range.
     """
     checks.in_range(_LEAST_COUNT_NOISE, 1e6, count_noise=count_noise)
     return math.sqrt(1 - 0.25 / count_noise**2) * (1 - 2.0**-40)  # rounded down: more noise on the sum
@@ -333,14 +329,9 @@ _ROUNDING = 1e-12
 
 
 def require_bands(bands: int, probability: float) -> None:
-    """Refuse more bands than 1 / q, the average number of steps between two draws of a record.
+    """Refuse (ValueError) more bands b than 1 / q, the average number of steps between two draws of a record.
 
-    Args:
-        bands: b, the number of steps over which noise is correlated, and of subsets of the records.
-        probability: q, with which a record is drawn in a step, averaged over its random subset.
-
-    Raises:
-        ValueError: b q exceeds 1.
+    Noise is correlated over b steps, and the records are divided into b random subsets; q averages over these.
     """
     if bands * probability > 1 + _ROUNDING:
         raise ValueError(

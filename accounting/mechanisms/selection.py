@@ -268,14 +268,7 @@ class PrivateSelection(CertifiedMechanism):
 def models_bounds(
     trials: Sequence[NoisyTrial], adjacency: Adjacency, mean: float, delta: float
 ) -> EpsilonBounds:
-    """Return the epsilon of the best of K ~ Poisson(m) trials for a record of the training set.
-
-    Args:
-        trials: The settings that a trial may have, at least one.
-        adjacency: Their relation.
-        mean: m > 0.
-        delta: In [0, 1).
-    """
+    """Return the epsilon of the best of K ~ Poisson(m) trials, of these settings, for a record of the training set."""
     sums = [trial.as_noise() for trial in trials]
     if all(_is_gaussian(one) for one in sums):
         mus = (_shift(adjacency) * math.sqrt(one.steps) / one.scale for one in sums)
@@ -306,12 +299,7 @@ def models_bounds(
 
 @dataclass(frozen=True, kw_only=True)
 class PricedSearch:
-    """A search that costs at most an epsilon, and what its trials may release.
-
-    Attributes:
-        selection: The search.
-        trials: The mechanism of a trial's whole training, for each of the settings asked about, in their order.
-    """
+    """A search that costs at most an epsilon, and the mechanism of a trial's training for each setting, in order."""
 
     selection: PrivateSelection
     trials: tuple[Mechanism, ...]
@@ -322,16 +310,9 @@ def priced_search(
 ) -> PricedSearch:
     """Return the search whose trials and scores have the least noise that stays within epsilon.
 
-    Args:
-        trials: The mechanism of a trial's whole training, for each of the settings that it may have; the search for
-            the noise starts at theirs.
-        mean: m > 0, expected number of trials.
-        epsilon: Epsilon of the whole search, above 0.
-        delta: Delta of the whole search.
-        device_noise: Whether the noise is a device's.
-
-    Raises:
-        NoGuarantee: No theorem prices a choice between these trials, or no noise is enough.
+    The mechanisms are those of a trial's whole training, for each setting that it may have, m is the expected number of
+    trials, and the search for the noise, maybe a device's, starts at theirs. Raises NoGuarantee if no theorem prices a
+    choice between these trials, or no noise is enough.
     """
     sums = [trial.as_noise() for trial in trials]
     stated = [guarantees([trial], delta=delta)[0] for trial in dict.fromkeys(trials)]
@@ -389,13 +370,7 @@ def _shift(adjacency: Adjacency) -> float:
 
 
 def selection_bounds(mu: float, mean: float, delta: float) -> EpsilonBounds:
-    """Return the least epsilon of the three bounds.
-
-    Args:
-        mu: Above 0.
-        mean: m > 0.
-        delta: In [0, 1).
-    """
+    """Return the least epsilon of the three bounds at mu > 0 and mean m > 0."""
     if delta == 0 or mu > 25:  # e^loss overflows doubles
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="no numbers")
     candidates = {

@@ -176,13 +176,7 @@ def _require_possible_batch(n_records: int, min_batch_size: int) -> None:
 
 
 def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int) -> tuple[float, float]:
-    """Return qt and rho of theorem rejection-sampling, at N = n_records.
-
-    Args:
-        sampling_probability: q in (0, 1].
-        n_records: N.
-        min_batch_size: L, at least 1, at most N.
-    """
+    """Return qt and rho of theorem rejection-sampling at q, N = `n_records` and L = `min_batch_size`."""
     q, n, least = sampling_probability, n_records, min_batch_size
     if q == 1:
         return 1.0, 0.0
@@ -223,12 +217,9 @@ def admissible(run: PublishedUlr, order: float) -> bool:
 
 
 def published_value(runs: Sequence[PublishedUlr], delta: float, *, checked: bool) -> float:
-    """Return epsilon of the composed eq. 11 over a grid of orders; infinite if none is left.
+    """Return epsilon of the composed eq. 11 over a grid of orders; infinite at delta 0 or if none is left.
 
-    Args:
-        runs: At least one.
-        delta: In [0, 1); infinite at 0.
-        checked: Use only the orders that both conditions on alpha allow in every run.
+    `checked` takes only the orders that both conditions on alpha allow in every run.
     """
     checks.in_unit_interval(closed="left", delta=delta)
     if delta == 0:

@@ -249,12 +249,9 @@ class ZoLaplace(ZoScalars):
 def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
     """Return the delta of the tails that opusim 0.2 cut off: (1 + e^epsilon) 2^-63 for each number, at most 1.
 
-    Exact noise and the generator's differ with probability 2^-63 a number, so the runs differ in total variation by at
-    most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S) + tau) + tau.
-
-    Args:
-        mechanisms: At least one.
-        epsilon: Epsilon of exact Laplace noise, at least 0, possibly infinite.
+    Exact noise, of this epsilon, and the generator's differ with probability 2^-63 a number, so the runs differ in
+    total variation by at most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S)
+    + tau) + tau.
     """
     numbers = sum(mechanism.steps * mechanism.directions for mechanism in mechanisms)
     log_delta = math.log(numbers * _CUT_PROBABILITY) + (
@@ -272,15 +269,8 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     """Return epsilon(delta) of steps that are each purely private, whatever their law.
 
     The loss of randomized response, +-step_epsilon with odds e^step_epsilon, dominates theirs (Kairouz et al. 2015), so
-    delta is P(K > j) - e^epsilon Q(K > j), K binomial and j the successes whose loss is at most epsilon.
-
-    Args:
-        step_epsilon: Above 0, at most 100.
-        steps: At least 1.
-        delta: In (0, 1).
-
-    Raises:
-        NoGuarantee: The step's epsilon is beyond what doubles can follow.
+    delta is P(K > j) - e^epsilon Q(K > j), K binomial and j the successes whose loss is at most epsilon. Raises
+    NoGuarantee if the step's epsilon is beyond what doubles can follow.
     """
     if not step_epsilon <= _LARGEST_STEP_EPSILON:
         raise NoGuarantee(

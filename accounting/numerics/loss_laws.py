@@ -87,22 +87,13 @@ class LossLaw(ABC):
 
     @abstractmethod
     def rounding(self, tail: float) -> float:
-        """Return the largest rounding error of the bins: relative for masses, absolute for losses.
-
-        Args:
-            tail: Mass in either tail for which it need not hold, above 0.
-        """
+        """Return the largest rounding error of the bins but for such a tail: relative of masses, else absolute."""
 
     @abstractmethod
     def bins(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mass under P of the losses between edges, and the bins' own losses.
+        """Return the mass under P of the losses between n ascending edges, and the bins' own losses, shape (n + 1,).
 
-        Args:
-            edges: Losses in ascending order, shape (n,).
-
-        Returns:
-            Masses and losses, shape (n + 1,): below the first edge, between edges, above the last. The loss of a bin
-            without mass is 0.
+        The first is below all edges, the last above. The loss of a bin without mass is 0.
         """
 
     @abstractmethod
@@ -112,13 +103,7 @@ class LossLaw(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianLaw(LossLaw):
-    """Gaussian noise.
-
-    Attributes:
-        noise: z, above 0: standard deviation in units of the record's contribution.
-        probability: q in (0, 1].
-        direction: Which of the three pairs.
-    """
+    """Gaussian noise of deviation z over the record's contribution, of sampled records, in one of three directions."""
 
     noise: float
     probability: float
@@ -250,12 +235,7 @@ class MixedLaw(LossLaw):
 
 
 def pooled(masses: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mass and the loss of merged bins: masses of both measures add.
-
-    Args:
-        masses: Masses of P, shape (parts, bins).
-        losses: Same shape.
-    """
+    """Return the mass and the loss of merged bins, shape (parts, bins): masses of both measures add."""
     total = masses.sum(axis=0)
     some = total > 0
     gained = np.divide((masses * np.expm1(-losses)).sum(axis=0), total, out=np.zeros_like(total), where=some)
@@ -326,15 +306,7 @@ def _log_mixed(t: float, q: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossGrid:
-    """Masses at losses a + j h.
-
-    Attributes:
-        offset: a.
-        interval: h, above 0.
-        numbers: j of each point, ascending integers.
-        masses: Masses of P at each point, at least 0.
-        beyond: Mass of P at an infinite loss.
-    """
+    """Masses of P, at least 0, at losses a + j h, j ascending, and at an infinite loss."""
 
     offset: float
     interval: float
@@ -349,13 +321,9 @@ class LossGrid:
 
 
 def grid_above(law: LossLaw, low: float, high: float, interval: float) -> LossGrid:
-    """Return a law whose divergence curve is nowhere below that of a step.
+    """Return a law whose divergence curve is nowhere below that of a step of this loss, on a grid of interval h.
 
-    Args:
-        law: Law of the step's loss.
-        low: Loss below which the mass is negligible.
-        high: Loss above which the mass may count as infinite.
-        interval: h, above 0.
+    The mass below `low` is negligible, that above `high` may count as infinite.
     """
     numbers = _points(low, high, interval)
     losses = numbers * interval
@@ -421,12 +389,8 @@ def _points(low: float, high: float, interval: float) -> np.ndarray:
 def _drop_concave(losses: np.ndarray, masses: np.ndarray, terms: np.ndarray) -> None:
     """Take corners of negative mass out of a polygon, which lowers it; in place.
 
-    The mass is split between both neighbours as above, so that no other mass is touched or rounded.
-
-    Args:
-        losses: The points.
-        masses: Masses of P at the points; those of the ends are kept.
-        terms: The sizes to which rounding is proportional, split in the same way.
+    The mass is split between both neighbours as above, so that no other mass is touched or rounded, and those of the
+    ends are kept. `terms`, the sizes to which rounding is proportional, are split in the same way.
     """
     last = len(losses) - 1
     before, after = list(range(-1, last)), list(range(1, last + 2))
@@ -567,11 +531,7 @@ class TiltedLaw:
 
 
 def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:
-    """Return the law of all steps of a plan, each part having the loss of its grid.
-
-    Raises:
-        NoGuarantee: The transform is too large.
-    """
+    """Return the law of all steps of a plan, each part having its grid's loss; raise NoGuarantee if too large."""
     tilt, interval = plan.tilt, plan.interval
     logs, up, down = (_logs(grids, plan.steps, t) for t in (tilt, plan.upper_tilt, plan.lower_tilt))
     rest = -math.log(plan.tail)

@@ -108,15 +108,10 @@ class RenyiBounds:
 
     @classmethod
     def of(cls, rates: np.ndarray, delta: float, *, nearby: bool = False) -> Self:
-        """Return the bounds at the best of some orders.
+        """Return the bounds at the best of some orders, and if `nearby` of more near it.
 
         epsilon = D + log((a - 1) / a) - (log delta + log a) / (a - 1) at order a (Canonne, Kamath and Steinke 2020,
-        proposition 12).
-
-        Args:
-            rates: Expected counts, at least 0, shape (patterns, pixels).
-            delta: In (0, 1).
-            nearby: Whether to try more orders near the best.
+        proposition 12). Rates, expected counts, have shape (patterns, pixels).
         """
         lit = rates[:, np.any(rates > 0, axis=0)]
         if lit.size == 0:
@@ -164,10 +159,7 @@ def _without_diagonal(values: np.ndarray) -> np.ndarray:
 def tilted_bounds(rates: np.ndarray, delta: float, renyi: RenyiBounds) -> np.ndarray:
     """Return upper bounds on epsilon of every ordered pair by the tilted transform, where they are below `renyi`'s.
 
-    Args:
-        rates: Expected counts of each pattern at every pixel and frame, above 0, shape (patterns, pixels).
-        delta: In (0, 1).
-        renyi: Bounds of the same rates; their best order is the tilt.
+    Those are of the same rates, shape (patterns, pixels); their best order is the tilt.
     """
     if not (math.isfinite(renyi.above) and np.all(np.isfinite(renyi.bounds))):
         return renyi.bounds
@@ -309,13 +301,7 @@ class _Pair:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OnGrid:
-    """Intensities whose jumps lie on a grid.
-
-    Attributes:
-        interval: h.
-        numbers: j of each jump j h, integers.
-        intensities: Expected counts of the first law.
-    """
+    """Intensities, expected counts of the first law, whose jumps are multiples j of h."""
 
     interval: float
     numbers: np.ndarray
@@ -325,13 +311,7 @@ class _OnGrid:
 def poisson_bounds(a: np.ndarray, b: np.ndarray, delta: float) -> EpsilonBounds:
     """Return bounds on the least epsilon with P(S) <= e^epsilon Q(S) + delta for products of Poisson laws P and Q.
 
-    Args:
-        a: Rates of P, expected counts of independent pixels and frames, at least 0, shape (pixels,).
-        b: Rates of Q, same shape.
-        delta: In (0, 1).
-
-    Returns:
-        Bounds of this one direction; (0, infinity) if doubles cannot follow.
+    a and b are their rates, expected counts of independent pixels and frames. If doubles cannot follow, (0, infinity).
     """
     pair = _checked_pair(a, b, delta)
     upper, _ = _upper(pair, delta, _FINE_WINDOW)
@@ -352,12 +332,7 @@ def _checked_pair(a: np.ndarray, b: np.ndarray, delta: float) -> _Pair:
 
 
 def pattern_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
-    """Return bounds on epsilon between known patterns: the largest over ordered pairs.
-
-    Args:
-        rates: Expected counts of each pattern at every pixel and frame, at least 0, shape (patterns, pixels).
-        delta: In (0, 1).
-    """
+    """Return bounds on epsilon between known patterns, shape (patterns, pixels): the largest over ordered pairs."""
     patterns = np.asarray(rates, dtype=float)
     (i, j), upper = _worst(patterns, delta)
     lower = _lower(_Pair.of(patterns[i], patterns[j]), delta)
@@ -518,17 +493,11 @@ def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.
     """Masses at the points x whose divergence curve is nowhere above that of a pair of measures of mass 1.
 
     The curve delta(x) = P(ratio > x) - x Q(ratio > x) is convex and has at a middle m the tangent A - x B. A polygon
-    with corners at the points x_i lies below the curve if its value at x_i is at most that of both neighbouring
-    tangents, which differ there by w_i = x_i Q_i - P_i (Q_i, P_i the masses between two middles). Its slopes are
-    -B_i + (max(0, w_i) + min(0, w_{i+1})) / (x_{i+1} - x_i), and the mass of Q at x_i is the change of slope.
-
-    Args:
-        x: Increasing points, above 0, that enclose all ratios.
-        a: Mass of P beyond a middle of each interval, one less than points.
-        b: Mass of Q there.
-
-    Returns:
-        The first point that is used and the masses of P from there on, or None if the points are too far apart.
+    with corners at the increasing points x_i > 0, which enclose all ratios, lies below the curve if its value at x_i is
+    at most that of both neighbouring tangents, which differ there by w_i = x_i Q_i - P_i (Q_i, P_i the masses between
+    two middles). Its slopes are -B_i + (max(0, w_i) + min(0, w_{i+1})) / (x_{i+1} - x_i), and the mass of Q at x_i is
+    the change of slope. a and b have the masses of P and Q beyond a middle of each interval. Returns the first point
+    that is used and the masses of P from there on, or None if the points are too far apart.
     """
     # The polygon may leave 1 - x at x_i if 1 - x is at most the tangents after it at their points, and end at x_i if
     # the tangents before it are not negative there. (Both fail only near a loss that the mechanism cannot fall below or

@@ -96,12 +96,7 @@ NoisyStep = tuple[tuple[LossLaw, ...], int]
 
 
 def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """Return bounds on epsilon(delta) of all parts, or None if doubles cannot follow.
-
-    Args:
-        parts: The steps to compose, at least one, all with the same number of directions.
-        delta: In (0, 1).
-    """
+    """Return bounds on epsilon(delta) of all steps, of equally many directions, or None if doubles cannot follow."""
     lower, upper = 0.0, 0.0
     try:
         plans = _plans(parts, delta)
@@ -137,12 +132,7 @@ def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedCurve:
-    """delta(epsilon) of all steps together, the largest of all directions, from above.
-
-    Attributes:
-        laws: For each delta at which the curve is sharp, the law of each direction.
-        method: How it was computed.
-    """
+    """delta(epsilon) of all steps, the largest of all directions, from above, sharp at some deltas."""
 
     laws: tuple[tuple[TiltedLaw, ...], ...]
     method: str
@@ -158,12 +148,7 @@ class ComposedCurve:
 
 
 def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> ComposedCurve | None:
-    """Return the curve of all parts, or None if doubles cannot follow.
-
-    Args:
-        parts: The steps to compose, at least one, all with the same number of directions.
-        deltas: In (0, 1): where the curve is sharp, at least one.
-    """
+    """Return the curve of all parts, sharp at some deltas, or None if doubles cannot follow; see `compose_bounds`."""
     laws, method = [], ""
     try:
         for delta in deltas:
@@ -214,15 +199,7 @@ def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan
 
 
 class _Planner:
-    """Chooses tilts, windows and intervals by coarse laws of one direction.
-
-    Args:
-        laws: Law of each part.
-        steps: Number of steps of each part.
-        roundings: Rounding error of each part's masses and losses.
-        low: Loss below which the mass is negligible.
-        high: Loss above which it counts as infinite.
-    """
+    """Chooses tilts, windows and intervals by coarse laws of one direction, see `Plan`."""
 
     def __init__(
         self,
@@ -259,11 +236,8 @@ class _Planner:
         """Return the index of the tilt with the smallest window, the mass that may lie beyond it, and the interval.
 
         Errors of the tilted law are multiplied by M(t)^T e^(-t epsilon), which is least at one tilt; others may have
-        shorter windows. A tilt at which rounding would show counts as a longer window.
-
-        Args:
-            epsilon: Estimate of the answer.
-            delta: In (0, 1).
+        shorter windows. A tilt at which rounding would show counts as a longer window. epsilon is an estimate of the
+        answer.
         """
         logs = self.logs - self.tilts * epsilon - math.log(delta)
         slope = float(self.tilts[int(np.argmin(logs - np.log(self.tilts * (1 + self.tilts))))])
@@ -296,14 +270,9 @@ class _Planner:
     def plan(
         self, at: int, guess: float, tail: float, interval: float | None, points: int = LARGEST_WINDOW
     ) -> Plan:
-        """Return the plan with a tilt.
+        """Return the plan with a tilt, for an estimate of epsilon and the mass `tail` on either side of the window.
 
-        Args:
-            at: Index of the tilt.
-            guess: Estimate of epsilon.
-            tail: Mass of the tilted law outside of the window, on either side.
-            interval: h, widened if the window would need more points; None for the window over its points.
-            points: Most points of the window.
+        h is widened if the window would need more points than `points`; None takes the window over these.
         """
         top, bottom, upper_tilt, lower_tilt = self._window(at, tail)
         tilt, window = float(self.tilts[at]), top - bottom
@@ -349,11 +318,9 @@ noncentral_chi_squared_cdf = special.chndtr
 
 
 def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
-    """Return epsilon of mu-GDP, exact up to the root search.
+    """Return epsilon of mu-GDP, exact up to the root search; infinite at delta 0.
 
-    Args:
-        mu: At least 0. From 1e8 on, where doubles fail, epsilon is infinite; below 1e-9 the bound of 1e-9 is used.
-        delta: In [0, 1); epsilon is infinite at 0.
+    From mu = 1e8 on, where doubles fail, epsilon is infinite; below 1e-9 the bound of 1e-9 is used.
     """
     checks.in_unit_interval(closed="left", delta=delta)
     if delta == 0 or not mu < 1e8:
@@ -369,14 +336,8 @@ def response_bounds(
 ) -> EpsilonBounds:
     """Return epsilon of k-ary randomized response, drawn independently several times for one label.
 
-    The loss takes the values step_epsilon, 0 and -step_epsilon, so its distribution is composed without discretisation.
-
-    Args:
-        keep: Probability that a label stays, in (1 / k, 1).
-        n_classes: k, at least 2.
-        step_epsilon: log(keep (k - 1) / (1 - keep)).
-        steps: Number of responses, at least 1.
-        delta: In (0, 1).
+    The loss takes the values `step_epsilon` = log(keep (k - 1) / (1 - keep)), 0 and -step_epsilon, so its distribution
+    is composed without discretisation.
     """
     pure = steps * step_epsilon
     if not _ROUNDING * steps <= delta / 2:  # rounding of the transform exceeds delta
@@ -394,33 +355,17 @@ def response_bounds(
 def renyi_to_epsilon(
     orders: Sequence[float] | np.ndarray, curve: Sequence[float] | np.ndarray, delta: float
 ) -> float:
-    """Return dp_accounting's conversion of a Renyi curve to epsilon(delta).
-
-    Args:
-        orders: Renyi orders, above 1.
-        curve: The divergence at each order, finite.
-        delta: In (0, 1).
-    """
+    """Return dp_accounting's conversion of a finite Renyi curve at orders above 1 to epsilon(delta)."""
     return float(compute_epsilon(orders, curve, delta)[0])
 
 
 def normality_p_value(values: np.ndarray) -> float:
-    """Return the p-value of normality by skewness and kurtosis (D'Agostino and Pearson 1973).
-
-    Args:
-        values: At least 20, not all equal, shape (n,).
-    """
+    """Return the p-value of normality by skewness and kurtosis (D'Agostino and Pearson 1973), of at least 20 values."""
     return float(stats.normaltest(values).pvalue)
 
 
 def variance_ratio_p_value(ratio: float, above: int, below: int) -> float:
-    """Return the two-sided p-value of a ratio of two sample variances of normal values whose true variances are equal.
-
-    Args:
-        ratio: Above 0.
-        above: Degrees of freedom of the numerator.
-        below: Degrees of freedom of the denominator.
-    """
+    """Return the two-sided p-value of a ratio of sample variances, with degrees of freedom, of equal true variances."""
     return float(min(1.0, 2 * min(stats.f.cdf(ratio, above, below), stats.f.sf(ratio, above, below))))
 
 
@@ -457,12 +402,7 @@ class NoisySum:
 
     @classmethod
     def of_mu(cls, mu: float, steps: int) -> Self:
-        """Return the Gaussian noise on all records that is mu-GDP at each step if a record is replaced.
-
-        Args:
-            mu: Above 0, finite.
-            steps: At least 1.
-        """
+        """Return the Gaussian noise on all records that is mu-GDP at each step if a record is replaced."""
         return cls(law="gaussian", scale=2 / mu, steps=steps)
 
 
@@ -484,16 +424,7 @@ class GaussianMixture:
 
 
 def noise_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
-    """Return bounds on epsilon(delta) of all sums together.
-
-    Args:
-        sums: At least one.
-        adjacency: Their relation.
-        delta: In [0, 1).
-
-    Raises:
-        NoGuarantee: The numerics have no answer.
-    """
+    """Return bounds on epsilon(delta) of all sums together; raise NoGuarantee if the numerics have no answer."""
     shift = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     if delta > 0 and all(one.law == "gaussian" and one.probability == 1 for one in sums):
         mu = math.hypot(*(math.sqrt(one.steps) * shift / one.scale for one in sums))
@@ -545,8 +476,7 @@ def _followed(one: NoisySum) -> NoisySum:
 def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
     """Bounds of the loss distribution, or the Renyi bound if that is sharper or doubles cannot follow.
 
-    Raises:
-        NoGuarantee: Some noise is not Gaussian, and only a Renyi divergence could help.
+    Raises NoGuarantee if some noise is not Gaussian, and only a Renyi divergence could help.
     """
     try:
         parts = [_noisy_step(one, adjacency) for one in sums]
@@ -568,13 +498,7 @@ def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> Eps
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseCurves:
-    """Upper bounds on the privacy loss of a noisy sum, in both directions.
-
-    Attributes:
-        renyi: The divergence at each Renyi order that was asked for; infinite where it is not known.
-        inner: epsilon(delta) at the delta that was asked for.
-        deltas: delta(epsilon) at each epsilon that was asked for.
-    """
+    """Upper bounds on a noisy sum's loss in both directions: Renyi, epsilon(delta) and delta(epsilon) as asked."""
 
     renyi: np.ndarray
     inner: float
@@ -590,19 +514,10 @@ def noise_curves(
     delta: float,
     epsilons: tuple[float, ...],
 ) -> NoiseCurves:
-    """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
+    """Return a sum's Renyi curve at orders above 1, and points of its curve delta(epsilon), sharp at delta.
 
     The points come from the privacy loss distribution. Where doubles cannot follow, they come from the Renyi curve.
-
-    Args:
-        one: All steps.
-        adjacency: The relation.
-        orders: Renyi orders, above 1.
-        delta: Where epsilon is wanted, above 0; from 1 on it is 0.
-        epsilons: Where delta is wanted, at least 0.
-
-    Raises:
-        NoGuarantee: The numerics have no answer for this law and relation.
+    Raises NoGuarantee if the numerics have no answer for this law and relation.
     """
     grid = np.array(orders)
     nothing = NoiseCurves(renyi=np.full(len(grid), math.inf), inner=math.inf, deltas=np.ones(len(epsilons)))
@@ -638,12 +553,7 @@ def _renyi_curve(one: NoisySum, adjacency: Adjacency, orders: np.ndarray) -> np.
 def one_way_curve(one: NoisySum, orders: np.ndarray) -> np.ndarray:
     """Return Renyi divergences of Gaussian noise for add_or_remove_one, the larger of both directions.
 
-    Args:
-        one: All steps together.
-        orders: Above 1.
-
-    Returns:
-        Of the orders' shape; NaN, infinite, 0 or below if dp_accounting has no value at an order.
+    NaN, infinite, 0 or below if dp_accounting has no value at an order.
     """
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     step = dp_accounting.PoissonSampledDpEvent(one.probability, dp_accounting.GaussianDpEvent(one.scale))
@@ -673,12 +583,7 @@ def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
 
 
 def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> EpsilonBounds:
-    """Return an upper bound on epsilon(delta) of all mixtures together, in both directions; the lower bound is 0.
-
-    Args:
-        mixtures: At least one.
-        delta: In [0, 1).
-    """
+    """Return an upper bound on epsilon(delta) of all mixtures together, in both directions; the lower bound is 0."""
     if delta == 0 or any(one.noise < 2 * _LEAST_NOISE for one in mixtures):
         return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
     steps = []

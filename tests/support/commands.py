@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from opusim.training.cli.groups import LazyGroup
+from opusim.training.cli.app import LazyGroup
 
 
 def subcommands(command: Any) -> dict[str, Any]:

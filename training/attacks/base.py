@@ -70,13 +70,7 @@ class Descent:
         return self._momentum * share + before.double() * self._options.weight_decay
 
     def gradient(self, before: Tensor, after: Tensor, rate: float) -> Tensor:
-        """Return g_t, float64, and take the step for the last one.
-
-        Args:
-            before: Weights before the step.
-            after: Weights after it.
-            rate: Learning rate of the step.
-        """
+        """Return g_t, float64, from the weights around a step of this rate; take the step for the last one."""
         change, mu = (before.double() - after.double()) / rate, self._options.momentum
         found = change * self.scale - self.others(before)
         self._momentum = (change + mu * self._momentum) * self.scale if self._options.nesterov else change
@@ -87,11 +81,6 @@ class EarlierSteps:
     """What the steps before an update tell of it: g_t = f (S_t - S_(t+1)) - c, with f and c the same for all updates.
 
     The state S is the weights under descent, and the running mean of the gradients under the Adam family.
-
-    Args:
-        before: S_t, by name.
-        others: c, float64, by name.
-        factor: f.
     """
 
     def __init__(self, before: Mapping[str, Tensor], others: Mapping[str, Tensor], factor: float) -> None:
@@ -105,13 +94,7 @@ class EarlierSteps:
     def of_weights(
         cls, weights: Sequence[Mapping[str, Tensor]], options: OptimizerConfig, rate: float
     ) -> Self:
-        """Return what weights tell under descent: the momentum and the weight decay.
-
-        Args:
-            weights: W_0 .. W_t, consecutive, t at least `steps_needed`, by name.
-            options: The optimizer, whose constants are public.
-            rate: Learning rate of all these steps.
-        """
+        """Return momentum and weight decay from consecutive weights W_0 .. W_t, t >= `steps_needed`, of one rate."""
         others = {}
         for name, last in weights[-1].items():
             descent = Descent(options)
@@ -126,10 +109,7 @@ class EarlierSteps:
     ) -> Self:
         """Return what the means m of the Adam family tell: m' = beta_1 m + (1 - beta_1) (g + wd W).
 
-        Args:
-            means: m, by name.
-            weights: W, by name.
-            options: The optimizer, whose constants are public. The decay of adamw does not pass its mean.
+        The decay of adamw does not pass its mean.
         """
         decay = 0.0 if options.name == "adamw" else options.weight_decay
         others = {name: weights[name].double() * decay - mean.double() for name, mean in means.items()}
@@ -153,12 +133,7 @@ def change_of_counts(before: Tensor, after: Tensor) -> Tensor:
 
 
 def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:
-    """The gradient of a layer (0 ..) as a matrix of shape (n_l, n_(l-1)), one column more for a bias.
-
-    Args:
-        gradients: By parameter, "layer1.weight", "layer1.bias", ...
-        layer: Its number.
-    """
+    """The gradient of a layer (0 ..) as a matrix of shape (n_l, n_(l-1)), one column more for a bias."""
     names = (f"layer{layer + 1}.weight", f"layer{layer + 1}.bias")
     parts = [gradients[name] for name in names if name in gradients]
     return torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1)
@@ -187,11 +162,7 @@ class Adversary:
         return f"sees {self.sees}, knows {self.knows}"
 
     def readings(self, law: Law) -> tuple[Method, ...]:
-        """Return how its scores of canaries are read, fixed before there are any.
-
-        Args:
-            law: What is known of the mechanism's noise.
-        """
+        """Return how its scores of canaries are read under a law of the noise, fixed before there are any."""
         if not self.counts:
             return law.methods
         return (Method.GAUSSIAN_TRADE_OFF if law is Law.GAUSSIAN else Method.ANY_MECHANISM,)
@@ -273,12 +244,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """A pair of records of which at most one is in the batch.
-
-    Attributes:
-        member: In the batch in the first world.
-        replacement: The record in its place in the second world, or None if it is left out there.
-    """
+    """A record in the batch of the first world, and the one in its place in the second, None if left out there."""
 
     member: Records
     replacement: Records | None = None
@@ -286,13 +252,7 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one trial shows.
-
-    Attributes:
-        observation: What is seen.
-        candidates: Whom the coin was about.
-        strangers: A pair that is in no batch in either world, for the null control.
-    """
+    """What is seen in a trial, the pair that the coin was about, and a pair in no batch of either world."""
 
     observation: Observation
     candidates: Candidates
@@ -300,14 +260,7 @@ class Trial:
 
 
 def crafted(x: Tensor, y: Tensor, *, n_classes: int, vocabulary: int | None = None) -> Dataset:
-    """Return a data set of the auditor's own records, all of them protected.
-
-    Args:
-        x: Features, float32, shape (n, d), or tokens, int64, shape (n, T).
-        y: Class numbers, shape (n,).
-        n_classes: Number of classes.
-        vocabulary: Number of token values if x holds tokens.
-    """
+    """Return a data set of the auditor's own records, features (n, d) or tokens (n, T), all of them protected."""
     empty = Split(x[:0], y[:0])
     return Dataset(
         name="arrays",
@@ -321,13 +274,7 @@ def crafted(x: Tensor, y: Tensor, *, n_classes: int, vocabulary: int | None = No
 
 
 class Attack(ABC):
-    """Turns what is seen into a score.
-
-    Attributes:
-        name: In a word or two.
-        knows: What the attacker knows besides what is released.
-        centre: The score that favours neither world, or None if it is not known.
-    """
+    """Turns what is seen into a score, from what the attacker knows besides; `centre` favours neither world."""
 
     name: str
     knows: str
@@ -336,19 +283,10 @@ class Attack(ABC):
 
     @abstractmethod
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """Return a finite score, higher if the first world looks likelier.
-
-        Args:
-            observation: What is seen.
-            candidates: The pair in question.
-        """
+        """Return a finite score of the pair in question, higher if the first world looks likelier."""
 
     def learn(self, trial: Trial) -> None:  # noqa: B027  # optional hook
-        """Look at a trial of the second world that the attacker simulated, before the game begins.
-
-        Args:
-            trial: It counts for nothing in the game.
-        """
+        """Look at a trial of the second world that the attacker simulated before the game; it counts for nothing."""
 
     def figure(self, score: float) -> str:
         """A score in words."""
@@ -378,12 +316,7 @@ _MOST_NUMBERS = 6e7
 
 @dataclass(frozen=True, kw_only=True)
 class OuterProducts:
-    """sum_i a_i b_i^T, in a layer's weights and, if it has a bias, one more column.
-
-    Attributes:
-        signals: a_i, shape (n, n_l).
-        inputs: b_i, shape (n, n_(l-1)), or (n, n_(l-1) + 1) with a bias.
-    """
+    """sum_i a_i b_i^T of signals a_i, (n, n_l), and inputs b_i, (n, n_(l-1)), one column more if there is a bias."""
 
     signals: Tensor
     inputs: Tensor
@@ -401,11 +334,7 @@ class OuterProducts:
         return float((signals.double() * inputs.double()).sum())
 
     def dot_parts(self, parts: Sequence[Tensor]) -> float:
-        """Return the inner product with a layer's gradient.
-
-        Args:
-            parts: That of the weights and, if there is one, of the bias, as vectors, whose type is calculated in.
-        """
+        """Return the inner product with a layer's gradient, of weights and bias as vectors, in their type."""
         signals, inputs = self.signals.to(parts[0]), self.inputs.to(parts[0])
         weight = parts[0].view(signals.shape[1], -1)
         width = weight.shape[1]
@@ -421,12 +350,7 @@ class OuterProducts:
 
 
 class NotedTerms(WrappedGradients):
-    """Notes the outer products of a batch's records, and writes the gradients only if asked to.
-
-    Args:
-        writer: The writer of clipped sums; it makes the clip factors.
-        divisor: What the sum is divided by.
-    """
+    """Notes the outer products of a batch's records, by the writer's clip factors; writes gradients if asked to."""
 
     def __init__(self, writer: RecordGradients, divisor: float) -> None:
         super().__init__(writer)
@@ -462,13 +386,7 @@ class NotedTerms(WrappedGradients):
 
 
 class KeptTerms:
-    """The outer products of records at some weights, by the records' numbers.
-
-    Args:
-        weights: The parameters at which they hold.
-        network: Whose layers they belong to.
-        n_records: Training records.
-    """
+    """The outer products of training records at some weights of a network, by the records' numbers."""
 
     def __init__(self, weights: Mapping[str, Tensor], network: FullyConnected, n_records: int) -> None:
         self.weights = weights

@@ -7,7 +7,7 @@ two worlds or from scores of canaries (or of trainings).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -203,15 +203,9 @@ class Finding:
         figure: Callable[[float], str] = lambda score: f"{score:.3g}",
         **facts: Any,
     ) -> Self:
-        """Return the finding of an attack.
+        """Return the finding of an attack from the scores of both worlds, shapes (n,) and (m,), and their bounds.
 
-        Args:
-            role: The subject.
-            attack: Name of the attack.
-            scores: Those of the first and of the second world, shapes (n,) and (m,).
-            result: The bounds from them.
-            figure: Writes a score in words.
-            **facts: The other attributes.
+        `figure` writes a score in words; the facts are the other attributes.
         """
         first, second = scores
         if isinstance(result, OneRunResult):
@@ -373,10 +367,6 @@ def _missed(result: OneRunResult, power: float | None) -> str:
     return ": ".join(text for text in ("not found by this attack", ", and ".join(reasons)) if text)
 
 
-def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
-    return max((bound.power for bound in bounds if bound.power is not None), default=None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
     """The arrival control: whether what canaries contribute is in the sums of the steps that drew them.
@@ -444,11 +434,7 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Return that of a folder with a ledger.
-
-        Raises:
-            LedgerCorrupt: The ledger was changed, cut or reordered.
-        """
+        """Return that of a folder with a ledger; raise LedgerCorrupt if it was changed, cut or reordered."""
         content, is_run = read_ledger(folder / LEDGER_FILE), kind_of(folder) == "run"
         return cls(
             folder=folder.resolve().name,
@@ -617,11 +603,7 @@ class Audit(Shown):
 
     @classmethod
     def from_json(cls, content: Any) -> Audit:
-        """Return the audit that `to_json` converted, of this version or of the one before.
-
-        Raises:
-            ValueError: The content is of another schema version, or is not an audit.
-        """
+        """Return the audit that `to_json` converted, of this version or the one before; raise ValueError for others."""
         if isinstance(content, Mapping) and content.get("schema_version") == 1:
             try:
                 content = _of_version_1(content)
@@ -635,11 +617,7 @@ class Audit(Shown):
 
 
 def read_audit(path: Path) -> Audit:
-    """Read the audit in a file.
-
-    Raises:
-        RunFolderError: The file is not an audit.
-    """
+    """Read the audit in a file; raise RunFolderError if it is none."""
     try:
         content = read_json(path)
         found = Audit.from_json(content)
@@ -1078,7 +1056,7 @@ def _few_draws(result: OneRunResult) -> str:
     seen = Method.NORMAL_BOUND in plan.methods and result.normality < NOT_NORMAL
     if plan.draws is None or not (plan.refused or seen):
         return ""
-    power = _largest_power(bound for bound in result.bounds if bound.method.guesses) or 0.0
+    power = max((bound.power or 0.0 for bound in result.bounds if bound.method.guesses), default=0.0)
     return (
         f"A canary is drawn q T = {plan.draws:.3g} times; its scores follow no normal law, which more canaries only "
         f"show better. Guesses decide, whose power is {power:.2f}. {WITHOUT_CANARIES}"

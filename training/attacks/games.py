@@ -126,12 +126,9 @@ class TwoWorlds(ABC):
     together: int = 1
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """Play trials in one world, by default in passes; return each adversary's scores, shape (adversaries, count).
+        """Play at least one trial in one world, by default in passes; return scores, shape (adversaries, count).
 
-        Args:
-            count: Number of trials, at least 1.
-            first: Which world.
-            seed: In [0, 2^63); games of different seeds share no randomness. A release run's mechanism ignores it.
+        Games of different seeds in [0, 2^63) share no randomness; a release run's mechanism ignores the seed.
         """
         return in_passes(count, self.together, lambda own: self._pass(own, first=first), seed=seed)
 
@@ -169,15 +166,10 @@ def played(
     null: bool = False,
     on_trials: Callable[[int], None] = lambda count: None,
 ) -> list[Played]:
-    """Play a game; return what each adversary reached.
+    """Play a game of at least 40 trials; return what each adversary reached at delta.
 
-    Args:
-        game: What is played.
-        trials: Trials of both worlds together, at least 40.
-        seed: Repeats the game, in [0, 2^63), if its mechanism takes seeds.
-        delta: Of the bounds, in [0, 1).
-        null: Whether the second world is the first one again, so that there is nothing to find.
-        on_trials: Called with the number of trials done since the last call.
+    With `null` the second world is the first one again, so that there is nothing to find. `on_trials` is called with
+    the number of trials done since its last call. The seed, in [0, 2^63), repeats a game whose mechanism takes seeds.
     """
     checks.integer(minimum=40, trials=trials)
     count, worlds = trials // 2, []
@@ -234,14 +226,7 @@ def protected(plan: RunPlan, kind: type) -> Any:
 
 
 def in_passes(count: int, size: int, play: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
-    """Return the scores of passes of `size` trials each, cut to `count`, shape (adversaries, count).
-
-    Args:
-        count: Trials wanted.
-        size: Trials of a pass.
-        play: Plays a pass of a seed.
-        seed: Of all passes together.
-    """
+    """Return the scores of passes of `size` trials each, cut to `count`, shape (adversaries, count)."""
     passes = -(-count // size)
     scores = [play(derive_seed(seed, "pass", number) >> 1) for number in range(passes)]
     return np.concatenate(scores, axis=1)[:, :count]
@@ -267,11 +252,9 @@ _TITLES = {
 class LookGame(TwoWorlds):
     """One record's label is a or b, the two that the look tells apart best.
 
-    A look finds its noise, or its light, before it begins, so many labels are looked at together.
-
-    Args:
-        plan: A run whose labels are looked at once; its records are replaced by the auditor's.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
+    A look finds its noise, or its light, before it begins, so many labels are looked at together. As in every game on a
+    run's labels or last model, the plan is the run, whose records are replaced by the auditor's, and `accounted` is
+    what it is accounted as, by default the plan's own mechanism.
     """
 
     together = 50_000
@@ -337,10 +320,6 @@ class StagedLookGame(LookGame):
     leaves both likely, and an answer among these two tells most. The earlier parts answer alike in every pass, as the
     theorem holds for any past, and no trial's label reaches another trial, as all are in the last part. A record's
     prior enters its score less the prior of a record of the same features, which is known.
-
-    Args:
-        plan: A run whose labels are randomized in stages; its records are replaced by the auditor's.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
     """
 
     @override
@@ -372,12 +351,7 @@ LARGE = 1e3
 
 
 class AmplifiedGame(TwoWorlds):
-    """Plays the run's steps on one layer of two outputs; every record enters each batch by the sampler's own coins.
-
-    Args:
-        plan: A run whose labels are protected by noise on its gradients.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
-    """
+    """Plays the run's steps on one layer of two outputs; every record enters each batch by the sampler's own coins."""
 
     mechanism: LabelAmplified
     actual: LabelAmplified
@@ -422,13 +396,7 @@ class AmplifiedGame(TwoWorlds):
 
 
 def on_one_layer(plan: RunPlan, seed: int, sampler: Mapping[str, Any]) -> RunPlan:
-    """Return a run on the auditor's layer of two outputs and its `RECORDS` records.
-
-    Args:
-        plan: The run.
-        seed: Of its batches and noise.
-        sampler: Keys of its sampler.
-    """
+    """Return a run on the auditor's layer of two outputs and its `RECORDS` records, with these keys of its sampler."""
     layer = torch.nn.Linear(RECORDS, len(OPPOSITE), bias=False)
     dataset = crafted(torch.eye(RECORDS), torch.zeros(RECORDS).long(), n_classes=len(OPPOSITE))
     plan = replace(plan, dataset=dataset, network=FullyConnected(torch.nn.Sequential(layer)))
@@ -454,12 +422,7 @@ def _log_mixture(q: float, shift: float, x: np.ndarray) -> np.ndarray:
 def written(writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor, batch: Tensor) -> np.ndarray:
     """Write one step's gradient; return its part along the signals for each record, float64, shape (RECORDS,).
 
-    Args:
-        writer: The writer of `writer_of`.
-        plan: The run of `on_one_layer`.
-        step: The step's number.
-        signals: Of the batch's records, shape (batch, 2).
-        batch: Numbers of its records.
+    The batch's records have signals of shape (batch, 2); writer and plan are those of `writer_of` and `on_one_layer`.
     """
     x = plan.dataset.train.x
     writer.seek(step)
@@ -492,13 +455,7 @@ _LENGTH = 1e3
 
 
 class ReleasedModelGame(TwoWorlds):
-    """One record's label is 0 or 1, and the noisy linear model of all labels is released.
-
-    Args:
-        plan: A run that releases one noisy linear model; its records are replaced by the auditor's.
-        accounted: What the run is accounted as; None takes the plan's own mechanism.
-        louder: By how much the noise is divided, at least 1.
-    """
+    """One record's label is 0 or 1, and the noisy linear model of all labels, its noise over `louder`, is released."""
 
     title = "one noisy linear model of public features"
     pair = "a record's label is 0 or 1"

@@ -78,11 +78,7 @@ class AuditedRun:
     progress: float
 
     def on_own_network(self, plan: RunPlan) -> RunPlan:
-        """Return a plan of this run with a new network that holds the checkpoint's parameters.
-
-        Args:
-            plan: The run as it is to be played: another seed, maybe another protection.
-        """
+        """Return a plan of this run, as it is to be played, with a new network of the checkpoint's parameters."""
         network = plan.algorithm.rebuild_network(self.network_facts, deepcopy(self.model))
         copy_parameters(self.checkpoint, network.tensors, self.checkpoint_file)
         return plan.on_network(network)
@@ -94,13 +90,7 @@ def released_counts(trainer: Trainer) -> dict[str, Tensor]:
 
 
 class ReplayedStep:
-    """Repeats one step: resets the trainer to the same state before each trial.
-
-    Args:
-        run: The audited run.
-        plan: The run as it is played, on a network of its own.
-        trainer: Made from that plan.
-    """
+    """Repeats one step of an audited run: resets the trainer of its plan to the same state before each trial."""
 
     def __init__(self, run: AuditedRun, plan: RunPlan, trainer: Trainer) -> None:
         self.plan, self.dataset = plan, plan.dataset
@@ -146,12 +136,7 @@ class ReplayedStep:
         return WEIGHTS_AND_STATE if self._reads_means else "the weights after every step"
 
     def state_after(self, batch: Records, trial: int) -> Mapping[str, Tensor]:
-        """Return what `earlier` reads gradients from after a step on a batch, until the next step.
-
-        Args:
-            batch: Training records, with their numbers.
-            trial: Its number, from 0.
-        """
+        """Return what `earlier` reads gradients from after a step on a batch, until the next step."""
         with torch.no_grad():  # reset to the state after the warm-up
             for name, tensor in self._trainer.tensors.items():
                 tensor.copy_(self.before[name])
@@ -181,15 +166,7 @@ class ReplayedStep:
 
 @contextmanager
 def replayed_step(run: AuditedRun, plan: RunPlan) -> Iterator[ReplayedStep]:
-    """Open the device and make the trainer as training does, at the checkpoint's state.
-
-    Args:
-        run: The audited run.
-        plan: The run as it is played.
-
-    Raises:
-        DeviceError: The device cannot be opened.
-    """
+    """Open the device and make the trainer as training does, at the checkpoint's state; may raise DeviceError."""
     plan = run.on_own_network(plan)
     with plan.opened_device() as device:
         yield ReplayedStep(run, plan, plan.algorithm.trainer(device))
@@ -217,13 +194,7 @@ class NoiselessStep(Generic[NetworkT]):
         self._kept: KeptTerms | None = None
 
     def gradients(self, weights: Mapping[str, Tensor], records: Records, *, step: int) -> dict[str, Tensor]:
-        """Return the gradients that a step takes, float64, by parameter.
-
-        Args:
-            weights: The parameters that the step starts from.
-            records: The batch.
-            step: The step's number.
-        """
+        """Return the gradients that a step from these weights takes on a batch, float64, by parameter."""
         self._step(weights, records, step)
         counts = released_counts(self._trainer)
         return {
@@ -235,10 +206,6 @@ class NoiselessStep(Generic[NetworkT]):
         """Return what each record contributes to each layer's gradient, or None if it cannot be told.
 
         The rows of a record are kept until other weights are asked for.
-
-        Args:
-            weights: As in `gradients`.
-            records: Of the training set.
         """
         train, numbers = self._train, records.numbers
         if train is None or numbers is None or not isinstance(self._network, FullyConnected):
@@ -283,12 +250,7 @@ class NoiselessStep(Generic[NetworkT]):
 
 @contextmanager
 def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[Any] | None]:
-    """Yield the noiseless step, or None if the noise, or what else is random, cannot be known.
-
-    Args:
-        run: The audited run.
-        plan: The run as it is played, seed included.
-    """
+    """Yield the noiseless step of a run as it is played, or None if noise, or what else is random, cannot be known."""
     silent = without_noise(plan)
     if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
         yield None
@@ -365,18 +327,11 @@ class MembershipGame:
         strangers: bool = False,
         on_trial: Callable[[], None] = lambda: None,
     ) -> list[tuple[Pair, Pair]]:
-        """Play against several attacks, a fair coin a trial.
+        """Play against several attacks, a fair coin a trial; return for each its scores on candidates and strangers.
 
-        Args:
-            attacks: Who looks at each trial.
-            trials: How many count, at least 1.
-            rehearsals: Trials of the second world, with other batches and noise, that the attacks may learn from first.
-            strangers: Whether they are asked about strangers too, with a coin of their own.
-            on_trial: Called after each trial that counts.
-
-        Returns:
-            For each attack its scores on the candidates, and on strangers: of trials of the first world and of the
-                second, shapes (n,) and (m,).
+        Scores are those of trials of the first world and of the second, shapes (n,) and (m,). The attacks may first
+        learn from rehearsals, trials of the second world with other batches and noise. Strangers, if asked about, have
+        a coin of their own.
         """
         for number in range(rehearsals):  # before the trials, so that more of these begin with the same ones
             trial = self.play(_FIRST_REHEARSAL + number, first_world=False)
@@ -397,12 +352,7 @@ class MembershipGame:
         ]
 
     def play(self, trial: int, *, first_world: bool) -> Trial:
-        """Play a trial in one of the two worlds.
-
-        Args:
-            trial: Its number, from 0; other trials share neither batch nor noise with it.
-            first_world: Which world.
-        """
+        """Play a trial, from 0, in one of the two worlds; other trials share neither batch nor noise with it."""
         seed = derive_seed(self._seed, "trial", trial)
         # the four records, or users, that the trial is about, and the others of the batch
         chosen = np.random.default_rng(seed).choice(self._n, _DRAWN, replace=False)
@@ -443,15 +393,10 @@ _SIMULATED = ("ideal", "gaussian")
 
 
 def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
-    """Return the run with whole records protected by a known digital noise on Poisson batches.
+    """Return the run with whole records protected by a known digital noise z on Poisson batches.
 
-    Args:
-        plan: The run.
-        noise_multiplier: z of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum
-            twice as far as leaving the record out.
-
-    Raises:
-        NoGuarantee: The algorithm protects no records.
+    z is that of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum twice as far as
+    leaving the record out. Raises NoGuarantee if the algorithm protects no records.
     """
     algorithm, options = plan.algorithm, plan.protection.options
     multiplier = algorithm.equivalent_noise(noise_multiplier)
@@ -497,12 +442,7 @@ _DELTAS = (1e-4, 1e-3, 1e-2, 0.1, 0.3)
 
 
 def with_half_the_noise(mechanisms: Sequence[Mechanism], delta: float) -> list[tuple[float, float]]:
-    """Return what is proven of mechanisms with half of their noise, as (delta, epsilon); empty if nothing is.
-
-    Args:
-        mechanisms: Of what is attacked.
-        delta: Of the audit's bounds.
-    """
+    """Return what is proven of mechanisms with half of their noise, as (delta, epsilon); empty if nothing is."""
     try:
         halved = [one.with_noise(one.noise / 2) for one in mechanisms]
         stated = [(d, guarantees(halved, delta=d)[0]) for d in (delta, *_DELTAS)]
@@ -514,13 +454,7 @@ def with_half_the_noise(mechanisms: Sequence[Mechanism], delta: float) -> list[t
 def power_of(
     result: AuditResult, claim: Guarantee | None, weaker: Sequence[tuple[float, float]]
 ) -> float | None:
-    """Return the probability with which as many trials would refute a claim at half of the noise; None if not known.
-
-    Args:
-        result: The bound from the trials.
-        claim: What is claimed, if anything finite is.
-        weaker: What `with_half_the_noise` returned.
-    """
+    """Return the probability that as many trials refute the claim at half of the noise; None if not known."""
     if claim is None or not weaker or not math.isfinite(claim.epsilon):
         return None
     return detection_probability(weaker, claim.epsilon, result.n_in, result.n_out, result.plan)

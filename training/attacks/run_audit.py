@@ -70,13 +70,9 @@ ROOM = 16
 def applicable_attacks(
     run: AuditedRun, plan: RunPlan, noiseless: NoiselessStep[Any] | None, *, batch_size: float
 ) -> list[Attack]:
-    """Return the attacks on a run's updates, the one that needs least knowledge first.
+    """Return the attacks on a run's updates as it is played, the one that needs least knowledge first.
 
-    Args:
-        run: The audited run.
-        plan: The run as it is played.
-        noiseless: The noiseless step, or None if there is none.
-        batch_size: Expected number of rows in a batch: its records, or k of each of its users.
+    `batch_size` is the expected number of rows in a batch: its records, or k of each of its users.
     """
     algorithm, protected = plan.algorithm, plan.protects != "nothing"
     layers = [LayerShape(**layer) for layer in run.network_facts.get("layers", [])]
@@ -218,11 +214,7 @@ def audit_run(
 
 
 def drawn_seed(seed: int | None) -> int:
-    """Return the seed of an audit, or draw one for None.
-
-    Raises:
-        ValueError: It is not in [0, 2^63).
-    """
+    """Return the seed of an audit, or draw one for None; raise ValueError outside [0, 2^63)."""
     seed = secrets.randbits(63) if seed is None else seed
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     return seed
@@ -238,16 +230,10 @@ def keep(found: Audit, place: Path, folder: RunFolder) -> Audit:
 
 
 def audit_place(folder: RunFolder, out: str | Path | None, mode: str | None = None) -> Path:
-    """Return the folder that keeps the audit of a run, or of a private loop.
+    """Return the folder that keeps the audit of a run, or of a private loop of this mode.
 
-    Args:
-        folder: Its folder.
-        out: The folder that was asked for, or None.
-        mode: That of a private loop; None reads that of a run.
-
-    Raises:
-        RunFolderError: A release, and no folder outside it; or the folder holds other work.
-        ConfigError: The folder cannot be written to.
+    Raises RunFolderError for a release without a folder outside it, or for a folder of other work, and ConfigError if
+    it cannot be written to.
     """
     out = None if out is None else Path(out)
     if (mode or folder.read_config().mode) == "release":
@@ -396,12 +382,7 @@ def _planned_trials(plan: AnytimePlan) -> int:
 
 
 def forecast(plan: AnytimePlan, tossed: np.ndarray) -> str:
-    """Return in words what so many trials of a step can find: by the e-value, and by errors alone.
-
-    Args:
-        plan: How they are read.
-        tossed: Which world each trial plays, bool, shape (trials,).
-    """
+    """Return in words what trials of a step, of these worlds, can find: by the e-value, and by errors alone."""
     trials, inside = len(tossed), int(tossed.sum())
     # as `audit` splits the scores of each world: the smaller half chooses the threshold
     used = (inside + 1) // 2, (trials - inside + 1) // 2
@@ -453,11 +434,7 @@ def read_as_games(
 ) -> dict[str, Any]:
     """Return what scores say game by game and as those of canaries, and the power with which one of them refutes.
 
-    Args:
-        scores: One a game, in their order, shape (n,).
-        coins: Which world was played, bool, shape (n,).
-        plan: How they are read game by game.
-        power: That of the fixed bound at half of the noise.
+    `power` is that of the fixed bound at half of the noise.
     """
     read = OneRunPlan(
         adversary="", canaries=len(scores), delta=plan.delta, claimed=plan.claimed, law=plan.law

@@ -62,13 +62,7 @@ class RowSpaceAttack(Attack):
     The gradient of layer 1 is (1/m) sum_i delta_i (h_i, 1)^T for any noise in delta_i: its rows are combinations of the
     batch's inputs. If m is below the fan-in and at most the width, they span all of them, so that a member's input lies
     in the row space and another record's does not. The score is -log10 of the relative norm of the part of the record's
-    input outside the row space.
-
-    Args:
-        clipping: Clipping of the inputs in the update, which is public.
-        width: Width of the first layer.
-        depth: Layers of the network.
-        bias: Whether the first layer has a bias.
+    input outside the row space. The clipping of inputs in the update is public.
     """
 
     name = "row space"
@@ -93,17 +87,11 @@ class RowSpaceAttack(Attack):
 
 
 def row_space(gradient: Tensor, rank: int) -> Tensor:
-    """Return an orthonormal basis that contains the span of the rows up to rounding.
+    """Return an orthonormal basis, shape (fan_in, at most rank + 8), that contains the span of the rows up to rounding.
 
-    Slightly more random combinations of the rows than the rank span the same space (Halko, Martinsson, Tropp 2011); the
-    spare directions are rounding errors. Subspace iterations average the rounding errors over all rows.
-
-    Args:
-        gradient: Shape (n, fan_in), float64.
-        rank: Expected rank: the batch size.
-
-    Returns:
-        Shape (fan_in, at most rank + 8).
+    Slightly more random combinations of the rows than the expected rank, the batch size, span the same space (Halko,
+    Martinsson, Tropp 2011); the spare directions are rounding errors. Subspace iterations average the rounding errors
+    over all rows.
     """
     n, fan_in = gradient.shape
     wanted = min(n, rank + _SPARE_DIRECTIONS, fan_in)
@@ -118,12 +106,7 @@ def row_space(gradient: Tensor, rank: int) -> Tensor:
 
 
 def residual(h: Tensor, basis: Tensor) -> float:
-    """Return the norm of the part of h outside the span of an orthonormal basis, relative to |h|; 0 for h = 0.
-
-    Args:
-        h: Shape (fan_in,).
-        basis: Shape (fan_in, rank), float64.
-    """
+    """Return the norm of the part of h outside the span of an orthonormal basis, relative to |h|; 0 for h = 0."""
     exact = h.double()
     norm = float(exact.norm())
     return float((exact - basis @ (basis.t() @ exact)).norm()) / norm if norm else 0.0
@@ -204,13 +187,7 @@ class CovarianceAttack(Attack):
 
 
 class Rows:
-    """Rows of an update without the others' signals, and their covariance from the others.
-
-    Args:
-        left: y_j, shape (n, d), float64.
-        inputs: h_i of the others, shape (m, d), float64.
-        slopes: phi'_ij of the others, shape (m, n), float64.
-    """
+    """Rows y_j of an update without the others' signals, (n, d), and the others' h_i, (m, d), and phi'_ij, (m, n)."""
 
     def __init__(self, left: Tensor, inputs: Tensor, slopes: Tensor) -> None:
         m, d = inputs.shape
@@ -227,12 +204,9 @@ class Rows:
         self._sigma = ((self._left * self._whitened).sum() / (d * self._n)).sqrt().clamp_min(1e-300)
 
     def log_likelihood_ratio(self, h: Tensor, slope: Tensor, signal: Tensor) -> float:
-        """Return the log-likelihood ratio of the batch with and without the candidate; see CovarianceAttack.
+        """Return the log-likelihood ratio of a batch with and without input h, shape (d,); see CovarianceAttack.
 
-        Args:
-            h: The candidate's input, shape (d,).
-            slope: phi'_j, shape (n,).
-            signal: w_j, shape (n,).
+        Slopes phi'_j and signals w_j have shape (n,).
         """
         leverage = (self._solve(h.expand(self._n, -1)[:, :, None])[:, :, 0] * h).sum(dim=1)  # (n,)
         slope, signal = slope[: self._n], signal[: self._n]

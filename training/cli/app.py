@@ -16,12 +16,63 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
 from opusim.files import require_utf8
 from opusim.plugins import PluginError
 from opusim.processes import environment_number, exhausted_message, is_exhausted, launched_processes
-from opusim.training.cli.groups import LazyGroup, built
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its subcommands by name and one line, and loads the one that is invoked."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._loaders: dict[str, Callable[[], Any]] = {}
+        self.panels: dict[str | None, str | None] = {}
+        self.fill()
+
+    def fill(self) -> None:
+        """Name the subcommands, by `later`."""
+
+    def later(self, name: str, summary: str, load: Callable[[], Any], *, panel: str | None = None) -> None:
+        """Add a subcommand that `load` makes; help lists it under a panel with its summary."""
+        self.commands[name] = TyperCommand(name, help=summary, rich_help_panel=panel)
+        self._loaders[name], self.panels[name] = load, panel
+
+    def loaded(self, name: str) -> Any:
+        """Return a subcommand, imported when it is first asked for."""
+        if name in self._loaders:
+            self.commands[name] = self._loaders.pop(name)()
+        return self.commands[name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the subcommand of a command line, and load it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            command = self.loaded(name)
+            _show_flags_without_type(command, ctx)
+        return name, command, rest
+
+
+def _show_flags_without_type(command: Any, ctx: Any) -> None:
+    """Let help show a flag as it is typed, without the type of a value that it does not take."""
+    for option in [*command.params, command.get_help_option(ctx)]:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _show_flags_without_type(inner, ctx)
+
+
+def built(name: str, command: Callable[..., None], **attributes: Any) -> Any:
+    """Return a function as a command for a group; help wraps each paragraph of its docstring."""
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    single.command(name, **attributes)(command)
+    made = typer.main.get_command(single)
+    made.help = "\n\n".join(" ".join(part.split()) for part in (made.help or "").split("\n\n"))
+    return made
+
 
 _TRAIN = "Train"
 _RUNS = "Runs and privacy"
@@ -208,13 +259,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line, which turns errors into one-line messages.
-
-    Attributes:
-        path: The command as it is typed, such as ``opusim train pdfa``.
-        command: That command, or None before it is known.
-        words: The words after it.
-    """
+    """A parsed command line, its command if known, and the words after it; it turns errors into one-line messages."""
 
     path: str = "opusim"
     command: Any = None
@@ -231,11 +276,7 @@ class CommandLine:
         return cls(path, command, words)
 
     def require_unambiguous(self) -> None:
-        """Refuse an option that is given twice, and the name of an option in the place of a value.
-
-        Raises:
-            _UsageError: One of these was found.
-        """
+        """Refuse (_UsageError) an option that is given twice, and the name of an option in the place of a value."""
         seen: dict[str, str] = {}
         for name, option, value in self._given():
             if value in self._options() and f"{name}={value}" not in self.words:  # `name=value` is meant
@@ -283,12 +324,9 @@ class CommandLine:
         return f"{option} {value}: {found['reason']}"
 
     def _option_of(self, key: str, *, quoted: str | None = None, missing: bool = False) -> str | None:
-        """Return the option on the line that set a key or an argument, or None; if missing, the one that would set it.
+        """Return the option on the line that set a key or an argument, or None; if `missing`, one that would.
 
-        Args:
-            key: The key of the configuration, or the argument's name.
-            quoted: The text that it was set to, which finds an option of another name.
-            missing: Whether nothing set it.
+        `quoted`, the text that it was set to, finds an option of another name.
         """
         given = {name: value for name, _, value in self._given()}
         settings = {value.partition("=")[0] for name, _, value in self._given() if name == "--set"}
@@ -396,11 +434,7 @@ def _mend_streams() -> None:
 
 
 def _without_exit(command: Callable[[], Any]) -> Any:
-    """Run a command, and refuse an ``exit()`` in user code or another package.
-
-    Raises:
-        PluginError: Such code called it; the message names the file.
-    """
+    """Run a command, and refuse an ``exit()`` in user code or another package; PluginError names the file."""
     try:
         return command()
     except SystemExit as error:
@@ -416,11 +450,7 @@ def _without_exit(command: Callable[[], Any]) -> Any:
 
 
 def _take_wait() -> None:
-    """Move ``--wait SECONDS`` from the command line to OPUSIM_WAIT, and check that variable.
-
-    Raises:
-        ValueError: It names no number of seconds.
-    """
+    """Move ``--wait SECONDS`` from the command line to OPUSIM_WAIT; raise ValueError if that is no number."""
     if "--wait" in sys.argv:
         place = sys.argv.index("--wait")
         seconds = sys.argv[place + 1] if place + 1 < len(sys.argv) else ""

@@ -36,13 +36,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of the report.
-
-    Attributes:
-        what: Its subject.
-        found: The finding, in words.
-        broken: Whether that keeps opusim, or a package that extends it, from working.
-    """
+    """A line of the report; `broken` keeps opusim, or a package that extends it, from working."""
 
     what: str
     found: str

@@ -101,11 +101,7 @@ class KeyOption:
         return nested(self.key, value if self.constant is None else self.constant)
 
     def implied(self, value: Any) -> Mapping[str, str]:
-        """The other keys that a value sets.
-
-        Raises:
-            ValueError: The value is not one of the option's words.
-        """
+        """The other keys that a value sets; raise ValueError unless it is one of the option's words."""
         if self.words is None:
             return self.also
         if value not in self.words:
@@ -170,6 +166,15 @@ RELEASE = KeyOption(
 _RESERVED = {"model", "config", "set", "settings", "out", "quiet", "help", "debug", "device", "protect"}
 
 
+def say(*texts: str | None, err: bool = True) -> None:
+    """Write paragraphs as wide as the output, on the error stream if `err`; None is left out."""
+    from opusim.tables import wrapped
+
+    for text in texts:
+        if text is not None:
+            typer.echo(wrapped(text), err=err)
+
+
 def say_trusted(facts: Mapping[str, Any]) -> None:
     """Print the user-supplied code that a run is about to execute."""
     from opusim.training.networks.user_code import described_code
@@ -229,11 +234,7 @@ def changes_of(options: Sequence[KeyOption], values: Mapping[str, Any]) -> dict[
 
 
 def resolved(kind: str, config: Path | None, settings: Sequence[str], changes: dict[str, Any]) -> RunConfig:
-    """The configuration of a command for one kind of trainer: its file, its options, its settings.
-
-    Raises:
-        ConfigError: They are wrong, or name another trainer than the command.
-    """
+    """The configuration of a command for one kind of trainer: its file, options and settings; may raise ConfigError."""
     named = None if config is None else named_trainer(config)
     if named not in (None, kind):
         raise ConfigError(
@@ -336,10 +337,8 @@ def topics() -> dict[str, str]:
 def key_rows(topic: str | None = None, *, search: str | None = None) -> list[KeyRow]:
     """The keys of a topic, or all; with `search` those that hold the word in their key or meaning.
 
-    If all topics are listed, each key of a trainer or protection names its kinds in brackets.
-
-    Raises:
-        ValueError: There is no such topic.
+    If all topics are listed, each key of a trainer or protection names its kinds in brackets. Raises ValueError for
+    another topic.
     """
     if topic is not None and topic not in topics():
         hint = f", or write --search {topic}" if key_rows(search=topic) else ""
@@ -358,12 +357,9 @@ def key_rows(topic: str | None = None, *, search: str | None = None) -> list[Key
 
 
 def keys_called(name: str, kind: str, *, roughly: bool = False) -> list[str]:
-    """Return the keys of a trainer's run that end in a name, or the key `name` of a section with that name.
+    """Return a trainer's keys that end in a name of the command line, or the key `name` of a section with that name.
 
-    Args:
-        name: As an option of the command line, such as batch-size.
-        kind: Kind of the trainer.
-        roughly: Whether to accept other tools' words for a key.
+    `roughly` also accepts other tools' words for a key.
     """
     others = [other for other in KINDS["trainer"].every() if other != kind]
     keys = [key for topic in topics() if topic not in others for key, _, _ in _topic_rows(topic)]

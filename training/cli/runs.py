@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opusim.training.cli.options import TrustCode, say_trusted
+from opusim.training.cli.options import TrustCode, say, say_trusted
 
 if TYPE_CHECKING:
     from opusim.training.attacks.findings import Audit
@@ -122,26 +122,18 @@ def report(
     if out is not None:
         require_writable(out, "--out", (".html",))
     if len(runs) == 1 and out is None and kind_of(runs[0]) == "private loop":
-        _say(*shown_audits(runs[0], PrivacySettings.stored(runs[0]).mode)[1])
+        say(*shown_audits(runs[0], PrivacySettings.stored(runs[0]).mode)[1])
         typer.echo(write_loop_report(runs[0]))
         return
     loaded = [read_run(path) for path in runs]
     for run in loaded:
         require_checkpoints(run.folder)
-        _say(*shown_audits(run.folder.path, run.config.mode)[1])
+        say(*shown_audits(run.folder.path, run.config.mode)[1])
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
         return
     names = [f"{path.name}: {run_name(run)}" for path, run in zip(runs, loaded, strict=True)]
     typer.echo(write_comparison(loaded, out or Path("report.html"), title="Runs compared", names=names))
-
-
-def _say(*texts: str) -> None:
-    """Write paragraphs on the error stream."""
-    from opusim.tables import wrapped
-
-    for text in texts:
-        typer.echo(wrapped(text), err=True)
 
 
 def _require_once(runs: Sequence[Path]) -> None:
@@ -203,7 +195,7 @@ def dossier(
         for each in older
         if each.exists() and each.resolve() != page.resolve()
     ]
-    _say(*dict.fromkeys(notes))
+    say(*dict.fromkeys(notes))
     typer.echo(f"{page}\n{document}\n{data}")
 
 
@@ -256,7 +248,6 @@ def list_command(
 ) -> None:
     """List runs and private loops of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
     from opusim.accounting.explanation import print_rows
-    from opusim.tables import wrapped
     from opusim.training.runs.listing import SCHEMA, VERSION, list_runs
 
     entries = list_runs(folder, _loop_facts)
@@ -271,11 +262,10 @@ def list_command(
         if entry.state == "damaged":
             typer.echo(f"{entry.path}: damaged: {entry.problem}")
     if any(entry.guarantee is not None and entry.guarantee.is_proven for entry in sound):
-        typer.echo(
-            wrapped(
-                "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. An "
-                "experiment's epsilon holds for the same run in release mode."
-            )
+        say(
+            "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. An experiment's "
+            "epsilon holds for the same run in release mode.",
+            err=False,
         )
     if not entries:
         typer.echo(f"no runs in {folder}")
@@ -410,7 +400,6 @@ def account_device(
     from opusim.description.schema import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
-    from opusim.tables import wrapped
     from opusim.training.reports.device_privacy import device_levels, level_rows
 
     if figure is not None:
@@ -442,7 +431,7 @@ def account_device(
                 on_evaluation=progress.advance,
                 certificate=held,
             )
-            typer.echo(wrapped(text))
+            say(text, err=False)
             progress.start(evaluations(len(targets), figure=figure is not None))
             print_account(counts, targets, figure)
         return
@@ -460,7 +449,7 @@ def account_device(
         delta=delta,
         certificate=held,
     )
-    typer.echo(wrapped(text))
+    say(text, err=False)
     print_rows(level_rows(levels))
 
 
@@ -625,8 +614,14 @@ def audit(
         options = {"trainings": trials, "jobs": jobs, "cluster": cluster}
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         found = audit_final_model(run, **shared, **given, progress="lines")
+    elif one_run:
+        from opusim.training.attacks.one_run.audit import audit_one_training
+
+        found = audit_one_training(run, **shared, canaries=canaries, on_forecast=say, progress="lines")
     else:
-        found = _play(run, shared, trials, canaries, one_run=one_run)
+        from opusim.training.attacks.run_audit import audit_run
+
+        found = audit_run(run, **shared, trials=trials, on_forecast=say, progress="lines")
     _show(run, found, out, as_json=as_json)
 
 
@@ -641,16 +636,12 @@ def _own_arrays(data: str) -> tuple[Any, ...]:
 
 
 def _audit_loop(folder: Path, out: Path | None, asked: Mapping[str, Any], *, as_json: bool) -> None:
-    """Audit a private loop with the constants of a folder, and show what was found.
-
-    Raises:
-        typer.Exit: See `_print`.
-    """
+    """Audit a private loop with the constants of a folder, and show what was found; exits as `_print`."""
     from opusim.training.attacks.one_run.audit import audit_private_folder
     from opusim.training.reports.audit_page import Audited, write_audit_page, write_loop_report
 
     given = {name: value for name, value in asked.items() if value is not None}
-    found = audit_private_folder(folder, out=out, **given, on_forecast=_say, progress="lines")
+    found = audit_private_folder(folder, out=out, **given, on_forecast=say, progress="lines")
     if out is None:
         shown = write_loop_report(folder)
     else:
@@ -666,24 +657,8 @@ def _require_absent(options: Mapping[str, object], rule: str) -> None:
             raise ValueError(f"{name} {rule}; leave it out")
 
 
-def _play(
-    run: Path, shared: dict[str, Any], trials: int | None, canaries: int | None, *, one_run: bool
-) -> Audit:
-    """Attack a run's steps or play the game of its protection; or train once with canaries."""
-    from opusim.training.attacks.one_run.audit import audit_one_training
-    from opusim.training.attacks.run_audit import audit_run
-
-    if one_run:
-        return audit_one_training(run, **shared, canaries=canaries, on_forecast=_say, progress="lines")
-    return audit_run(run, **shared, trials=trials, on_forecast=_say, progress="lines")
-
-
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
-    """Write report and pages of what was found, and print the findings and what they mean.
-
-    Raises:
-        typer.Exit: See `_print`.
-    """
+    """Write report and pages of what was found, and print the findings and what they mean; exits as `_print`."""
     from opusim.training.reports.audit_page import write_audit_page
     from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
     from opusim.training.runs.folder import read_run
@@ -698,16 +673,12 @@ def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
 
 
 def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
-    """Print the findings, what they mean, and where they are kept.
-
-    Raises:
-        typer.Exit: With code 1 if a bound exceeds the claim, else with 3 if a control failed.
-    """
+    """Print the findings and where they are kept; exit with 1 if the claim is refuted, 3 if a control failed."""
     from opusim.training.attacks.findings import headline
 
     if as_json:
         if not found.controls_hold:
-            _say(headline(found))
+            say(headline(found))
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
         typer.echo(f"{found}\n\n" + "\n".join(places))
@@ -718,11 +689,7 @@ def _print(found: Audit, places: Sequence[str], *, as_json: bool) -> None:
 def _audit_mechanism(
     kind: str, asked: dict[str, Any], *, seed: int | None, out: Path | None, as_json: bool
 ) -> None:
-    """Run the self-test with a progress line, print it and store it; options that are not given keep their defaults.
-
-    Raises:
-        typer.Exit: With code 1, if a check raised an alarm.
-    """
+    """Run the self-test with a progress line, print it and store it; exit with 1 if a check raised an alarm."""
     from opusim.files import require_writable
     from opusim.training.attacks.mechanism.audit import audit_mechanism
     from opusim.training.attacks.mechanism.checks import report_text

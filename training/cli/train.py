@@ -6,7 +6,6 @@ Each kind of trainer has a command, whose options are the fields of its section.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing_extensions import override
 from opusim.files import quoted, read_text
 from opusim.processes import launched_rank
 from opusim.progress import Progress
-from opusim.training.cli.groups import LazyGroup, built
+from opusim.training.cli.app import LazyGroup, built
 from opusim.training.cli.options import (
     EPSILON,
     Callbacks,
@@ -28,6 +27,7 @@ from opusim.training.cli.options import (
     key_rows,
     protections_of,
     resolved,
+    say,
     say_trusted,
     topics,
     trainer_options,
@@ -96,11 +96,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 
 
 def _callbacks(paths: Sequence[str] | None) -> list[Callback]:
-    """Return what the functions of --callback return.
-
-    Raises:
-        ConfigError: A path names no function, or one that returns something else.
-    """
+    """Return what the functions of --callback return; raise ConfigError for anything but callbacks."""
     if not paths:
         return []
     from opusim.errors import ConfigError
@@ -174,7 +170,7 @@ def options(
     """List the keys of the configuration, with defaults and meanings: all, those of a topic, or of a search."""
     from opusim.description.schema import DeviceDescription
     from opusim.description.section import nested_keys
-    from opusim.tables import print_table, wrapped
+    from opusim.tables import print_table
 
     rows = key_rows(topic, search=search)
     of_device = dict.fromkeys(key for key in nested_keys(DeviceDescription) if search and search in key)
@@ -182,14 +178,12 @@ def options(
         raise ValueError(f"--search {search}: no key has this word; leave --search or the topic out")
     if of_device and topic is None:
         named = ", ".join(f"device.{key}" for key in of_device)
-        typer.echo(
-            wrapped(f"Keys of a device's description (`opusim device show NAME` has values): {named}.")
-        )
+        say(f"Keys of a device's description (`opusim device show NAME` has values): {named}.", err=False)
     if not rows:
         return
     print_table("Keys for --set and for TOML files", ("key", "default", "meaning"), rows)
     if topic is None:
-        typer.echo(wrapped(f"Topics: {', '.join(topics())}."))
+        say(f"Topics: {', '.join(topics())}.", err=False)
 
 
 def caution(config: RunConfig) -> str | None:
@@ -238,16 +232,10 @@ def watched(
     own: Sequence[str] | None,
     hints: Sequence[str | None] = (),
 ) -> None:
-    """Train with a progress bar, then print the table and write the report.
+    """Train with a progress bar, then print the table and write the report; `own` names functions of callbacks.
 
-    The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
-
-    Args:
-        config: The configuration.
-        quiet: Whether only the run folder is printed.
-        work: Trains, and takes `callbacks` and `progress` of `opusim.train`.
-        own: Import paths of the user's functions that return callbacks.
-        hints: Lines to print when training begins, unless it is quiet.
+    The cost of a kill is printed when training begins, quiet or not, the hints unless quiet. A process that follows
+    another one prints nothing.
     """
     from opusim.training.engine.cards import place_text
     from opusim.training.reports.run_report import write_report
@@ -294,23 +282,16 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
     from opusim.accounting.explanation import SEED_REBUILDS, print_rows
-    from opusim.tables import wrapped
     from opusim.training.reports.run_report import RELEASE_DASHES, run_name, stated_rows, summary_row
 
     print_rows([summary_row(run, run_name(run))])
-    if run.config.mode == "release":
-        typer.echo(wrapped(RELEASE_DASHES))
+    release = run.config.mode == "release"
+    say(RELEASE_DASHES if release else None, err=False)
     print_rows(stated_rows(run))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
     typer.echo(f"assumptions: opusim account run {quoted(run.folder.path)}")
-    if run.device_note is not None:
-        typer.echo(wrapped(run.device_note))
-    if run.advice is not None:
-        typer.echo(wrapped(run.advice))
-    if run.config.mode == "experiment":
-        typer.echo(wrapped(f"experiment mode: not for release, since {SEED_REBUILDS}"))
-    if run.fresh_noise_note is not None:
-        typer.echo(wrapped(run.fresh_noise_note))
+    mode = None if release else f"experiment mode: not for release, since {SEED_REBUILDS}"
+    say(run.device_note, run.advice, mode, run.fresh_noise_note, err=False)
 
 
 class Announced(Callback):
@@ -325,9 +306,7 @@ class Announced(Callback):
 
     @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        from opusim.tables import wrapped
-
-        print(wrapped(self._text), file=sys.stderr, flush=True)
+        say(self._text)
 
 
 class AnnouncedUsage(Callback):
@@ -335,23 +314,18 @@ class AnnouncedUsage(Callback):
 
     @override
     def on_note(self, text: str) -> None:
-        from opusim.tables import wrapped
-
-        print(wrapped(text), file=sys.stderr, flush=True)
+        say(text)
 
     @override
     def on_features(self, expected: Usage) -> None:
-        from opusim.tables import wrapped
-
-        text = (
+        say(
             f"device of the features, by its description: about {work_text(expected)}, unless they are kept from an "
             "earlier run"
         )
-        print(wrapped(text), file=sys.stderr, flush=True)
 
     @override
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        print(usage_line(expected, f"{steps:,} steps", is_mean=is_mean), file=sys.stderr, flush=True)
+        typer.echo(usage_line(expected, f"{steps:,} steps", is_mean=is_mean), err=True)
 
 
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
@@ -387,11 +361,7 @@ class TuneGroup(LazyGroup):
                 self.later(kind, section.summary, partial(_tune_command, kind, section))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse a command line without a trainer, which earlier versions accepted.
-
-        Raises:
-            ValueError: It begins with an option.
-        """
+        """Refuse (ValueError) a command line without a trainer, which earlier versions accepted."""
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             raise ValueError(
                 f"opusim tune {args[0]}: names no trainer; write `opusim tune convex {args[0]} ...`, or another of "

@@ -49,11 +49,7 @@ class KindSection(Section):
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
-        """Return the defaults of other sections that follow from this kind; given keys override them.
-
-        Args:
-            given: The keys that the run was given, by section; "run" holds those outside of sections.
-        """
+        """Return defaults of other sections that follow from this kind and the given keys, which override them."""
         return {}
 
     def implementing_class(self) -> Any:
@@ -63,11 +59,7 @@ class KindSection(Section):
         return resolve_name(self.implementation)
 
     def check(self, run: Any) -> None:
-        """Refuse a RunConfig whose other sections do not fit this one.
-
-        Raises:
-            ValueError: They do not fit; the message begins with "key = value".
-        """
+        """Raise ValueError, "key = value: ...", for a RunConfig whose other sections do not fit this one."""
         return
 
 
@@ -234,13 +226,7 @@ SectionT = TypeVar("SectionT", bound=KindSection)
 
 @dataclass(frozen=True, kw_only=True)
 class Kinds(Generic[SectionT]):
-    """The kinds of one section of the configuration.
-
-    Attributes:
-        section: Name of the section.
-        base: Class that every kind extends.
-        stored: Kinds that only stored runs may have; `find` accepts them, and lists leave them out.
-    """
+    """The kinds, all of one base, of a section; `find` accepts those that only stored runs have, lists do not."""
 
     section: str
     base: type[SectionT]
@@ -256,11 +242,7 @@ class Kinds(Generic[SectionT]):
         return [name for name in plugins.names(self.group) if name not in self.stored]
 
     def find(self, kind: Any) -> type[SectionT]:
-        """The section class of a kind.
-
-        Raises:
-            BadKey: There is no such kind, or the package that brings it cannot be used.
-        """
+        """The section class of a kind; raise BadKey if there is none, or its package cannot be used."""
         names = self.names()
         if kind not in (*names, *self.stored):
             known = f"; known are {', '.join(map(repr, names))}"
@@ -279,9 +261,7 @@ class Kinds(Generic[SectionT]):
     def validated(self, value: Any) -> Any:
         """The section that a mapping describes, validated as its kind; any other value is returned unchanged.
 
-        Raises:
-            BadKey: An unknown kind, or a key of another kind.
-            ValidationError: A key or value that the kind refuses.
+        Raises BadKey for an unknown kind or a key of another kind, and ValidationError for what the kind refuses.
         """
         if not isinstance(value, Mapping):
             return value
@@ -331,9 +311,6 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Python, TOML and the command line share it. Defaults of the protection win over those of the trainer. The source of
     noise is never inferred: a device that no key asks for is refused.
-
-    Args:
-        values: The keys of a run; sections are mappings or models.
     """
     found = _with_defaults(values)
     if found is None:
@@ -352,10 +329,6 @@ def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 
     A default of a kind is left out if the changed run has another one, and so is a noise multiplier if its epsilon, its
     delta or its protection changes: it is calibrated anew.
-
-    Args:
-        resolved: The values of a whole run; sections are mappings.
-        changes: Keys to be laid over them.
     """
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in resolved.items()}
     before, after = (_with_defaults(every) for every in (resolved, merged(resolved, changes)))

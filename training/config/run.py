@@ -343,16 +343,9 @@ def unused(config: RunConfig) -> dict[str, str]:
 
 
 def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
-    """Refuse a key that does nothing and was given, or that differs from its default.
+    """Refuse (BadKey) a key that does nothing and is among the given dotted keys, or differs from its default.
 
     A resolved configuration names every key. Those that do nothing have their defaults there.
-
-    Args:
-        config: The configuration.
-        given: Dotted keys that the user gave.
-
-    Raises:
-        BadKey: There is such a key.
     """
     for key, needs in unused(config).items():
         named = [name for name in given if f"{name}.".startswith(f"{key}.")]
@@ -367,11 +360,7 @@ def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
 
 
 def require_offered(config: RunConfig, origin: str = "configuration") -> None:
-    """Refuse what only stored runs may have.
-
-    Raises:
-        ConfigError: A kind has dropped such a value; the message says what to take instead.
-    """
+    """Refuse (ConfigError) what only stored runs may have, and say what to take instead."""
     for name in ("trainer", "protection"):
         section = getattr(config, name)
         for key, better in section.dropped.items():
@@ -432,20 +421,12 @@ def load_config(
 
 
 def stored_config(values: Mapping[str, Any]) -> RunConfig:
-    """The resolved configuration in a run's `config.json`, which names every key, also those that do nothing.
-
-    Raises:
-        ConfigError: It is not a valid configuration.
-    """
+    """The resolved configuration in a run's `config.json`, which names every key; may raise ConfigError."""
     return _validated(_table(values, "configuration", "config"), "configuration", given=())
 
 
 def named_trainer(source: str | Path) -> str | None:
-    """The trainer.kind that a file gives, or None.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """The trainer.kind that a file gives, or None; raise ConfigError if it cannot be read."""
     trainer = _read(source)[0].get("trainer")
     kind = trainer.get("kind") if isinstance(trainer, Mapping) else None
     return None if kind is None else str(kind)

@@ -27,13 +27,7 @@ from opusim.description.section import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """When keys have an effect. A key without one is refused, never ignored.
-
-    Attributes:
-        keys: Dotted keys of the run, or whole sections.
-        needs: The condition in words, after "it needs".
-        holds: The condition on the RunConfig.
-    """
+    """When keys, or whole sections, have an effect, in words after "it needs"; a key without one is refused."""
 
     keys: tuple[str, ...]
     needs: str
@@ -529,11 +523,7 @@ class DataConfig(Section):
 
     @property
     def file(self) -> Path:
-        """The file that data.name names.
-
-        Raises:
-            ValueError: It names none.
-        """
+        """The file that data.name names; raise ValueError if it names none."""
         if self.file_kind is None:
             raise ValueError(f"data.name = {self.name!r} names no file; see file_kind")
         return Path(self.name.partition(":")[2])

@@ -123,15 +123,10 @@ class GatedRelu(nn.Module):
         return summed * records.scale.unsqueeze(1)
 
     def clipped(self, records: GatedRecords, residual: Tensor, bound: float) -> Tensor:
-        """Scale the residual down if the gradient that `spread` makes of it exceeds the bound.
+        """Scale the residual, shape (batch, k), down if the gradient that `spread` makes of it exceeds the bound C > 0.
 
         The norm of that gradient is |x| sqrt(open gates) |residual scale|, computed from the numbers that are
         multiplied, so the bound does not rely on the normalisation.
-
-        Args:
-            records: The batch.
-            residual: Shape (batch, k).
-            bound: C > 0.
         """
         spread = norm_bounds(residual * records.scale.unsqueeze(1)) * records.gates.sum(dim=1).double().sqrt()
         factors = bounded_factors(norm_bounds(records.x) * spread, bound)
@@ -147,14 +142,10 @@ class GatedRelu(nn.Module):
 
 
 def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
-    """Divide rows by their norms; return them and which rows have a norm, shapes (batch, d) and (batch,).
+    """Divide rows, less their means if `centre`, by their norms; return them and which rows have a norm.
 
     Guarantees for every float32 row: the norm is 1 up to 2^-23, or the row is 0 because it was 0, not finite, or, if
     centred, constant up to 2^-24 of its largest entry, the resolution of float32 features.
-
-    Args:
-        x: Shape (batch, d).
-        centre: Whether to subtract each row's mean first.
     """
     exact = x.to(torch.float64, copy=True)
     least = exact.new_zeros(())
@@ -171,14 +162,10 @@ def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
 def open_gates(x: Tensor, hyperplanes: Tensor, *, exact: bool = True) -> Tensor:
     """Return 1[u_p . x >= 0], bool, shape (batch, P), for each record independently of the others if `exact`.
 
-    A float32 product rounds differently in a batch of another size, so adding a record could switch gates of records
-    near a hyperplane. If |u_p . x| is within the rounding of any order of summation, (d + 4) 2^-24 |u_p| |x|, that
-    record's product in float64 decides.
-
-    Args:
-        x: Records of norm 0 or 1, float32, shape (batch, d).
-        hyperplanes: u_p as rows, float32, shape (P, d).
-        exact: Whether float64 decides near a hyperplane.
+    x are records of norm 0 or 1, shape (batch, d), and the hyperplanes u_p rows, shape (P, d), both float32. A float32
+    product rounds differently in a batch of another size, so adding a record could switch gates of records near a
+    hyperplane. If |u_p . x| is within the rounding of any order of summation, (d + 4) 2^-24 |u_p| |x|, that record's
+    product in float64 decides.
     """
     with full_precision():
         values = x @ hyperplanes.t()
@@ -229,17 +216,10 @@ class GatedNetwork(Network):
 
 
 def device_hyperplanes(device: NoisyDevice, *, readings: int) -> Tensor:
-    """Read the device's matrix: column i of B is the mean of `readings` projections of the unit vector e_i.
+    """Read the device's matrix B, shape (n_outputs, n_inputs): column i is the mean of `readings` projections of e_i.
 
     The noise is that of a reading divided by sqrt(readings). The gates use the result from then on, in training and at
     inference, so noise only makes it a slightly different random matrix.
-
-    Args:
-        device: An open device; its inputs are the features, its outputs the hyperplanes.
-        readings: Readings of each unit vector, at least 1.
-
-    Returns:
-        B, shape (device.n_outputs, device.n_inputs), on the CPU.
     """
     units = torch.eye(device.n_inputs)
     columns = []
@@ -264,12 +244,7 @@ class Objective:
     clip: float | None
 
     def residual(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite.
-
-        Args:
-            logits: Shape (batch, k).
-            labels: Class numbers, shape (batch,).
-        """
+        """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite."""
         target = torch.zeros_like(logits).scatter_(1, labels.unsqueeze(1), 1.0)
         residual = _RESIDUALS[self.name](logits, target)
         if self.clip is not None and self.name == "one-against-rest":  # entry by entry, which keeps it convex

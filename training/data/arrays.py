@@ -40,40 +40,23 @@ Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int] | Sequence[str |
 
 
 def seeded_permutation(n: int, seed: int) -> torch.Tensor:
-    """Return a uniformly random order of ``0 .. n - 1``.
+    """Return a uniformly random order of ``0 .. n - 1``, int64, shape (n,).
 
     The order sorts raw 64-bit words of PCG64. NumPy never changes the stream of a bit generator, but may change that of
     ``Generator.permutation``, so this split is the same in all versions. Two equal words keep their order; the
     probability of any is below n^2 / 2^65.
-
-    Args:
-        n: Number of items to order, at least 0.
-        seed: At least 0.
-
-    Returns:
-        Shape (n,), int64.
     """
     words = np.random.PCG64(seed).random_raw(n)
     return torch.from_numpy(np.argsort(words, kind="stable"))
 
 
 def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``0 .. n - 1`` at random into a kept part and a held-out part.
+    """Split ``0 .. n - 1`` at random into a kept part and ``round(fraction * n)`` held-out positions, both int64.
 
     The split depends only on the number of records and the seed. It is not stratified: with equal shares of classes, a
     label would decide which part another record falls into, which no label guarantee covers. Both parts are in random
-    order, so consecutive blocks of the kept part are random batches.
-
-    Args:
-        n: Number of records, at least 1.
-        fraction: Share to hold out, in [0, 1); ``round(fraction * n)`` records are held out.
-        seed: At least 0.
-
-    Returns:
-        The positions kept and those held out, both int64 and one-dimensional.
-
-    Raises:
-        ValueError: `fraction` is outside its range, or a part would be empty.
+    order, so consecutive blocks of the kept part are random batches. Raises ValueError for a fraction outside [0, 1) or
+    an empty part.
     """
     _check_fraction(fraction)
     n_out = round(fraction * n)
@@ -87,22 +70,11 @@ def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, to
 
 
 def split_by_content(features: torch.Tensor, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split records by a keyed hash of each one's features.
+    """Split records, shape (n, d), by a keyed hash of each one's features; return the kept and held-out positions.
 
-    A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key
-    ``derive_seed(seed, "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and all NaN as one.
-    Equal records fall into the same part, and either part may be empty.
-
-    Args:
-        features: Shape (n, d), float32.
-        fraction: Probability of being held out, in [0, 1).
-        seed: Public, in [0, 2^64).
-
-    Returns:
-        The positions kept and those held out, both int64, in the order of the records.
-
-    Raises:
-        ValueError: `fraction` is outside its range.
+    A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key ``derive_seed(seed,
+    "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and all NaN as one. Equal records fall into
+    the same part, and either part may be empty. Raises ValueError for a fraction outside [0, 1).
     """
     rows = features.detach().cpu().numpy().astype("<f4")  # a copy
     rows[np.isnan(rows)] = np.nan
@@ -114,19 +86,8 @@ def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, tor
     """Split records by a keyed hash of each one's ID; otherwise like `split_by_content`, with a key of its own.
 
     A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records that share
-    an ID fall into the same part. A record without an ID, None, is kept.
-
-    Args:
-        ids: One ID per record.
-        fraction: Probability of being held out, in [0, 1).
-        seed: Public, in [0, 2^64).
-
-    Returns:
-        The positions kept and those held out, both int64, in the order of the records.
-
-    Raises:
-        TypeError: An ID is neither a whole number nor a string.
-        ValueError: `fraction` is outside its range, or IDs write one number in two ways.
+    an ID fall into the same part. A record without an ID, None, is kept. Raises TypeError for an ID that is neither a
+    whole number nor a string, and ValueError if IDs write one number in two ways.
     """
     keys = keys_of(ids, count=len(ids), name="ids")
     marks = ("i" if key and _WHOLE.fullmatch(key) else "s" for key in keys)
@@ -139,8 +100,7 @@ def split_records(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of training and validation records under a rule.
 
-    Raises:
-        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
+    Raises ValueError for an unknown rule, IDs that are missing, superfluous or too few, or no record left to train on.
     """
     checks.choice(("index", "content", "id"), split=split)
     if (ids is not None) != (split == "id"):
@@ -315,15 +275,7 @@ def from_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class RecordForm:
-    """The form of a data set's records, by which further records are checked.
-
-    Attributes:
-        target: What is predicted of a record.
-        n_classes: Number of classes, token values, real numbers or labels to predict.
-        n_features: Numbers of a record.
-        vocabulary: Number of token values, or None if records hold features.
-        classes: Names of the classes, if labels are strings.
-    """
+    """The form of a data set's records, see `Dataset`, by which further records are checked."""
 
     target: Target
     n_classes: int
@@ -344,15 +296,9 @@ class RecordForm:
         return tokens
 
     def records(self, x: Array, y: Array | None, *, names: tuple[str, str] = ("x", "y")) -> Split:
-        """Return checked records and what to predict of them, not standardised.
+        """Return checked records and what to predict of them, not standardised; y None predicts the next tokens.
 
-        Args:
-            x: Records.
-            y: What to predict, or None to predict the next tokens.
-            names: Names of both, for messages.
-
-        Raises:
-            TypeError, ValueError: They are of another form, or of different lengths.
+        Raises TypeError or ValueError, which has their names, if they are of another form, or of different lengths.
         """
         holds_tokens = self.vocabulary is not None
         if self.classes and is_text(y):
@@ -440,9 +386,7 @@ def _checked(
 def checked_features(values: Array, name: str) -> torch.Tensor:
     """Check features and return them as float32, shape (n, d); a record of another shape is laid out in C order.
 
-    Raises:
-        TypeError: They are no array, or complex.
-        ValueError: The shape is wrong, there is no record, or a number is not finite as float32.
+    Raises TypeError or ValueError for a wrong type or shape, no record, or a number that is not finite as float32.
     """
     if is_mapped(values) and values.ndim > 1 and values.size:
         return on_disk(_block(values, part, name) for part in row_blocks(values.shape))
@@ -474,12 +418,7 @@ def _block(values: np.ndarray, part: slice, name: str) -> torch.Tensor:
 
 
 def checked_tokens(values: Array, name: str) -> torch.Tensor:
-    """Check tokens and return them as int64, shape (n, T).
-
-    Raises:
-        TypeError: They are no array of whole numbers.
-        ValueError: The shape is wrong, or there is no record.
-    """
+    """Check tokens and return them as int64, shape (n, T); may raise TypeError or ValueError."""
     tensor = _tensor(values, name)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(
@@ -496,9 +435,7 @@ def checked_tokens(values: Array, name: str) -> torch.Tensor:
 def checked_target(values: Array, target: Target, name: str) -> torch.Tensor:
     """Check what is to be predicted, and return it in the shape and type of its target (see `Split`).
 
-    Raises:
-        TypeError: It is no array, or of another type of number.
-        ValueError: The shape is wrong, or a number is not finite, or not 0 or 1 for labels.
+    Raises TypeError or ValueError for a wrong type, shape or number, such as other labels than 0 and 1.
     """
     if target == "class":
         return checked_labels(values, name)
@@ -522,12 +459,7 @@ def checked_target(values: Array, target: Target, name: str) -> torch.Tensor:
 
 
 def checked_labels(values: Array, name: str) -> torch.Tensor:
-    """Check labels and return them as int64, shape (n,).
-
-    Raises:
-        TypeError: They are no array of whole numbers.
-        ValueError: The shape is wrong.
-    """
+    """Check labels and return them as int64, shape (n,); raise TypeError or ValueError for others."""
     tensor = _tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
@@ -590,11 +522,7 @@ def _number_of_outputs(
 
 
 def _distinct(labels: torch.Tensor) -> int:
-    """Return k, the number of different labels, which must be 0 to k - 1.
-
-    Raises:
-        ValueError: The labels leave numbers out, as codes do.
-    """
+    """Return k, the number of different labels; raise ValueError unless they are 0 to k - 1."""
     least, most = int(labels.min()), int(labels.max())
     if least >= 0 and most < len(labels) and bool(torch.bincount(labels).all()):
         return most + 1

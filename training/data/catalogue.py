@@ -11,7 +11,6 @@ records would be too good.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import os
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opusim.description.section import meant_by
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, SplitRule
@@ -56,13 +56,7 @@ _PIECE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """How a text becomes tokens: as its bytes, or by a tokenizer of the library `tokenizers`.
-
-    Attributes:
-        vocabulary: Number of token values.
-        tokenizer: The tokenizer, or None if tokens are bytes.
-        digest: BLAKE2b of the tokenizer's file, or None if tokens are bytes.
-    """
+    """How a text becomes tokens: as its bytes, or by a tokenizer of the library `tokenizers` and its file's digest."""
 
     vocabulary: int = _BYTE_VALUES
     tokenizer: Any = None
@@ -72,9 +66,8 @@ class Encoder:
     def from_file(cls, path: Path) -> Encoder:
         """Read a tokenizer.json.
 
-        Raises:
-            DataError: The file cannot be read, is too long or holds no tokenizer.
-            ModuleNotFoundError: The library `tokenizers` is missing.
+        Raises DataError if it holds no tokenizer or is too long, and ModuleNotFoundError without the library
+        `tokenizers`.
         """
         library = required_library(
             "tokenizers",
@@ -95,11 +88,7 @@ class Encoder:
         return cls(vocabulary=largest + 1, tokenizer=tokenizer, digest=digest)
 
     def tokens(self, content: bytes, path: Path) -> Tensor:
-        """Return the tokens of a text, shape (n,), int64.
-
-        Raises:
-            DataError: A tokenizer is given text that is not UTF-8.
-        """
+        """Return the tokens of a text, shape (n,), int64; a tokenizer refuses (DataError) what is not UTF-8."""
         if self.tokenizer is None:
             return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
         try:
@@ -126,23 +115,16 @@ def load_text(
     test: Path | None = None,
     name: str | None = None,
 ) -> Dataset:
-    """Make a data set of windows of a text: T tokens x and the T tokens y that follow each of them.
+    """Make a data set of windows of a text: T = `context` tokens x and the T tokens y that follow each of them.
 
-    The text is cut into windows of T + 1 tokens that do not overlap; x is a window without its last token, y without
-    its first. A last, shorter window is left out. The last ``validation_fraction`` of the bytes is held out, rounded to
-    the start of a UTF-8 character, and encoded separately; `Dataset.origin` has the bytes and tokens of each part.
+    The text, of at most `TEXT_LIMIT` bytes and any content, is cut into windows of T + 1 tokens that do not overlap; x
+    is a window without its last token, y without its first. A last, shorter window is left out. The last
+    ``validation_fraction`` of the bytes is held out, rounded to the start of a UTF-8 character, and encoded separately,
+    as is a file of test records; `Dataset.origin` has the bytes and tokens of each part. Without a tokenizer.json, for
+    UTF-8 text, the tokens are bytes.
 
-    Args:
-        path: The file, of at most `TEXT_LIMIT` bytes; any content is text.
-        context: T, at least 1.
-        tokenizer: A tokenizer.json, for UTF-8 text; None takes bytes, of which there are 256.
-        validation_fraction: Share of the text to hold out, in [0, 1).
-        test: A file of test records, encoded in the same way.
-        name: Name of the data set in reports; None takes ``text:PATH``.
-
-    Raises:
-        DataError: A file cannot be read, is too long, too short for one window, or not UTF-8 for a tokenizer.
-        ModuleNotFoundError: A tokenizer is given, and the library `tokenizers` is missing.
+    Raises DataError for a file that cannot be read, is too long, too short for one window, or not UTF-8 for a
+    tokenizer, and ModuleNotFoundError if the library `tokenizers` is missing.
     """
     encoder = Encoder() if tokenizer is None else Encoder.from_file(tokenizer)
     content = _read(path, TEXT_LIMIT, "text")
@@ -209,14 +191,7 @@ def _read(path: Path, limit: int, what: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenmlSource:
-    """A data set on openml.org whose first records are for training and whose last are for testing.
-
-    Attributes:
-        data_id: Its permanent number there.
-        name: Its name there, for messages.
-        n_train: Number of training records, which come first.
-        n_test: Number of test records, which follow.
-    """
+    """A data set on openml.org, by its number there; the first records are for training, the last for testing."""
 
     data_id: int
     name: str
@@ -251,18 +226,11 @@ class Entry:
 
 
 def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
-    """Load the known data set, or the file, that a configuration names.
+    """Load the known data set, or the file, that section `data` of a configuration names.
 
-    Args:
-        options: Section `data` of the configuration.
-        split: Rule by which records are held out (`RunConfig.split`). ``None`` takes data.split, or index if that is
-            not set.
-
-    Raises:
-        DataError: The data set cannot be read.
-        ConfigError: The name stands for user-supplied arrays, or an option does not apply to the data set.
-        ModuleNotFoundError: A library that reads the file is missing.
-        ValueError: The name is unknown.
+    Records are held out by `split` (`RunConfig.split`), else by data.split or by index. Raises DataError if it cannot
+    be read, ConfigError if the name stands for user-supplied arrays or an option does not apply, ModuleNotFoundError if
+    a library is missing, and ValueError for an unknown name.
     """
     if options.name == OWN_ARRAYS:
         raise ConfigError(
@@ -307,8 +275,7 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
 def unknown_name(name: str) -> ValueError:
     """Return the error of an unknown data.name, with the name that was probably meant."""
-    close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
-    meant = named_file(str(name)) or (close[0] if close else "")
+    meant = named_file(str(name)) or meant_by(str(name), CATALOGUE)
     hint = f"; did you mean {meant!r}?" if meant else ""
     files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
     return ValueError(
@@ -377,15 +344,10 @@ def load_dataset(
 
 
 def download_labelled_images(source: OpenmlSource) -> Parts:
-    """Download a data set from openml.org through scikit-learn, which keeps a copy.
+    """Download a data set from openml.org through scikit-learn, which keeps a copy: pixels float32 from 0 to 255.
 
-    scikit-learn's parser in plain Python reads the file: it needs no pandas, and is slow for 70,000 images.
-
-    Returns:
-        Pixels float32 from 0 to 255 and labels int64.
-
-    Raises:
-        DataError: The download failed, or does not hold what `source` says.
+    scikit-learn's parser in plain Python reads the file: it needs no pandas, and is slow for 70,000 images. Raises
+    DataError if the download failed, or does not hold what `source` says.
     """
     from sklearn.datasets import fetch_openml
 
@@ -445,9 +407,6 @@ def file_sizes(name: str) -> dict[str, int | None]:
     """Return the bytes of each file of a known data set in the folder of OPUSIM_DATA, or None if it is missing.
 
     Nothing is listed if OPUSIM_DATA is not set, or if the data set comes with a library.
-
-    Raises:
-        DataError: OPUSIM_DATA names no folder.
     """
     files = CATALOGUE[name].files
     root = _data_folder("the data") if files else None
@@ -458,11 +417,7 @@ def file_sizes(name: str) -> dict[str, int | None]:
 
 
 def _data_folder(content: str) -> Path | None:
-    """Return the folder that OPUSIM_DATA names, or None if it is not set.
-
-    Raises:
-        DataError: There is no such folder.
-    """
+    """Return the folder that OPUSIM_DATA names, or None if it is not set; raise DataError if it does not exist."""
     root = os.environ.get(VARIABLE)
     if not root:
         return None

@@ -45,13 +45,9 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def on_disk(blocks: Iterable[Tensor]) -> Tensor:
-    """Return rows as one float32 tensor, mapped from an unnamed temporary file that disappears with its last user.
+    """Return blocks of rows as one float32 tensor, mapped from an unnamed file that disappears with its last user.
 
-    Args:
-        blocks: The rows in order, shapes (some, d).
-
-    Raises:
-        DataError: The folder of temporary files has too little room.
+    Raises DataError if the folder of temporary files has too little room.
     """
     n, width = 0, 0
     try:
@@ -116,16 +112,10 @@ class Standardisation:
 
     @classmethod
     def from_data(cls, x: np.ndarray | torch.Tensor, *, on_disk: bool = False) -> Self:
-        """Compute the mean and standard deviation of each feature of `x`; the result is not public.
+        """Compute each feature's mean and deviation over x, shape (n, d), by blocks if `on_disk`; not public.
 
-        A feature that is constant in `x` gets std 1, so that it becomes 0 and is not divided by 0.
-
-        Args:
-            x: Records, shape (n, d), n at least 1, finite.
-            on_disk: Whether to take a block of records into memory at a time.
-
-        Raises:
-            ValueError: `x` is not two-dimensional, is empty or is not finite.
+        A feature that is constant in `x` gets std 1, so that it becomes 0 and is not divided by 0. Raises ValueError if
+        `x` is not two-dimensional, is empty or is not finite.
         """
         checks.complete(x=x)
         records = torch.as_tensor(x).cpu()
@@ -140,14 +130,7 @@ class Standardisation:
         )
 
     def require_fitting(self, x: torch.Tensor) -> None:
-        """Refuse records with another number of features than there are constants.
-
-        Args:
-            x: Records, shape (n, d).
-
-        Raises:
-            ValueError: There is one constant per feature, and `x` has another number of features.
-        """
+        """Refuse (ValueError) records with another number of features than there are constants."""
         for constants in (self.mean, self.std):
             if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
                 raise ValueError(
@@ -156,17 +139,7 @@ class Standardisation:
                 )
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``(x - mean) / std`` as float32.
-
-        Args:
-            x: Records, shape (n, d).
-
-        Returns:
-            The standardised records, shape (n, d), float32, a new tensor.
-
-        Raises:
-            ValueError: There is one constant per feature, and `x` has another number of features.
-        """
+        """Return ``(x - mean) / std``, a new float32 tensor; raise ValueError if the constants do not fit x."""
         self.require_fitting(x)
         mean = torch.tensor(self.mean, dtype=torch.float32, device=x.device)
         std = torch.tensor(self.std, dtype=torch.float32, device=x.device)
@@ -233,11 +206,7 @@ class Split:
         return self.x.device
 
     def batch(self, records: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return x, float32 or int64, and y of some records.
-
-        Args:
-            records: Their numbers, on the host or on the torch device of batches.
-        """
+        """Return x, float32 or int64, and y of records by number, given on the host or on the batches' device."""
         if isinstance(records, Tensor) and records.device != self.x.device:
             records = records.to(self.x.device, non_blocking=True)
         return in_single_precision(self.x[records]), self.y[records]
@@ -374,11 +343,7 @@ def is_text(y: object) -> TypeGuard[np.ndarray]:
 
 
 def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
-    """Return the numbers of named classes, shape (n,), int64.
-
-    Raises:
-        ValueError: A name is not among the classes.
-    """
+    """Return the numbers of named classes, shape (n,), int64; raise ValueError for another name."""
     checks.complete(**{name: y})
     numbers = {known: number for number, known in enumerate(classes)}
     texts = [str(value) for value in y]
@@ -400,13 +365,8 @@ def some_names(names: Sequence[str]) -> str:
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
     """Return the numbers of classes given as strings, and their names; other labels are returned unchanged.
 
-    Args:
-        y: Labels.
-        classes: The names in the order of their numbers; empty takes those in y, sorted.
-        target: What is predicted; names go with classes only.
-
-    Raises:
-        ValueError: There are fewer than 2 names, one comes twice, or names go with numbers.
+    The names are in the order of their numbers; without any, those in y are sorted. Raises ValueError for fewer than 2
+    names, one that comes twice, or names with numbers.
     """
     if target != "class" or not is_text(y):
         if classes:
@@ -444,19 +404,11 @@ class PrincipalComponents:
     def fit(
         cls, x: Tensor, n_components: int, *, whitening: float, public: bool = False
     ) -> PrincipalComponents:
-        """Compute the leading principal components of some records.
+        """Compute the leading k principal components of records x, shape (n, d), public if x holds none of the map's.
 
         Component j of standard deviation s_j is scaled to a standard deviation proportional to s_j^(1 - whitening), so
-        that the mean of the variances is 1. The sign of an axis makes its largest entry positive.
-
-        Args:
-            x: Records, shape (n, d).
-            n_components: k, from 1 to d.
-            whitening: From 0 (relative variances as they are) to 1 (equal variances).
-            public: Whether x holds none of the records that the map is for.
-
-        Raises:
-            ValueError: k exceeds the number of features, or of components with a variance above 0.
+        that the mean of the variances is 1. The sign of an axis makes its largest entry positive. Raises ValueError if
+        k exceeds the number of features, or of components with a variance above 0.
         """
         values = x.double().cpu().numpy()
         if n_components > values.shape[1]:
@@ -517,11 +469,7 @@ def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
 
 
 def standardised_by_records(dataset: Dataset) -> Dataset:
-    """Return features as they were given, standardised by each one's mean and deviation over the training records.
-
-    Raises:
-        ValueError: The records are tokens.
-    """
+    """Standardise features by each one's mean and deviation over the training records; raise ValueError for tokens."""
     if dataset.holds_tokens:
         raise ValueError("data.standardise = 'records' is for features, and x holds tokens; leave it out")
     constants = Standardisation.from_data(dataset.train.x, on_disk=dataset.train.on_disk)

@@ -44,15 +44,7 @@ _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
 
 
 def required_library(name: str, missing: str) -> Any:
-    """Import an optional library when it is needed.
-
-    Args:
-        name: Name of its module.
-        missing: The message if it is not installed: what needs it, and how to install it.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Import an optional library when it is needed; `missing` is the message of ModuleNotFoundError."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -93,17 +85,8 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
 
     The text is UTF-8, or UTF-16 with its mark, and may be compressed by gzip. The separator is the one of `SEPARATORS`
     that splits the header into most names, and the next row into as many cells. "?" stands for a missing value, as in
-    data of the UCI repository.
-
-    Args:
-        file: The open file.
-        path: Its path, for messages.
-        pandas: The library.
-
-    Raises:
-        DataError: It is compressed in another way or too strongly, is no text, or has a row with another number of
-            cells than the header.
-        ValueError: pandas cannot read it.
+    data of the UCI repository. Raises DataError if it is compressed in another way or too strongly, is no text, or has
+    a row with another number of cells than the header, and ValueError if pandas cannot read it.
     """
     content: IO[bytes] = file
     begin = file.read(4)
@@ -156,11 +139,7 @@ def read_csv(file: IO[bytes], path: Path, pandas: Any) -> Any:
 
 
 def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
-    """Return what a gzip file holds.
-
-    Raises:
-        DataError: It is damaged, or unpacks to more bytes than its length makes plausible.
-    """
+    """Return what a gzip file holds; raise DataError if it is damaged, or holds implausibly much for its length."""
     most = max(_TEXT_BYTES_ALLOWED, _TEXT_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
     try:
         with gzip.GzipFile(fileobj=file, mode="rb") as stream:
@@ -194,21 +173,12 @@ def _header(text: str, *, tab: bool) -> tuple[list[str], str]:
 
 
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
-    """Read an idx file of unsigned bytes, compressed if its name ends in ``.gz``.
+    """Read an idx file of unsigned bytes in C order, compressed if its name ends in ``.gz``; uint8, read-only.
 
     The format (MNIST page of Y. LeCun, C. Cortes and C. Burges): two zero bytes, a byte for the element type (8 is an
     unsigned byte), a byte for the number of dimensions, each dimension's size as a big-endian 32-bit integer, and the
-    elements in C order.
-
-    Args:
-        path: The file.
-        n_dimensions: Dimensions that the file must have: 3 for images (n, height, width), 1 for labels (n,).
-
-    Returns:
-        The elements, uint8, in the file's shape; read-only.
-
-    Raises:
-        DataError: The file cannot be read, is of another kind, or is shorter or longer than its header says.
+    elements. Raises DataError if the file cannot be read, has other dimensions, or is shorter or longer than its header
+    says.
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
@@ -269,21 +239,11 @@ _HEADERS = {
 
 
 def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = ()) -> list[np.ndarray]:
-    """Read named arrays of an .npz file.
+    """Read named arrays, and then optional ones, of an .npz file that `numpy.savez` or `savez_compressed` wrote.
 
-    Nothing is unpickled, and no array is decompressed before its header agrees with its length.
-
-    Args:
-        path: The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
-        names: Arrays that must be present.
-        optional: Arrays that may be present.
-
-    Returns:
-        The arrays in the order of the names, then the optional ones that are present.
-
-    Raises:
-        DataError: The file is of another kind or damaged, lacks an array, holds objects, or would take more than 1 GiB
-            and more than 100 times its own length.
+    Nothing is unpickled, and no array is decompressed before its header agrees with its length. Raises DataError if the
+    file is of another kind or damaged, lacks an array, holds objects, or would take more than 1 GiB and more than 100
+    times its own length.
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
@@ -320,11 +280,7 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
 def read_npz(
     path: Path,
 ) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read the arrays x and y of a user-supplied .npz file, and ids if it holds them.
-
-    Raises:
-        DataError: The file cannot be read, or holds other arrays.
-    """
+    """Read x, y and, if it holds them, ids of a user-supplied .npz file; raise DataError if that fails."""
     x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
     return (x, y, ids[0]) if ids else (x, y)
 
@@ -338,14 +294,10 @@ _PIXELS_LIMIT = 2**29
 def read_image_folder(root: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read images that lie in a folder for each class, FOLDER/CLASS/IMAGE, as torchvision's ImageFolder does.
 
-    Returns:
-        Pixels in [0, 1], shape (n, 3, height, width), or (n, 1, height, width) if all are grey, float32; and the names
-        of their classes, in alphabetical order of classes and files.
-
-    Raises:
-        DataError: There is no such folder or no image in it, an image is damaged or of another size than the first, or
-            all of them take too much memory.
-        ModuleNotFoundError: pillow is missing.
+    Returns pixels in [0, 1], shape (n, 3, height, width), or (n, 1, height, width) if all are grey, float32, and the
+    names of their classes, in alphabetical order of classes and files. Raises DataError if there is no image, one is
+    damaged or of another size than the first, or all of them take too much memory, and ModuleNotFoundError without
+    pillow.
     """
     image = required_library("PIL.Image", f"folder:{root} needs pillow, which is missing: pip install pillow")
     try:
@@ -419,17 +371,10 @@ IMAGE_FILES = tuple(
 
 
 def read_labelled_images(root: Path, folder: str) -> Parts:
-    """Read MNIST or a data set like it, in the layout that torchvision writes.
+    """Read MNIST or a data set like it, in the layout that torchvision writes, from `raw/` in a folder of the root.
 
-    Args:
-        root: The folder that `OPUSIM_DATA` names.
-        folder: The data set's folder in it, such as ``"MNIST"``; its files are in ``raw/``.
-
-    Returns:
-        Pixels of shape (n, height * width) and labels, uint8.
-
-    Raises:
-        DataError: A file is missing or damaged, or two files belong to different data sets.
+    Returns pixels, shape (n, height * width), and labels, uint8. Raises DataError if a file is missing or damaged, or
+    two files belong to different data sets.
     """
     raw = root / folder / "raw"
     parts = {}
@@ -493,16 +438,9 @@ _ARCHIVE_LIMIT = 2**30
 def read_cifar10(root: Path) -> Parts:
     """Read CIFAR-10 from an archive of the files train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg.
 
-    The decoded images are cached next to the archive if that folder is writable; later calls read the cache.
-
-    Args:
-        root: The folder that `OPUSIM_DATA` names.
-
-    Returns:
-        Pixels, channels first, shape (n, 3 * 32 * 32), and class numbers in alphabetical order of the names, uint8.
-
-    Raises:
-        DataError: The archive is missing or damaged, or holds something else.
+    The decoded images are cached next to the archive if that folder is writable; later calls read the cache. Returns
+    pixels, channels first, shape (n, 3 * 32 * 32), and class numbers in alphabetical order of the names, uint8. Raises
+    DataError if the archive is missing or damaged, or holds something else.
     """
     archive = root / ARCHIVE
     if not archive.is_file():

@@ -129,13 +129,9 @@ class PublicMap(ABC):
         }
 
     def blocks(self, x: Tensor) -> Iterator[np.ndarray]:
-        """Yield the features of records, float16, shape (n, n_features), some records at a time.
+        """Yield the features of standardised records, float16, shape (n, n_features), some records at a time.
 
-        Args:
-            x: Standardised features, shape (records, n_inputs).
-
-        Raises:
-            ConfigError: A feature does not fit half precision.
+        Raises ConfigError if a feature does not fit half precision.
         """
         with self.opened() as read, torch.no_grad():
             for start in range(0, len(x), RECORDS_AT_ONCE):
@@ -152,11 +148,7 @@ class PublicMap(ABC):
                 yield half.numpy()
 
     def require_room(self, records: int) -> None:
-        """Refuse a map to more features than fit into memory, before a device is opened for it.
-
-        Raises:
-            ValueError: The features do not fit.
-        """
+        """Refuse (ValueError) a map to more features than fit into memory, before a device is opened for it."""
         require_memory(
             2 * records * self.n_features,
             why="features in half precision",
@@ -167,11 +159,7 @@ class PublicMap(ABC):
         )
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the features of records, float16, shape (records, n_features), on x's torch device.
-
-        Args:
-            x: Standardised features, shape (records, n_inputs).
-        """
+        """Return the features of standardised records, float16, shape (records, n_features), on x's torch device."""
         self.require_room(len(x))
         found = torch.empty(len(x), self.n_features, dtype=torch.float16)
         start = 0
@@ -182,14 +170,7 @@ class PublicMap(ABC):
 
 
 def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -> Dataset:
-    """Return the data set with every record's features replaced by those of a map.
-
-    Args:
-        dataset: Standardised features.
-        public: The map.
-        cached: Whether features are kept in a folder of the user (`OPUSIM_CACHE`, else ~/.cache/opusim), and taken from
-            there, mapped into memory, if the same map saw the same records.
-    """
+    """Replace every record's standardised features by those of a map; take them from the user's cache if `cached`."""
     public.require_room(len(dataset.train))
 
     def mapped(split: Split) -> Split:
@@ -199,13 +180,7 @@ def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -
 
 
 def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
-    """Return the features of records, float16; from the cache, or kept there, if `cached`.
-
-    Args:
-        public: The map.
-        x: Standardised features, shape (records, n_inputs).
-        cached: See `with_public_features`.
-    """
+    """Return the features of standardised records, float16; from the cache, or kept there, if `cached`."""
     if not cached:
         return public.apply(x)
     file = cached_file(json.dumps(public.facts, sort_keys=True), x, ".npy")
@@ -224,11 +199,7 @@ def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
 
 
 def _from_cache(file: Path, shape: tuple[int, int]) -> Tensor:
-    """Return features that were kept, mapped into memory.
-
-    Raises:
-        OSError, ValueError: There is none, or it was cut.
-    """
+    """Return kept features, mapped into memory; raise OSError or ValueError if there are none or they were cut."""
     found = np.load(file, allow_pickle=False, mmap_mode="c" if shape[0] else None)
     if found.shape != shape or found.dtype != np.float16:
         raise ValueError(f"{file} holds {found.dtype} of shape {found.shape}")
@@ -402,12 +373,9 @@ class Augmentation:
     shift: int
 
     def copy_of(self, images: Tensor) -> Tensor:
-        """Return one random copy of each image.
+        """Return one random copy of each image, shape (n, c, h, w), both sides above `shift`.
 
         Pixels beyond the border are those reflected at it, without the border itself.
-
-        Args:
-            images: Shape (n, c, h, w), both sides above `shift`.
         """
         n, place = len(images), images.device
         moves = torch.randint(-self.shift, self.shift + 1, (2, n, 1), device=place)
@@ -459,10 +427,8 @@ class OpticalMap(PublicMap):
     def named(cls, options: DataConfig, record_shape: tuple[int, ...]) -> Self:
         """Return the map that data.features names, once the device has shown the public frames.
 
-        Raises:
-            ConfigError: There is no such device, or it is too small.
-            CapabilityMissing: It gives no intensities.
-            DeviceError: It cannot be opened.
+        Raises ConfigError for no such device or one too small, CapabilityMissing if it gives no intensities, and
+        DeviceError.
         """
         description = load_description(options.features_argument)
         form: dict[str, Any] = {
@@ -553,16 +519,9 @@ class OpticalMap(PublicMap):
 
 
 def expected_usage(options: DataConfig, dataset: Dataset) -> Usage | None:
-    """Return the device usage of a data set's features: one frame for each record, and the public frames.
+    """Return the device usage of a data set's features, or None without a device: a frame a record, and public ones.
 
     A run whose features are cached reads the public frames only. Opening the device is not counted.
-
-    Args:
-        options: The section ``data``.
-        dataset: The records, before or after the map.
-
-    Returns:
-        The usage, or None if the features are not a device's.
     """
     if options.features_kind != OpticalMap.kind:
         return None
@@ -582,9 +541,7 @@ _OF_A_FILTER = 2 * GRID**2
 def named_map(options: DataConfig, dataset: Dataset) -> PublicMap:
     """Return the map that data.features names, for the records of a data set.
 
-    Raises:
-        ConfigError: It does not fit them.
-        CapabilityMissing, DeviceError: A device gives no intensities, or cannot be opened.
+    Raises ConfigError if it does not fit them, else as `OpticalMap.named`.
     """
     if dataset.holds_tokens:
         reason = f"{options.features!r} is for quantities, and these records hold tokens; leave it out"
@@ -622,20 +579,10 @@ def synthetic_components(
 ) -> PrincipalComponents:
     """Return principal components of invented images of a data set's shape: standardised like its own, and mapped.
 
-    With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of
-    (f(x) + f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v =
-    f(x') v: a model of the components answers the same for both images.
-
-    Args:
-        dataset: Images (c, h, w), standardised, mapped or not. No record of it is read.
-        n_components: At most 2999.
-        whitening: See `PrincipalComponents.fit`.
-        mirrored: Whether features are averaged with those of the mirror image, left and right exchanged.
-        cached: See `opusim.training.data.public_maps.with_public_features`.
-
-    Raises:
-        ConfigError: Its records are no images.
-        ValueError: There are too few components.
+    With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of (f(x) +
+    f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v = f(x') v: a
+    model of the components answers the same for both images. No record of the data set is read. Raises ConfigError if
+    its records are no images, and ValueError if more than 2999 components are wanted.
     """
     public = None if dataset.public_map is None else map_from_facts(dataset.public_map)
     shape = dataset.record_shape if public is None else public.record_shape
@@ -672,19 +619,12 @@ def _fitted(
 
 
 def random_shapes(shape: tuple[int, ...], count: int) -> Tensor:
-    """Return images of ellipses and rectangles in front of each other, on black.
+    """Return `count` images of a shape (c, h, w) in [0, 1]: ellipses and rectangles in front of each other, on black.
 
     Every other image has up to 6 shapes near its middle, the others up to 30 all over. Each shape is there with
     probability 0.7. Its centre is normal with standard deviation 0.12 or 0.35 in each direction, in sides of the image,
     its half axes are 0.06 + 0.34 u^1.5, its angle is uniform, and so is its colour: 0.6 u of all channels and 0.4 u of
     each, with independent u uniform on [0, 1].
-
-    Args:
-        shape: Shape of an image, (c, h, w).
-        count: Number of images.
-
-    Returns:
-        Values in [0, 1], shape (count, c, h, w).
     """
     generator = torch.Generator().manual_seed(_IMAGE_SEED)
 

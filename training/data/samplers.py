@@ -77,19 +77,10 @@ class Sampler(ABC):
         """Number of steps in which each record is used once; on average, if batches are random."""
 
     def indices(self, step: int) -> torch.Tensor:
-        """Return the positions of one step's records.
+        """Return the distinct positions of one step's records, int64, one-dimensional; a batch may be empty.
 
-        Args:
-            step: The step's number, counted from 0.
-
-        Returns:
-            Distinct positions from 0 to ``n_records - 1``, int64, one-dimensional; possibly none, if the scheme allows
-            an empty batch.
-
-        Raises:
-            TypeError: `step` is not a whole number.
-            ValueError: `step` is below 0.
-            RuntimeError: There is no seed, and this process was forked from the one that made the sampler.
+        Raises TypeError or ValueError for a step that is no whole number from 0, and RuntimeError if there is no seed
+        and this process was forked from the one that made the sampler.
         """
         if type(step) is not int or step < 0:
             checks.integer(step=step, minimum=0)
@@ -355,15 +346,10 @@ class PhysicalBatches:
         fixed: bool | None = None,
         size: int | None = None,
     ) -> PhysicalBatches:
-        """Return how the records of Poisson batches run.
+        """Return how the records of Poisson batches of an expected size, of all processes, run in passes.
 
-        Args:
-            expected: Expected number of records in a batch, of all processes.
-            records: Number of records to draw from, or None if it is private.
-            processes: Number of processes that share a step's records.
-            on_card: Whether a graphics card runs them.
-            fixed: Whether every step runs a fixed number of rows; None for yes on a card or from `FIXED_FROM` records.
-            size: Records in a pass at most; None for all.
+        A pass has at most `size` records. With `fixed` every step runs a fixed number of rows; None means so on a card
+        or from `FIXED_FROM` records. `records` is the number to draw from, None if it is private.
         """
         if not (on_card or round(expected) >= FIXED_FROM if fixed is None else fixed):
             return cls(size=size)
@@ -371,12 +357,7 @@ class PhysicalBatches:
 
     @classmethod
     def fixed(cls, most: int, *, size: int | None) -> PhysicalBatches:
-        """Return the smallest equal batches that hold `most` records.
-
-        Args:
-            most: At least 1.
-            size: Records in a pass at most; None for all.
-        """
+        """Return the smallest equal batches of at most `size` records (None for any) that hold `most` >= 1."""
         count = 1 if size is None else -(-most // size)
         return cls(size=-(-most // count), count=count)
 
@@ -387,13 +368,7 @@ class PhysicalBatches:
         return self.size * max(self.count, -(-records // self.size))
 
     def most(self, expected: float, *, records: int | None, processes: int) -> int:
-        """Return a public bound on a step's records in one process, exceeded with probability at most `OVERFLOW`.
-
-        Args:
-            expected: Expected number of records in a batch, of all processes.
-            records: Number of records to draw from, or None if it is private.
-            processes: Number of processes that share a step's records.
-        """
+        """Return a public bound on a step's records in one process, exceeded with probability at most `OVERFLOW`."""
         return max(most_records(expected, records=records, processes=processes), self.rows(0))
 
     def expected_rows(self, records: float) -> float:
@@ -402,14 +377,7 @@ class PhysicalBatches:
 
 
 def never_filled(expected: float, divisor: float, *, rate: str, constant: str) -> str | None:
-    """Return one line that warns of Poisson batches of far fewer records than the constant that divides their sum.
-
-    Args:
-        expected: Expected number of records in a batch, or of users; public.
-        divisor: The constant.
-        rate: The argument or key of the sampling probability.
-        constant: The argument or key of the divisor.
-    """
+    """Warn in a line of Poisson batches of far fewer records than the constant (`divisor`) that divides their sum."""
     if expected >= divisor / 2:
         return None
     return (
@@ -419,15 +387,10 @@ def never_filled(expected: float, divisor: float, *, rate: str, constant: str) -
 
 
 def most_records(expected: float, *, records: int | None, processes: int) -> int:
-    """Return a bound on a step's records in one process, exceeded with probability at most `OVERFLOW`.
+    """Return a bound on a step's records in one of some processes, exceeded with probability at most `OVERFLOW`.
 
-    The step draws Binomial(n, b / n) records. If n is private, Poisson(b) replaces that law: its upper tail is above
-    that of each such binomial law (Anderson and Samuels 1967), so that the bound reveals nothing of n.
-
-    Args:
-        expected: b, above 0.
-        records: n, or None if it is private.
-        processes: Number of processes, which share the step's records as equally as they can.
+    The step draws Binomial(n, b / n) of `records` n. If n is private, None, Poisson(b) replaces that law: its upper
+    tail is above that of each such binomial law (Anderson and Samuels 1967), so that the bound reveals nothing of n.
     """
     law = stats.poisson(expected) if records is None else stats.binom(records, min(expected / records, 1.0))
     return max(1, -(-int(law.isf(OVERFLOW)) // processes))

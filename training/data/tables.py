@@ -5,7 +5,6 @@ pandas is imported only if a file has to be read; a DataFrame brings it along.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import reprlib
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import TypeIs
 
+from opusim.description.section import did_you_mean
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
@@ -78,14 +78,7 @@ OwnTest = Pair | TorchDataset[Any] | Frame
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The columns of a table as arrays.
-
-    Attributes:
-        x: Features, shape (n, d), float64.
-        y: The column of labels, shape (n,); or several columns of numbers, shape (n, k).
-        columns: Names of the features.
-        ids: The IDs of the records' users, or None.
-    """
+    """A table as arrays: x, float64, (n, d), y, (n,) or (n, k), features' names, and users' IDs or None."""
 
     x: np.ndarray
     y: np.ndarray
@@ -102,23 +95,16 @@ def own_dataset(
     name: str = OWN_ARRAYS,
     tables: tuple[str, str] = ("data", "test"),
 ) -> Dataset:
-    """Make a data set of user-supplied records.
+    """Make a data set of user-supplied records, and test records in any form of these.
 
-    Args:
-        options: Section `data` of the configuration.
-        split: The rule by which records are held out, unless IDs decide.
-        data: The records.
-        test: Test records, in any form of `data`, or None.
-        name: Name of the data set.
-        tables: Names of `data` and `test` in messages, if they are tables.
-
-    Raises:
-        TypeError: The records have none of the forms.
-        ValueError: An array or a column cannot be used.
-        ConfigError: data.split does not fit the given IDs, or data.label or data.user is given with arrays.
+    The split decides which records are held out unless IDs do; `tables` names both in messages. Raises TypeError for
+    records of no such form, ValueError for an array or column that cannot be used, and ConfigError if data.split does
+    not fit the IDs, or data.label or data.user is given with arrays.
     """
     if is_frame(data):
-        _require_user(options, split)
+        if split == "id" and options.user is None:
+            reason = "is missing: name the column with the ID of each record's user (--user COLUMN)"
+            raise ConfigError("configuration", "data.user", reason)
         table = table_of(data, options.label, tables[0], as_text=bool(options.classes), user=options.user)
         pair = None if test is None else _test_pair(test, options, table.columns, tables[1])
         facts: dict[str, Any] = {"ids": table.ids, "columns": table.columns, "name": name}
@@ -144,10 +130,8 @@ def own_dataset(
 def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """Make a data set of the file or folder that data.name names, and of data.test if it is set.
 
-    Raises:
-        DataError: A file cannot be read.
-        ValueError: A column or an array cannot be used.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file, or pillow for images.
+    Raises DataError for an unreadable file, ValueError for a column or an array that cannot be used, and
+    ModuleNotFoundError if a library that reads the file is missing.
     """
     data = read_records(options.file, options)
     held = None if options.test is None else read_records(Path(options.test), options)
@@ -172,12 +156,7 @@ def is_frame(data: object) -> TypeIs[Frame]:
 
 
 def read_records(path: Path, options: DataConfig) -> Any:
-    """Read a file of the kind that data.name has: a DataFrame, or arrays (x, y) and IDs if the file holds some.
-
-    Raises:
-        DataError: It cannot be read.
-        ModuleNotFoundError: A library that reads it is missing.
-    """
+    """Read a file of the kind that data.name has: a DataFrame, or arrays (x, y) and IDs if the file holds some."""
     if options.file_kind == "npz":
         return read_npz(path)
     return read_image_folder(path) if options.file_kind == "folder" else read_frame(path, options)
@@ -186,9 +165,7 @@ def read_records(path: Path, options: DataConfig) -> Any:
 def read_frame(path: Path, options: DataConfig) -> Frame:
     """Read a CSV or Parquet file of the kind that data.name has; see `opusim.training.data.formats.read_csv`.
 
-    Raises:
-        DataError: It cannot be read, is of another kind, or is larger than `TABLE_LIMIT`.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+    Raises DataError if it cannot be read, is of another kind, or is larger than `TABLE_LIMIT`, and ModuleNotFoundError.
     """
     kind = str(options.file_kind)
 
@@ -234,18 +211,12 @@ def table_of(
     as_text: bool = False,
     user: str | None = None,
 ) -> Table:
-    """Return the features and the labels of a table.
+    """Return the features and the labels of a table, named `what` in messages.
 
-    Args:
-        frame: The table.
-        label: The columns that hold what is to be predicted; the others are features.
-        what: Name of the table, for messages.
-        columns: The features in their order; None takes all columns but the labels, in the order of the table.
-        as_text: Whether labels are names of classes, also if they are numbers.
-        user: The column that holds the IDs of the records' users, which are read if `columns` is None; or None.
-
-    Raises:
-        ValueError: A column is missing or superfluous, lacks values, or holds something other than numbers.
+    Features are `columns` in their order, or all others than the labels in that of the table. Labels are names of
+    classes `as_text`, also if they are numbers. The column `user` has the IDs of the records' users, read if `columns`
+    is None. Raises ValueError if a column is missing or superfluous, lacks values, or holds something other than
+    numbers.
     """
     renamed = _named(frame, what)
     found = list(renamed.columns)
@@ -255,8 +226,7 @@ def table_of(
         )
     for column in label:
         if column not in found:
-            close = difflib.get_close_matches(column, found, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(column, found)
             raise ValueError(
                 f"data.label = {column!r} is no column of {what}, which has {some_names(found)}{hint}"
             )
@@ -290,23 +260,8 @@ def table_of(
     )
 
 
-def _require_user(options: DataConfig, split: SplitRule) -> None:
-    """Refuse a table whose records are held out by IDs that no column has.
-
-    Raises:
-        ConfigError: See above.
-    """
-    if split == "id" and options.user is None:
-        reason = "is missing: name the column with the ID of each record's user (--user COLUMN)"
-        raise ConfigError("configuration", "data.user", reason)
-
-
 def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
-    """Return the features of a table, shape (n, d), float64.
-
-    Raises:
-        ValueError: A column is missing, lacks values, or holds something other than numbers.
-    """
+    """Return the features of a table, shape (n, d), float64; raise ValueError for a column that has no such numbers."""
     frame = _named(frame, what)
     missing = [column for column in columns if column not in frame.columns]
     if missing:
@@ -348,11 +303,7 @@ def _is_number(text: str) -> bool:
 
 
 def _named(frame: Any, what: str) -> Any:
-    """Return a table whose columns have names, each once; columns that are numbered get their numbers as names.
-
-    Raises:
-        ValueError: Two columns have one name, or one has a name too long for a message.
-    """
+    """Return a table whose columns have names, each once (ValueError), numbers as names if they are numbered."""
     names = [str(column) for column in frame.columns]
     longest = max(range(len(names)), key=lambda number: len(names[number]), default=None)
     if longest is not None and len(names[longest]) > _NAME_LENGTH:
@@ -435,12 +386,7 @@ def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
 
 
 def as_arrays(data: object, name: str) -> tuple[Any, ...]:
-    """Return arrays that were given as a tuple, a TensorDataset or another data set of torch.
-
-    Raises:
-        TypeError: They were given in another form.
-        ValueError: The data set cannot be taken as arrays.
-    """
+    """Return arrays that were given as a tuple, a TensorDataset or another data set of torch; may raise TypeError."""
     if isinstance(data, TensorDataset):
         return tuple(data.tensors)
     if isinstance(data, tuple):
@@ -466,9 +412,8 @@ def as_arrays(data: object, name: str) -> tuple[Any, ...]:
 def _collected(data: TorchDataset[Any], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the records (x, y) of a data set of torch as arrays, all read once.
 
-    Raises:
-        TypeError: It has no length, or a record is no pair of an array and a number.
-        ValueError: It is empty, its records differ in shape, or it gives another record each time it is asked.
+    Raises TypeError if it has no length, or a record is no pair of an array and a number, and ValueError if it is
+    empty, its records differ in shape, or it gives another record each time it is asked.
     """
     kind = type(data).__name__
     if not callable(getattr(data, "__len__", None)):
@@ -493,11 +438,7 @@ def _collected(data: TorchDataset[Any], name: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _record(record: Any, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return one record (x, y) as arrays of numbers; y may be a name.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return one record (x, y) as arrays of numbers, or y a name; raise TypeError for something else."""
     parts = tuple(record) if isinstance(record, list | tuple) else (record,)
     arrays = [
         np.asarray(part) for part in parts if isinstance(part, Tensor | np.ndarray | np.generic | Real | str)

@@ -45,19 +45,12 @@ class Users:
 
     @classmethod
     def of(cls, ids: OwnIds, *, count: int, most: int, name: str) -> Self:
-        """Number the users; a record without an ID (None, a blank text) is a user of its own.
+        """Number the users of `count` records; a record without an ID (None, a blank text) is a user of its own.
 
         Numbers of equal value are one ID, and so is a text that writes the number; blanks around a text do not count.
-
-        Args:
-            ids: One ID for each record, a whole number or a text.
-            count: Number of records.
-            most: See the class.
-            name: The argument or key that gives the IDs, for messages.
-
-        Raises:
-            TypeError: An ID is neither a whole number nor a text; floats, and NaN among them, are none.
-            ValueError: There are more or fewer IDs than records, or IDs write one number in two ways.
+        `name` is the argument or key that gives the IDs, for messages. Raises TypeError for an ID that is neither a
+        whole number nor a text (a float, NaN), and ValueError for another number of IDs or for IDs that write one
+        number in two ways.
         """
         keys = keys_of(ids, count=count, name=name)
         numbers: dict[object, list[int]] = {}
@@ -171,11 +164,7 @@ def _key(value: Any, name: str) -> str | None:
 
 
 def require_users(ids: object, most: int | None) -> None:
-    """Refuse IDs of users without a number of records per user, and that number without IDs.
-
-    Raises:
-        TypeError, ValueError: See above, or the number is out of range.
-    """
+    """Refuse (TypeError, ValueError) IDs of users without a number of records per user, and that number without IDs."""
     if most is not None:
         checks.integer(minimum=1, records_per_user=most)
     if (ids is None) != (most is None):

@@ -498,12 +498,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
 
 
 def require_float64(algorithm: Algorithm[Any, Any, Any]) -> None:
-    """Refuse a run on a torch device without float64 whose steps need it.
-
-    Raises:
-        ConfigError: Records or labels are protected, as bounds on rounding are proven in float64; or the trainer needs
-            float64.
-    """
+    """Refuse (ConfigError) a run on a torch device without float64 whose steps need it."""
     config = algorithm.config
     place = torch.device(config.torch_device)
     if place.type not in WITHOUT_FLOAT64:
@@ -517,11 +512,7 @@ def require_float64(algorithm: Algorithm[Any, Any, Any]) -> None:
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
-    """Refuse a protection that the algorithm does not apply, so that no guarantee is stated without its noise.
-
-    Raises:
-        NoGuarantee: `Algorithm.applies` holds nothing of `Protection.needs`.
-    """
+    """Refuse (NoGuarantee) a protection whose noise the algorithm does not apply: none of its `needs`."""
     needs = algorithm.protection.needs
     protects = algorithm.config.protection.protects != "nothing"
     if protects and not needs & algorithm.applies:

@@ -25,11 +25,7 @@ _SHARE_OF_STEP = 0.9
 
 
 def named_here(name: str) -> str:
-    """Return a configuration's torch device on this machine: "auto" is the card, or else the processor.
-
-    Raises:
-        ConfigError: There is no such torch device here.
-    """
+    """Return a configuration's torch device here, or raise ConfigError: "auto" is the card, or else the processor."""
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == AUTO:
         return "cuda" if cuda else "cpu"
@@ -49,11 +45,7 @@ def named_here(name: str) -> str:
 
 
 def place_text(name: str) -> str | None:
-    """Return a line that says on which card a run computes, or that "auto" found none; None for the processor.
-
-    Args:
-        name: The torch device as the configuration names it.
-    """
+    """Return a line that says on which card a run computes, or that "auto" found none; None for the processor."""
     here, how = named_here(name), ", as torch_device = 'auto' chose" if name == AUTO else ""
     place = torch.device(here)
     if place.type == "cuda":
@@ -65,13 +57,7 @@ def place_text(name: str) -> str | None:
 
 
 def to_device(dataset: Dataset, name: str, *, resident: bool = False) -> Dataset:
-    """Return the data set for training on a torch device.
-
-    Args:
-        dataset: On the host.
-        name: The torch device.
-        resident: Whether all records are moved, whatever their size.
-    """
+    """Return the data set for training on a torch device; `resident` moves all records, whatever their size."""
     if name == "cpu":
         return dataset
     place, parts = torch.device(name), (dataset.train, dataset.validation, dataset.test)
@@ -97,13 +83,7 @@ def _free_memory(place: torch.device) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The figures of torch's allocator for a run that exhausted a card's memory, in bytes.
-
-    Attributes:
-        total: Memory of the card.
-        before: Allocated before the first step: model and records.
-        peak: The most that was allocated since then.
-    """
+    """Bytes of a card: all, allocated before the first step (model and records), and the most allocated since then."""
 
     total: int
     before: int
@@ -139,14 +119,7 @@ class StepMemory:
 
 
 def exhausted(step: int, batch: int, place: torch.device, found: StepMemory | None) -> CardMemoryError:
-    """Return the error of a step for which a card's memory did not suffice.
-
-    Args:
-        step: Number of the step.
-        batch: sampler.batch_size, a public number.
-        place: The card.
-        found: The allocator's figures; None if they are not known, or private.
-    """
+    """Return the error of a step for which a card's memory did not suffice, with the allocator's figures if public."""
     smaller = max(batch // 2, 1) if found is None else found.fitting(batch)
     how = "half of it"
     if found is not None:

@@ -29,15 +29,9 @@ def certificate_of(
 ) -> Certificate | None:
     """Return the certificate that a run rests on, checked against the device, the date and the run's delta.
 
-    Args:
-        chosen: The run's device.
-        delta: Delta of its statement.
-        description: The device's, or None without one.
-        folder: The folder of a run to resume, which keeps the certificate, so that its file may be gone.
-
-    Raises:
-        ConfigError: It is another device's or description's, too old, without a law, or its beta leaves no delta.
-        RunFolderError: The file now holds another certificate than the run was started with.
+    The folder of a run to resume keeps the certificate, so that its file may be gone. Raises ConfigError if it is
+    another device's or description's, too old, without a law, or its beta leaves no delta, and RunFolderError if the
+    file now holds another one than the run was started with.
     """
     if chosen.certificate is None or description is None:
         return None
@@ -67,12 +61,7 @@ def certificate_of(
 
 
 def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
-    """Return what the ledger keeps of a certificate.
-
-    Args:
-        certificate: The run's.
-        device: The open device, which states the certified law and is monitored.
-    """
+    """Return what the ledger keeps of a certificate, whose law the open device states and monitors."""
     monitor = device.description.monitor or MonitorSettings()
     found = device.smallest_changes(1)
     single = found["variance of one output below the law"]
@@ -93,10 +82,8 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
 def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
     """Return the step of the last check that confirmed the device's noise in all steps before it.
 
-    Args:
-        device: The device.
-        step: Steps done; labels are read under a step number beyond all others, and their checks do not count.
-        earlier: That step in the checkpoint from which this process resumed; -1 in a new run.
+    Labels are read under a step number beyond all others, and their checks do not count; then it is `earlier`, the
+    checkpoint's, at most.
     """
     found = device.monitor.vouched
     return found if 0 <= found <= step else min(earlier, step)
@@ -111,11 +98,7 @@ def without_remedy(error: DeviceError) -> str:
 def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[None]:
     """Record an alarm that stops a certified run outside its steps, such as when a resumed run opens its device.
 
-    Doubt then begins at the last passed check of the newest checkpoint.
-
-    Args:
-        folder: The run's, whose lock is held.
-        ledger: Opens its ledger.
+    Doubt then begins at the last passed check of the newest checkpoint. The folder's lock is held.
     """
     try:
         yield

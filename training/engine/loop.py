@@ -114,19 +114,14 @@ class Engine:
             self._watcher.on_usage(expected, steps=self.total_steps - self.step, is_mean=is_mean)
 
     def begin(self, configuration: bytes) -> None:
-        """Write the first checkpoint of a new run.
-
-        Args:
-            configuration: The content that `config.json` will have.
-        """
+        """Write the first checkpoint of a new run, whose `config.json` will have this content."""
         self._files = self._folder.digests(configuration)
         self.checkpoint()
 
     def resume(self) -> None:
         """Restore the newest checkpoint of a folder that can be resumed (`RunFolder.require_resumable`).
 
-        Raises:
-            RunFolderError: It is damaged, or of another network or configuration.
+        Raises RunFolderError if it is damaged, or of another network or configuration.
         """
         newest = list_checkpoints(self._folder.checkpoints)[-1]
         checkpoint = read_checkpoint(newest)
@@ -242,8 +237,7 @@ class Engine:
     def _check_device(self) -> None:
         """Check the certified device once more after its steps, before they count as done.
 
-        Raises:
-            DeviceError: It has changed; a checkpoint was written, and the ledger says from which step on.
+        Raises DeviceError if it has changed; a checkpoint was written, and the ledger says from which step on.
         """
         if self._certified is None:
             return
@@ -256,8 +250,7 @@ class Engine:
     def _check_after(self, error: Exception) -> None:
         """Check the certified device after an error that is not its own, such as a divergence, and write no checkpoint.
 
-        Raises:
-            DeviceError: It has changed; the ledger says from which step on. The step that failed counts as done.
+        Raises DeviceError if it has changed; the ledger says from which step on. The step that failed counts as done.
         """
         if self._certified is None or isinstance(error, (DeviceError, RunInterrupted, BudgetExceeded)):
             return
@@ -284,13 +277,7 @@ class Engine:
         return self._folder.seal(self._files, self.steps.position, bound=self._private)
 
     def _alarm_of(self, error: DeviceError, step: int, *, noted: bool = False) -> Alarm | None:
-        """Return the ledger's alarm for a device's error before a step of a certified run, or None.
-
-        Args:
-            error: The device's.
-            step: The step.
-            noted: Whether to record it in the ledger.
-        """
+        """Return, and record if `noted`, the alarm for a device's error before a certified run's step, or None."""
         device = self._certified
         if device is None or not device.monitor.changed:  # no alarm of the monitor
             return None
@@ -329,11 +316,7 @@ class Engine:
         )
 
     def _advance(self) -> None:
-        """Do one step, then the metrics and the checkpoint that are due.
-
-        Raises:
-            RuntimeError: This process was forked from the one that trains, before the step or in it.
-        """
+        """Do one step, then the metrics and the checkpoint that are due; refuse (RuntimeError) a forked process."""
         self.steps.require_own()
         index, place = self._sampler.indices(self.step), self._dataset.train.place
         left_in_epoch = -(self.step + 1) % self._sampler.steps_per_epoch
@@ -415,8 +398,7 @@ class Engine:
     def checkpoint(self) -> None:
         """Write a checkpoint of the steps done so far.
 
-        Raises:
-            TrainingDiverged, DeviceFault: One of them was not finite, which a card reports only now.
+        Raises TrainingDiverged or DeviceFault if one of them was not finite, which a card reports only now.
         """
         self._late.read()
         self._trainer.before_checkpoint()
@@ -490,16 +472,9 @@ def lead(
     ranks: Ranks,
     users: Users | None = None,
 ) -> StepRecord:
-    """Do one step with all processes, which wait for it in `follow`.
+    """Do one paid step with all processes, which wait for it in `follow`; with several, nothing is observed.
 
-    Args:
-        trainer: The trainer of the first process.
-        split: The training records.
-        records: Numbers of the batch's records, or of its users, on the host, shape (batch,).
-        step: Number of the step; it is paid for.
-        observe: See Trainer.step; with several processes nothing is observed.
-        ranks: The processes.
-        users: The users that are drawn instead of records, or None.
+    `records` are the numbers of the batch's records, or of its users, on the host, shape (batch,).
     """
     if ranks.world == 1:
         return _step(trainer, split, records, users, step=step, observe=observe)
@@ -509,14 +484,7 @@ def lead(
 
 
 def follow(trainer: Trainer, split: Split, ranks: Ranks, users: Users | None = None) -> None:
-    """Do this process's part of every step that the first one leads, until that one ends the run.
-
-    Args:
-        trainer: The trainer of this process, in the state of the first one's.
-        split: The training records.
-        ranks: The processes.
-        users: See `lead`.
-    """
+    """Do this process's part of every step that the first one leads, until that one ends the run."""
     while (order := ranks.on_first(_no_order)) is not None:
         for group, rate in zip(trainer.optimizer.param_groups, order.rates, strict=True):
             group["lr"] = rate

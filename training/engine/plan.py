@@ -76,17 +76,10 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of a run: built, checked, its noise calibrated.
 
-        Args:
-            config: The configuration, or that of the folder if the run resumes.
-            dataset: The records that it names, as they were loaded.
-            model: A user-supplied module, or None for the network of the configuration.
-            folder: The folder of a run to resume, which holds its components and its device's description.
-
-        Raises:
-            ConfigError: The configuration or the device description is wrong.
-            TypeError, ValueError: The module cannot be used.
-            NoGuarantee: No theorem covers the run, its algorithm does not apply the protection, or no noise reaches its
-                epsilon.
+        A folder to resume gives the configuration, its components and its device's description; a model takes the place
+        of the network of the configuration. Raises ConfigError for a wrong configuration or description, TypeError or
+        ValueError for a module that cannot be used, and NoGuarantee if no theorem covers the run, its algorithm does
+        not apply the protection, or no noise reaches its epsilon.
         """
         plan = cls.checked(config, dataset, model=model, folder=folder)
         section = plan.config.protection
@@ -169,11 +162,7 @@ class RunPlan(Plan):
         return self
 
     def varied(self, config: RunConfig) -> Self:
-        """Return the checked plan of another run on the same data set, with a network of its own.
-
-        Args:
-            config: It differs in no key of the sections data and device.
-        """
+        """Return the checked plan of another run, of equal sections data and device, with a network of its own."""
         plan = self.configured(config)
         return plan.on_network(plan.new_network())._with_choices()._require_covered()
 
@@ -195,16 +184,9 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of the run in a folder, without another check or calibration.
 
-        Args:
-            folder: The run folder.
-            data: The records, if the run was trained on user-supplied ones.
-            model: A module like the run's, if its folder cannot describe it.
-            trust_code: Whether to execute the user-supplied code that the run names by import path.
-
-        Raises:
-            RunFolderError: The data differ, the network cannot be rebuilt, or user-supplied code is named and
-                `trust_code` is False.
-            ConfigError: The data are missing, or the torch device is not available.
+        User-supplied records and a module that the folder cannot describe are given; `trust_code` executes the code
+        that the run names by import path. Raises RunFolderError if the data differ, the network cannot be rebuilt, or
+        code is not trusted, and ConfigError if the data are missing, or the torch device is not available.
         """
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())
         require_trusted(facts, trust_code=trust_code)
@@ -246,11 +228,7 @@ class RunPlan(Plan):
 
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
-        """The algorithm of the run.
-
-        Raises:
-            ConfigError: The run is a stored one of a kind that was dropped.
-        """
+        """The algorithm of the run; raise ConfigError for a stored run of a kind that was dropped."""
         require_offered(self.config)
         options = self.config.trainer
         algorithm: Algorithm[Any, Any, Any] = options.implementing_class()(self, options)
@@ -298,14 +276,9 @@ class RunPlan(Plan):
 
     @contextmanager
     def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
-        """Open the device of the run; yields None if it has none.
+        """Open the device of the run, which the processes use as one; yields None if it has none.
 
-        Args:
-            ranks: The processes that use the device as one; None for one.
-
-        Raises:
-            ConfigError: The device is too small for the network.
-            DeviceError: The device cannot be opened.
+        Raises ConfigError if it is too small for the network, and DeviceError if it cannot be opened.
         """
         if self.description is None:
             yield None
@@ -336,11 +309,7 @@ class RunPlan(Plan):
 
 
 def for_this_machine(config: RunConfig) -> RunConfig:
-    """Return a configuration for this machine: with its torch device, and no seed, which a release run does not use.
-
-    Raises:
-        ConfigError: Its torch device is not available.
-    """
+    """Return a configuration with a torch device of this machine, and no seed in a release run, which uses none."""
     place = named_here(config.torch_device)
     found = config if place == config.torch_device else config.unchecked(torch_device=place)
     return found.unchecked(seed=0) if found.mode == "release" else found
@@ -365,14 +334,8 @@ def with_own_inputs(
 ) -> RunConfig:
     """Return the configuration for user-supplied inputs: their names, and no constants of a known data set.
 
-    Args:
-        config: The configuration.
-        data: The data, or None.
-        label: The column of a table that holds what to predict, or several; None takes data.label.
-        model: The module, or None.
-
-    Raises:
-        ConfigError: A key does not fit them, or model.name names another network.
+    `label` is the column of a table that holds what to predict, or several; None takes data.label. Raises ConfigError
+    if a key does not fit them, or model.name names another network.
     """
     changes: dict[str, Any] = {} if label is None else {"label": label}
     if data is not None:
@@ -390,17 +353,10 @@ def with_own_inputs(
 
 
 def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest | None = None) -> Dataset:
-    """Return the records to train on: those given, or the data set that the configuration names.
+    """Return the records to train on: those given, with their test records, or the data set of the configuration.
 
-    Args:
-        config: The configuration.
-        data: User-supplied records, or None.
-        test: User-supplied test records (x, y), which go with user-supplied records.
-
-    Raises:
-        TypeError: `data` is something else.
-        ValueError: `test` was given without arrays.
-        ConfigError: data.split does not fit the given IDs, or a key contradicts the given Dataset.
+    Raises TypeError for data of another form, ValueError for `test` without arrays, and ConfigError if data.split does
+    not fit the given IDs, or a key contradicts the given Dataset.
     """
     if test is not None and (data is None or isinstance(data, Dataset)):
         raise ValueError(
@@ -434,10 +390,8 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
 def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
     """Return the data set after the configured maps: a public one, then principal components.
 
-    Args:
-        config: The configuration.
-        dataset: The records as they were loaded, or after the public map, as an audit changes them.
-        folder: The folder of a run that has started, whose maps are taken.
+    The folder of a run that has started gives its maps. The records may be those after the public map, as an audit
+    changes them.
     """
     if config.data.features is not None and dataset.public_map is None:
         public = (
@@ -470,11 +424,7 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
 
 
 def users_of(config: RunConfig, dataset: Dataset) -> Users | None:
-    """Return the users of the training records, or None if records are protected.
-
-    Raises:
-        ConfigError: The data set has no IDs.
-    """
+    """Return the users of the training records, None if records are protected; raise ConfigError without IDs."""
     if not config.of_users:
         return None
     if not dataset.owners:
@@ -485,11 +435,7 @@ def users_of(config: RunConfig, dataset: Dataset) -> Users | None:
 
 
 def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
-    """Return the sampler of the configuration over the training records.
-
-    Raises:
-        ConfigError: sampler.batch_size exceeds the number of records.
-    """
+    """Return the sampler over the training records; raise ConfigError if sampler.batch_size exceeds their number."""
     options, users = config.sampler, users_of(config, dataset)
     n_records = len(dataset.train if users is None else users)
     if config.protection.bands > 1:
@@ -516,13 +462,7 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
 
 
 def fingerprint(split: Split, *, labels: bool = True, owners: Sequence[str | None] = ()) -> str:
-    """Return BLAKE2b of the records, which keeps a run from being resumed or audited on other data.
-
-    Args:
-        split: The records, whose order counts.
-        labels: Whether their labels count, or their features only.
-        owners: The IDs of their users, if these are protected.
-    """
+    """Return BLAKE2b of records in order, their labels and their users' IDs: keeps a run from other data."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (split.x, split.y) if labels else (split.x,):
         digest.update(tensor.cpu().contiguous().numpy().view(np.uint8).data)
@@ -569,13 +509,9 @@ class Forecast:
 
     @classmethod
     def of(cls, plan: RunPlan, device: NoisyDevice | None) -> Self | None:
-        """Return the forecast of a run before its trainer is made.
+        """Return the forecast of a run on its open device before its trainer is made.
 
         Returns None without a device, or if the work is known only after a step.
-
-        Args:
-            plan: The run.
-            device: Its open device, or None without one.
         """
         if device is None:
             return None
@@ -597,11 +533,7 @@ class Forecast:
         )
 
     def usage(self, first: int = 0) -> Usage:
-        """Return the expected usage from a step on, plus that of opening the device.
-
-        Args:
-            first: Steps that are done.
-        """
+        """Return the expected usage after `first` steps that are done, plus that of opening the device."""
         plan, device = self.plan, self.device
         looks = _observed(plan, plan.total_steps) - _observed(plan, first)
         work = self.step.times(plan.total_steps - first - looks) + self.observed.times(looks)

@@ -168,14 +168,7 @@ def train_on(
 ) -> Run:
     """Train under a resolved configuration on records that are already in memory; see `train`.
 
-    Args:
-        config: The configuration; that of the folder if the run resumes.
-        records: The data set that it names.
-        folder: The run folder; None takes a new one under ./runs.
-        model: See `train`.
-        resume: See `train`.
-        moved: See `train`.
-        watcher: See `train`.
+    Without a folder it takes a new one under ./runs.
     """
     private = config.mode == "release"
     if watcher is not None and isinstance(model, DescribedModule):
@@ -211,13 +204,7 @@ def train_on(
 
 
 def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Callback | None = None) -> None:
-    """Train a resolved run in a new folder; see `train`.
-
-    Args:
-        plan: The run.
-        folder: Its folder, which holds no run.
-        watcher: Receives the progress.
-    """
+    """Train a resolved run in a new folder; a watcher receives the progress. See `train`."""
     with folder.writing(new=True, private=plan.config.mode == "release"):
         _train_in(folder, plan, watcher, resume=False)
 
@@ -494,11 +481,7 @@ def follows(config: RunConfig) -> bool:
 
 
 def require_shareable(config: RunConfig, ranks: Ranks) -> None:
-    """Refuse what runs in one process only, before anything is written.
-
-    Raises:
-        ConfigError: There are several processes, and the trainer or the protection does not share its work.
-    """
+    """Refuse (ConfigError) what runs in one process only, before anything is written."""
     if ranks.world == 1:
         return
     kind, protection = config.trainer.kind, config.protection
@@ -518,11 +501,7 @@ def require_shareable(config: RunConfig, ranks: Ranks) -> None:
 
 
 def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
-    """Refuse processes that were started with another configuration or other data than the first.
-
-    Raises:
-        RunFolderError: One of them was; on every process, before anything is written.
-    """
+    """Refuse (RunFolderError) processes that were started with another configuration or other data than the first."""
     if ranks.world > 1:
         mine = {
             "configuration": (plan.config.digest(),),

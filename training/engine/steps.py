@@ -68,11 +68,7 @@ class PaidSteps:
         self._content: LedgerContent | None = None
 
     def require_open(self) -> None:
-        """Refuse a forked process, and steps after `close`.
-
-        Raises:
-            RuntimeError: See above.
-        """
+        """Refuse (RuntimeError) a forked process, and steps after `close`."""
         self.require_own()
         if self._closed:
             raise RuntimeError(f"{self._name} is closed; resume it from its folder, with resume=True")
@@ -82,12 +78,7 @@ class PaidSteps:
     def open(self, ledger: Callable[[], Ledger], *, covered: bool = True) -> None:
         """Open the ledger on the first process; every process learns what was paid for.
 
-        Args:
-            ledger: Opens it.
-            covered: Whether each step is paid for by itself, so that the ledger must cover those taken.
-
-        Raises:
-            LedgerCorrupt: It does not.
+        Raises LedgerCorrupt if `covered`, each step is paid for by itself, and the ledger does not cover those taken.
         """
 
         def opened() -> LedgerContent | None:
@@ -120,16 +111,10 @@ class PaidSteps:
         return Position() if self._content is None else self._content.position
 
     def pay(self, *mechanisms: Mechanism, until: int) -> None:
-        """Ensure that the next step is paid for; when this returns, every process may take it.
+        """Ensure that the mechanisms of the next step are paid for; then every process may take it.
 
-        Args:
-            *mechanisms: Mechanisms that the step releases.
-            until: Number of a step that no line of the ledger reserves.
-
-        Raises:
-            BudgetExceeded: It would exceed the budget.
-            OSError: The ledger cannot be written.
-            RuntimeError: See `require_open`.
+        No line of the ledger reserves step `until`. Raises BudgetExceeded, OSError if the ledger cannot be written, and
+        RuntimeError as `require_open`.
         """
         if self.ranks.world == 1:
             self._pay(mechanisms, until)
@@ -174,15 +159,9 @@ class PaidSteps:
     # Processes that run the same loop
 
     def agree(self, act: Act, number: int = 0, *, step: int | None = None) -> list[int]:
-        """Check that all processes do the same, and return a number from each, in the order of ranks.
+        """Check that all processes do the same at a step, by default the next; return each one's number, by rank.
 
-        Args:
-            act: Act that this process is about to do.
-            number: Number that the others receive from this process.
-            step: With which step; None for the next one.
-
-        Raises:
-            RuntimeError: The processes do different things; on each of them.
+        Raises RuntimeError, on each of them, if they do different things.
         """
         rank = self.ranks.rank
         if self.ranks.world == 1:
@@ -204,12 +183,7 @@ class PaidSteps:
         return self.ranks.on_first(work)
 
     def part(self, step: int, draw: Callable[[int], Tensor]) -> tuple[list[int], int]:
-        """Return this process's part of the batch that the first one draws, and the size of the largest part.
-
-        Args:
-            step: The number of the step, which may not be paid for yet.
-            draw: Draws its batch over the whole data set; called on the first process.
-        """
+        """Return this process's part of the batch that `draw` gives on the first one, and the largest part's size."""
         if self.ranks.world == 1:
             indices: list[int] = draw(step).tolist()
             return indices, len(indices)
@@ -267,11 +241,7 @@ def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.
 
 @contextmanager
 def torch_threads(wanted: int | None) -> Iterator[int]:
-    """Set torch's thread count for the run and put it back.
-
-    Args:
-        wanted: Threads, or None for torch's own number.
-    """
+    """Set torch's thread count, unless None, for the run and put it back."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or before)
     try:

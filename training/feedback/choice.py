@@ -202,13 +202,7 @@ _USUAL = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast", "gain"
 
 
 class ChosenPoints(NamedTuple):
-    """Feedback points that suit a model.
-
-    Attributes:
-        names: Their names.
-        spread: How one row of the error reaches a record's positions.
-        reason: Why they were chosen, in a few words.
-    """
+    """Feedback points that suit a model, how a row of the error reaches positions (`spread`), and why."""
 
     names: tuple[str, ...]
     spread: Literal["broadcast", "full"]
@@ -261,13 +255,9 @@ def _convolutions(model: nn.Module) -> ChosenPoints | None:
 
 
 def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
-    """Return the name of the linear layer that gives a score to each token, or None if no layer looks like one.
+    """Return the name of the linear layer, outside the points, that gives a score to each token, or None.
 
     It shares its weight with an embedding, or is the last linear layer and has an output for each entry of one.
-
-    Args:
-        model: The model.
-        points: Its feedback points; layers inside them are left out.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [
@@ -356,12 +346,7 @@ class Choosing:
         return lines
 
     def _look(self, calls: Sequence[tuple[str, Tensor]], *, added: bool) -> None:
-        """Decide whether the feedback is normalised.
-
-        Args:
-            calls: As in `_tell`.
-            added: Whether a point is added to an unnormalised stream.
-        """
+        """Decide from the calls' outputs whether feedback is normalised; a point may be `added` to a bare stream."""
         is_sum = bool(unnormalised(calls))
         self._normalised = is_sum or added
         self._reasons["normalised"] = (
@@ -374,11 +359,7 @@ class Choosing:
             self.gain = _GAIN_OF_STREAMS
 
     def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Log the choices in the first forward pass that learns, or warn.
-
-        Args:
-            calls: Name and output of each call of a point.
-        """
+        """Log the choices in the first forward pass that learns, or warn; calls have each point's name and output."""
         if not self.gain:
             return
         wants_plain = self._normalised is False and "normalised" not in self._reasons
@@ -400,11 +381,7 @@ class Choosing:
         normalised: bool | None,
         gain: float | None,
     ) -> None:
-        """Set the arguments that are given, and choose the others; see FeedbackAlignment.
-
-        Raises:
-            ValueError: There is no such submodule, or the error's place is a point.
-        """
+        """Set the arguments that are given, and choose the others; see FeedbackAlignment for them and their errors."""
         self._reasons = {} if normalised is not None else {"normalised": ""}
         """The reason for each chosen argument, in a few words."""
         found = choose_points(self.model) if points is None else None
@@ -441,10 +418,5 @@ class Choosing:
 
 @cache
 def tell(text: str, *, unusual: bool) -> None:
-    """Log what was chosen, each text once in a process.
-
-    Args:
-        text: What was chosen, and why.
-        unusual: Whether to log at level WARNING, which is printed by default, instead of INFO.
-    """
+    """Log what was chosen and why, each text once in a process: at WARNING, which is printed, if `unusual`."""
     _LOG.log(logging.WARNING if unusual else logging.INFO, "opusim: %s", text)

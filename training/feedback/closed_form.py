@@ -114,11 +114,7 @@ class Learned:
 
 
 def require_finite(value: Tensor, step: int) -> None:
-    """Stop before an update that is not finite; on a graphics card, before it is saved (`checks.require`).
-
-    Raises:
-        TrainingDiverged: The value is NaN or infinite.
-    """
+    """Raise TrainingDiverged before an update that is not finite; on a card, before it is saved (`checks.require`)."""
 
     def diverged() -> TrainingDiverged:
         return TrainingDiverged(
@@ -231,10 +227,8 @@ class ClosedForm:
     def learn(self, batch: Batch) -> Learned:
         """Return what a batch contributes to a protection, or write this process's share of its mean gradient.
 
-        A batch without records contributes nothing and gets no reading, unless other processes have records.
-
-        Raises:
-            TrainingDiverged: Without protection, the loss or a gradient is not finite.
+        A batch without records contributes nothing and gets no reading, unless other processes have records. Without
+        protection, TrainingDiverged is raised if the loss or a gradient is not finite.
         """
         network, self._before = self.network, batch.before
         forward = network.forward(batch.x)
@@ -273,11 +267,8 @@ class ClosedForm:
     def start_from_feedback(self, records: Tensor) -> None:
         """Set the output layer's weights to the feedback that the last hidden layer receives, and its bias to zero.
 
-        Args:
-            records: Two records, shape (2, n_inputs); only `ModuleGradients` reads their sizes.
-
-        Raises:
-            ValueError: There is no feedback matrix, or no hidden layer.
+        Of two records, shape (2, n_inputs), only `ModuleGradients` reads the sizes. Raises ValueError without a
+        feedback matrix or a hidden layer.
         """
         network = self.network
         if self._projection is None or network.depth == 1:
@@ -321,13 +312,7 @@ class ClosedForm:
         return {"alignment": cosines, "signal_norm": deltas.signal_norms, "noise_norm": deltas.noise_norms}
 
     def _deltas(self, forward: ForwardPass, error: Tensor, *, observe: bool) -> Deltas:
-        """Return delta_1 .. delta_L for a batch.
-
-        Args:
-            forward: Values of its forward pass.
-            error: e, shape (batch, n_L).
-            observe: Whether to measure norms as well.
-        """
+        """Return delta_1 .. delta_L for a batch of error e, shape (batch, n_L); `observe` measures norms as well."""
         network, options, scale = self.network, self._config, self._scale
         widths, signal_norms, noise_norms = network.widths[:-1], list[float](), list[float]()
         # Back through the weights.

@@ -131,14 +131,7 @@ class FeedbackConfig(TrainerSection):
         return 0.0
 
     def require_keys(self, *, closed_form: bool) -> None:
-        """Refuse keys of the other kind of network.
-
-        Args:
-            closed_form: Whether the network is a fully connected one, whose gradients have a closed form.
-
-        Raises:
-            ConfigError: A key differs from its default and would do nothing.
-        """
+        """Refuse (ConfigError) keys of the other kind of network, which would do nothing; see `closed_form`."""
         encoding = getattr(self, "encoding", "ternary")
         if closed_form and encoding not in ("ternary", "planes"):
             reason = (

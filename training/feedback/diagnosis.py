@@ -33,14 +33,7 @@ _STANDARD_ERRORS, _SHARE, _LEAST_LEARNT = 3.0, 0.03, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a backward pass projected.
-
-    Attributes:
-        rows: The rows of the error, shape (rows, n_inputs).
-        reading: Their readings, shape (rows, n_outputs).
-        feedback: What each call of a point received.
-        used: Frames and seconds of the device.
-    """
+    """A backward pass's projected rows and readings, what each call of a point received, and the device's usage."""
 
     rows: Tensor
     reading: Tensor
@@ -285,12 +278,7 @@ class Control:
 
 
 def is_worse(with_feedback: Sequence[float], without: Sequence[float]) -> bool:
-    """Return whether losses with feedback are higher than without, in the last quarter of the batches; see `Control`.
-
-    Args:
-        with_feedback: Losses of the batches in order, before each update.
-        without: The same of the control.
-    """
+    """Return whether losses with feedback exceed those of the control in the last quarter of batches; see `Control`."""
     last = len(without) // 4
     differences = [a - b for a, b in zip(with_feedback[-last:], without[-last:], strict=True)]
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / last**0.5

@@ -27,11 +27,6 @@ from opusim.training.networks.record_gradients.followed.placement import Held, M
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 
 
-def holds_no_numbers(tensor: Tensor) -> bool:
-    """Return whether a tensor has a shape only, on torch's meta device."""
-    return tensor.is_meta
-
-
 class FeedbackShape(NamedTuple):
     """Width of the error and number of outputs of B that a model needs; `opusim.open_device` takes both."""
 
@@ -70,21 +65,11 @@ class PointHooks(Choosing, nn.Module):
 
     @abstractmethod
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the feedback of each point.
-
-        Args:
-            gradient: dL/dz.
-            points: The points' outputs, or tensors of their shapes and types.
-        """
+        """Return each point's feedback from dL/dz; `points` are their outputs or tensors of such shape and type."""
 
     @abstractmethod
     def _begin(self, module: nn.Module, *, compiled: bool) -> None:
-        """Start to record points; nothing is recorded outside a forward pass of the whole model.
-
-        Args:
-            module: The module that runs.
-            compiled: Whether torch compiles the pass; known only if the pass decides about normalised feedback.
-        """
+        """Start to record points of a module; `compiled` is known only if the pass decides the feedback's norm."""
 
     @property
     def _shape(self) -> FeedbackShape:
@@ -113,11 +98,7 @@ class PointHooks(Choosing, nn.Module):
         return handles
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """Begin a forward pass, unless torch records it for an export: feedback points are Python code.
-
-        Raises:
-            ValueError: `torch.export` or `torch.jit.trace` records the pass.
-        """
+        """Begin a forward pass; refuse (ValueError) one that torch exports or traces: points are Python code."""
         if torch.compiler.is_exporting():
             raise ValueError(_no_export("torch.export"))
         if torch.jit.is_tracing():
@@ -238,7 +219,7 @@ class PointHooks(Choosing, nn.Module):
             self._look(calls, added=added)
         if self._state == "measuring":
             return error
-        if holds_no_numbers(error):
+        if error.is_meta:
             raise ValueError(
                 "the model is on the meta device, whose tensors hold no numbers that a point could receive; give it "
                 "storage by to_empty(device='cpu') and fill it, or get the plain model from remove()"

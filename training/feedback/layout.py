@@ -73,14 +73,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """The outputs of B that belong to one call of a point.
-
-    Attributes:
-        name: The point.
-        offset: First output.
-        channels: C.
-        positions: Positions with outputs of their own: 1, or all of a record under spread = 'full'.
-    """
+    """The outputs of B, from `offset`, of one call of a point: C channels at 1 position, or all if spread = 'full'."""
 
     name: str
     offset: int
@@ -111,18 +104,11 @@ def arrange(
     shared: bool,
     records_first: bool = True,
 ) -> list[Slice]:
-    """Return the slices of B of all calls of points.
+    """Return the slices of B of all calls of points, by name and sizes.
 
-    Args:
-        error: Sizes of the error.
-        points: Name and sizes of each call.
-        rows: Which rows are projected.
-        full: Whether a record's one row gives every position its own outputs.
-        shared: Whether all points use the same outputs.
-        records_first: Whether records are the first dimension, so that rows flattened by the model have a known order.
-
-    Raises:
-        ValueError: A point has neither the error's rows nor its records, or its rows have another order.
+    With `full` a record's one row gives every position its own outputs; `shared` points use the same outputs. Records
+    are the first dimension unless told otherwise, so that rows flattened by the model have a known order. Raises
+    ValueError if a point has neither the error's rows nor its records, or its rows have another order.
     """
     slices: list[Slice] = []
     for name, point in points:
@@ -144,12 +130,9 @@ def arrange(
 
 
 def chosen_rows(error: Tensor, rows: Rows, *, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Return the rows to project, shape (records, chosen, n), and the positions that were drawn.
+    """Return the rows of E, (records, positions, n), to project, shape (records, chosen, n), and the drawn positions.
 
-    Args:
-        error: E, shape (records, positions, n).
-        rows: "each", "sum", or a number of positions to draw, the same for all records.
-        seed: Seed of the draw.
+    Rows are "each", "sum", or a number of positions to draw by the seed, the same for all records.
     """
     if rows == "each":
         return error, None
@@ -174,16 +157,10 @@ def spread(
     rows: Rows,
     gain: float,
 ) -> Tensor:
-    """Return the feedback of one point, shape (records, positions, channels).
+    """Return the feedback of one point, shape (records, positions, channels), from its slice of a reading of B.
 
-    Args:
-        reading: Outputs of B for the chosen rows, shape (records, chosen, n_outputs).
-        part: The point's slice.
-        error: Sizes of the error.
-        point: Sizes of the point's output.
-        drawn: Positions of the chosen rows, or None for all.
-        rows: Which rows were projected.
-        gain: Factor on the feedback, in addition to that of the width.
+    The reading has shape (records, chosen, n_outputs) for rows at the drawn positions, None for all. `gain` is in
+    addition to that of the width.
     """
     own = reading[..., part.offset : part.end]
     if drawn is not None:
@@ -268,23 +245,14 @@ class LearntReadout:
         return {"updates": self._updates, **each}
 
     def apply(self, number: int, reading: Tensor) -> Tensor:
-        """Return M_l r for the readings of rows.
-
-        Args:
-            number: Number of the call of a point.
-            reading: Shape (records, rows, n_outputs).
-        """
+        """Return M_l r for the readings of rows at call `number` of a point, shape (records, rows, n_outputs)."""
         matrix = self._matrices[number]
         return reading[..., : matrix.shape[1]] @ matrix.T
 
     def fit(self, number: int, features: Tensor, gradient: Tensor, *, plain: float) -> None:
-        """Fit the matrix of a call to the rows of a batch and of earlier ones.
+        """Fit the matrix of a call to the rows of a batch and of earlier ones, with p = `plain` at least 0.
 
-        Args:
-            number: Number of the call.
-            features: s r_i / std_i, shape (rows, n_outputs).
-            gradient: g_i, shape (rows, outputs of the point).
-            plain: p, at least 0.
+        Features are s r_i / std_i, shape (rows, n_outputs), gradients g_i, shape (rows, outputs of the point).
         """
         # 1. Add the batch to the sums, in which earlier ones fade.
         squares, products = self._squares[number], self._products[number]
@@ -308,11 +276,7 @@ class LearntReadout:
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: The state is that of points of other sizes.
-        """
+        """Restore what `state_dict` returned; raise ValueError for the state of points of other sizes."""
         found, wanted = (
             {name: tuple(tensor.shape) for name, tensor in each.items()} for each in (state, self.state)
         )
@@ -326,10 +290,5 @@ class LearntReadout:
 
 
 def fits_at(step: int, every: int) -> bool:
-    """Return whether a read-out is fitted before a step: at multiples of `every`, and at three more in the first.
-
-    Args:
-        step: From 0.
-        every: At least 0; 0 for never.
-    """
+    """Return whether a read-out is fitted before a step: at multiples of `every` > 0, three more in the first."""
     return every > 0 and (step % every == 0 or step in (every // 10, every // 4, every // 2))

@@ -56,7 +56,7 @@ from opusim.training.feedback.projection import (
     make_encoding,
 )
 from opusim.training.feedback.streams import Followed
-from opusim.training.networks.base import require_not_of_opacus
+from opusim.training.networks.base import preserved_modes, require_not_of_opacus
 from opusim.training.networks.clipping import finite_rows
 from opusim.training.networks.record_independence import put_back
 
@@ -299,16 +299,10 @@ class FeedbackAlignment(PointHooks):
             *args: Arguments of the model, such as two records.
             **kwargs: Keyword arguments of the model.
         """
-        modes = {module: module.training for module in self.model.modules()}
         self._slices, self._projection = [], None
-        try:
-            self.model.eval()
-            looks = self._normalised is None  # the graph says how a point's output was computed
-            with torch.set_grad_enabled(looks), self._in_state("measuring"):
-                self.model(*args, **kwargs)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        looks = self._normalised is None  # the graph says how a point's output was computed
+        with preserved_modes(self.model), torch.set_grad_enabled(looks), self._in_state("measuring"):
+            self.model.eval()(*args, **kwargs)
         return self._shape
 
     def work(self, *args: Any, times: float = 1.0, fits: bool = False, **kwargs: Any) -> DeviceWork:

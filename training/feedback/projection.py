@@ -48,12 +48,7 @@ class Encoded:
     offset: Tensor | None = None
 
     def decoded(self, readings: Tensor, ones: Tensor | None = None) -> Tensor:
-        """Return s sum_k w_k r_k + c B 1, computed in place.
-
-        Args:
-            readings: r_k, shape (K * rows, n_outputs).
-            ones: B 1, shape (n_outputs,); only for an encoding that has an offset.
-        """
+        """Return s sum_k w_k r_k + c B 1 of readings r_k, shape (K * rows, n_outputs), computed in place."""
         total = readings
         if self.weights is not None:
             rows, n_outputs = self.frames.shape[1], readings.shape[1]  # there may be no rows
@@ -83,20 +78,11 @@ class Encoding(ABC):
     """Whether the encoding has a constant c."""
 
     def seek(self, step: int, *, before: int = 0) -> None:  # noqa: B027  # optional hook
-        """Set the step of the next batches; an encoding that draws numbers keys them by it.
-
-        Args:
-            step: The step's number.
-            before: Rows of the step that other processes encode before the next ones.
-        """
+        """Set the step that keys the next batches' draws, and the rows that other processes encode before them."""
 
     @abstractmethod
     def __call__(self, error: Tensor) -> Encoded:
-        """Encode a batch of errors.
-
-        Args:
-            error: e, float32, shape (rows, n_inputs).
-        """
+        """Encode a batch of errors e, float32, shape (rows, n_inputs)."""
 
 
 class AbsoluteTernary(Encoding):
@@ -212,16 +198,9 @@ class BitPlanes(Encoding):
 
 
 def make_encoding(name: EncodingName, *, threshold: float, planes: int, seed: int = 0) -> Encoding | None:
-    """Return an encoding by name, or None for "real", which shows the error itself.
+    """Return an encoding by name, or None for "real", which shows the error itself; "sign" is ternary with threshold 0.
 
-    Args:
-        name: real, ternary (relative threshold), stochastic, planes or sign (ternary with threshold 0).
-        threshold: See `RelativeTernary`; only for "ternary".
-        planes: See `BitPlanes`; only for "planes".
-        seed: See `StochasticTernary`; only for "stochastic".
-
-    Raises:
-        ValueError: The name is unknown, or a number is out of range.
+    Raises ValueError for an unknown name or a number out of range; see the classes for the numbers.
     """
     checks.choice(("real", "ternary", "stochastic", "planes", "sign"), encoding=name)
     if name == "real":
@@ -254,14 +233,7 @@ class Projection(ABC):
             self._encoding.seek(step, before=before)
 
     def noise_std(self, error: Tensor) -> Tensor:
-        """Return the standard deviation of a reading's noise, mean over rows, in units of B e.
-
-        Args:
-            error: e, shape (rows, n_inputs).
-
-        Returns:
-            One value, shape (), or one per output.
-        """
+        """Return the deviation of a reading's noise, mean over rows, in units of B e: shape () or one per output."""
         return error.new_zeros(())
 
     def noise_power(self, error: Tensor) -> Tensor:
@@ -269,20 +241,12 @@ class Projection(ABC):
         return error.new_zeros(())
 
     def shown(self, error: Tensor) -> float:
-        """Return the share of the entries of the error that the projection sees, in [0, 1].
-
-        Args:
-            error: e, shape (rows, n_inputs).
-        """
+        """Return the share of the entries of the error, shape (rows, n_inputs), that the projection sees, in [0, 1]."""
         return 1.0 if self._encoding is None else self._encoding(error).shown
 
     @abstractmethod
     def read(self, error: Tensor) -> Tensor:
-        """Return the projected error, shape (rows, n_outputs).
-
-        Args:
-            error: e, shape (rows, n_inputs).
-        """
+        """Return the projected error, shape (rows, n_outputs), of e, shape (rows, n_inputs)."""
 
     @abstractmethod
     def columns(self, n_inputs: int) -> Tensor:
@@ -290,12 +254,7 @@ class Projection(ABC):
 
 
 class DenseProjection(Projection):
-    """B e, or B of the encoded error, as a matrix product without a device.
-
-    Args:
-        matrix: B transposed, shape (n_inputs, n_outputs); entries N(0, 1).
-        encoding: See Projection.
-    """
+    """B e, or B of the encoded error, without a device; the matrix is B transposed, (n_inputs, n_outputs)."""
 
     def __init__(self, matrix: Tensor, *, encoding: Encoding | None = None) -> None:
         super().__init__(encoding)

@@ -48,11 +48,7 @@ _NORMS = (
 
 
 def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the points whose outputs are residual sums that no normalisation follows.
-
-    Args:
-        calls: Name and output of each point; the autograd graph of an output says how it was computed.
-    """
+    """Return the points whose outputs, by their graph, are residual sums that no normalisation follows."""
     found: dict[str, None] = {}
     for name, output in calls:
         node = _source(output.grad_fn)
@@ -86,13 +82,7 @@ def _operation(node: Any) -> str:
 
 @dataclass(eq=False)
 class _Use:
-    """How a forward pass uses a point's output, or a sum that contains it.
-
-    Attributes:
-        summed: Whether it is a sum with another activation that may grow.
-        normalised: Whether a normalisation reads it.
-        added: Whether it is added to another activation as it is.
-    """
+    """How a pass uses a point's output: summed with one that may grow, read by a normalisation, or added as it is."""
 
     summed: bool = False
     normalised: bool = False
@@ -111,12 +101,7 @@ class Followed:
         self._tensors: list[weakref.ref[Tensor]] = []
 
     def start(self, returned: Tensor, computed: Tensor) -> None:
-        """Follow what a point returns, unless a normalisation at its end bounds it.
-
-        Args:
-            returned: The point's output, as the model uses it next.
-            computed: The same output with its autograd graph.
-        """
+        """Follow what a point returns (`computed` has its graph), unless a normalisation at its end bounds it."""
         if _grows(computed) and type(returned) is Tensor:
             self.follow(returned, self.use())
 

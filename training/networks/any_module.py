@@ -73,11 +73,7 @@ class AnyModule(Network):
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any], model: nn.Module | None) -> AnyModule:
-        """Build the network that `facts` describes, with parameters and buffers to be filled in.
-
-        Raises:
-            RunFolderError: The module was user-supplied, and `model` is None.
-        """
+        """Build the network that `facts` describes, to be filled in; raise RunFolderError if its module is missing."""
         recipe = facts.get("recipe", {})
         if recipe:
             model = from_recipe(recipe, seed=0)
@@ -134,8 +130,7 @@ class AnyModule(Network):
 def own_model_name(config: RunConfig, model: nn.Module | None) -> str:
     """Return model.name of a run: `OWN_MODULE` for a user-supplied module that is no `FullyConnected`.
 
-    Raises:
-        ConfigError: model.name names another network.
+    Raises ConfigError if model.name names another network.
     """
     if model is None or not config.trainer.any_module or config.model.name == OWN_MODULE:
         return config.model.name
@@ -169,12 +164,9 @@ def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
 def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> AnyModule:
     """View a user-supplied module, or one built from the section `model`; check its output for two records.
 
-    A module that does not take records in their own shape gets them as vectors.
-
-    Raises:
-        TypeError, ValueError: The model is no module, refuses its options or the records, returns outputs that do not
-            fit the targets, or has nothing to train.
-        ConfigError: An import path names nothing.
+    A module that does not take records in their own shape gets them as vectors. Raises TypeError or ValueError if the
+    model is no module, refuses its options or the records, returns outputs that do not fit the targets, or has nothing
+    to train, and ConfigError if an import path names nothing.
     """
     recipe: dict[str, Any] = {}
     if model is None and config.model.name == OWN_MODULE:
@@ -205,16 +197,10 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
 def shape_taken(
     model: nn.Module, dataset: Dataset, records: Tensor, shapes: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """Return the record shape that a module takes, found from its output for two records.
+    """Return the first of the record shapes that a module takes, found from its output for two records.
 
-    Args:
-        model: The module.
-        dataset: The data.
-        records: One or more records, shape (n, n_features), on the device of the module's parameters.
-        shapes: Shapes to try, in this order.
-
-    Raises:
-        ValueError: The module takes none of the shapes, or returns outputs that do not fit the targets.
+    The records, shape (n, n_features), are on the device of its parameters. Raises ValueError if it takes none of the
+    shapes, or returns outputs that do not fit the targets.
     """
     sequence = dataset.target == "tokens"
     count = len(records)

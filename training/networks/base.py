@@ -69,11 +69,7 @@ class Network(ABC):
 
 
 def require_room(dataset: Dataset) -> None:
-    """Refuse outputs of a forward pass that need more memory than is free, such as scores of very many classes.
-
-    Raises:
-        ValueError: The outputs need more memory than is free.
-    """
+    """Refuse (ValueError) outputs of a forward pass, such as scores of many classes, that need too much memory."""
     records = min(_LEAST_AT_ONCE, len(dataset.train))
     positions = dataset.n_features if dataset.target == "tokens" else 1
     require_memory(
@@ -86,13 +82,7 @@ def require_room(dataset: Dataset) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRows:
-    """A batch whose records share rows.
-
-    Attributes:
-        function: Maps tensors with these rows, or with several copies of them, to a tensor with as many.
-        batch: Its arguments.
-        outputs: Maps what it returns for one copy to the outputs of the records.
-    """
+    """A batch whose records share rows: a function of it or of several copies, and its map to the records' outputs."""
 
     function: Callable[..., Tensor]
     batch: tuple[Tensor, ...]
@@ -135,11 +125,7 @@ def other_numbers(model: object) -> str | None:
 
 
 def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:
-    """Refuse a module of Opacus, or one with its hooks, which compute per-record gradients in every backward pass.
-
-    Raises:
-        ValueError: The module is of Opacus, or has its hooks.
-    """
+    """Refuse (ValueError) a module of Opacus or with its hooks, which compute per-record gradients in every pass."""
     if type(module).__module__.startswith("opacus.grad_sample"):
         raise ValueError(
             f"{name} is a {type(module).__name__} of Opacus, which opusim replaces; give the plain module, which "
@@ -153,13 +139,10 @@ def require_not_of_opacus(module: nn.Module, name: str = "model") -> None:
 
 
 def require_fresh_noise(model: nn.Module) -> None:
-    """Refuse devices of a module whose noise can be rebuilt from a seed; a run in release mode needs fresh noise.
+    """Refuse (ValueError) devices whose noise can be rebuilt from a seed; a run in release mode needs fresh noise.
 
     Adding or removing a record shifts the rows after it to other noise. If that noise is known, the outputs of these
     rows change too, and no per-record clip bounds the sum. Checkpoints also store the position in such noise.
-
-    Raises:
-        ValueError: A layer reads a device of mode ``experiment``.
     """
     for name, module in model.named_modules():
         device = getattr(module, "device", None)
@@ -185,13 +168,19 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
 
 
 @contextmanager
-def seeded_torch(seed: int | None, place: torch.device | str = "cpu") -> Iterator[None]:
-    """Seed torch's global generators within the block, for modules that draw from them, and put them back after it.
+def preserved_modes(module: nn.Module) -> Iterator[None]:
+    """Put the training and evaluation modes of a module's parts back after the block."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
-    Args:
-        seed: The seed, or None to let the system choose one.
-        place: The torch device whose generator is seeded besides the CPU's.
-    """
+
+@contextmanager
+def seeded_torch(seed: int | None, place: torch.device | str = "cpu") -> Iterator[None]:
+    """Seed torch's global generators, the CPU's and the place's, in the block (None: by the system); put them back."""
     chosen = secrets.randbits(63) if seed is None else seed % 2**63
     device = torch.device(place)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

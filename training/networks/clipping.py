@@ -103,12 +103,7 @@ class CountedSums:
 
     @classmethod
     def of(cls, records: int, *, processes: int) -> CountedSums:
-        """Return the largest equal blocks whose error is small, or float64 sums.
-
-        Args:
-            records: Records of a step on one process, at least 1; a public number.
-            processes: See the class.
-        """
+        """Return the largest equal blocks of a step's `records` on a process whose error is small, or float64 sums."""
         count = records * processes
         wanted = max(_WANTED_ERROR * 2.0**23 / count, records**0.5)
         block = math.ceil(records / math.ceil(records / wanted))
@@ -185,13 +180,10 @@ class Measured(NamedTuple):
 
 
 def measured(values: Iterable[Tensor], *, coarsely: bool = False) -> list[Measured]:
-    """Measure the Euclidean norm of each record's numbers in several tensors.
+    """Measure the Euclidean norm of each record's numbers in several float32 or float64 tensors, formed one by one.
 
-    Each record's norm depends on its numbers only; otherwise one record would move the factors of others.
-
-    Args:
-        values: float32 or float64, shapes (batch, ...); they may be formed one after another, so that no two are held.
-        coarsely: Whether the norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
+    Each record's norm depends on its numbers only; otherwise one record would move the factors of others. Coarsely, the
+    norm of a long row may be off by more than 1e-4, which a bound on rounding allows.
     """
     found = []
     for each in values:
@@ -241,12 +233,9 @@ def constants(values: tuple[tuple[float, ...], ...], place: torch.device) -> tup
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """Return the Euclidean norm of each record's numbers, float64, shape (batch,).
+    """Return the Euclidean norm of each record's numbers, rows of any shape, float64, shape (batch,).
 
     Finite for all finite float32 numbers, with a relative error below 1e-12; NaN or infinite only if a number is.
-
-    Args:
-        rows: Shape (batch, ...).
     """
     flat = rows.flatten(1) if rows.ndim > 1 else rows[:, None]
     parts = flat.split(max(1, _FLOAT64_CHUNK // max(flat.shape[1], 1)))
@@ -259,9 +248,6 @@ def norm_bounds(rows: Tensor) -> Tensor:
 
     It takes a fraction of the time of `row_norms`. It is at most 1e-4 of the norm and sqrt(n) 2^-62 above it, and
     infinite for norms from 2^60 on.
-
-    Args:
-        rows: Shape (batch, ...).
     """
     return resolved(measured([rows]))[0]
 
@@ -276,15 +262,10 @@ def bounded_factors(norms: Tensor, bound: float) -> Tensor:
 
 
 def multipliers(factors: Tensor) -> Tensor:
-    """Round factors to float32, except those that would be subnormal or infinite there.
+    """Round float64 factors, at least 0 or NaN, to float32, unless some would be subnormal or infinite there.
 
-    Each factor is rounded on its own: if one record's factor decided for all, the last bits of others would change.
-
-    Args:
-        factors: At least 0 or NaN, float64.
-
-    Returns:
-        float32 on a CPU if every factor allows it, else float64; both give the same float32 products with float32 rows.
+    Each factor is rounded on its own: if one record's factor decided for all, the last bits of others would change. The
+    result is float32 on a CPU if every factor allows it, else float64; both give equal products with float32 rows.
     """
     extreme = ((factors > 0) & (factors < 2.0**-60)) | (factors > 2.0**60)
     rounded = factors.float()
@@ -342,12 +323,7 @@ def full_precision(place: str = "cpu") -> Iterator[None]:
 
 
 def clip_entries(v: Tensor, bound: float) -> Tensor:
-    """clip_c(v)_k = sign(v_k) min(c, |v_k|), entry by entry.
-
-    Args:
-        v: Any shape.
-        bound: c >= 0.
-    """
+    """clip_c(v)_k = sign(v_k) min(c, |v_k|), entry by entry, c >= 0."""
     return v.clamp(-bound, bound)
 
 
@@ -357,14 +333,9 @@ def offset_entries(v: Tensor, offset: float) -> Tensor:
 
 
 def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
-    """Return min(gain, s / ||v||_2) for each row, the factors that bring gain v into the ball, shape (batch, 1).
+    """Return min(gain, s / ||v||_2) for each row v, the factors that bring gain v into the ball, shape (batch, 1).
 
     float32, or float64 if a factor would be subnormal or infinite in float32; both multiply float32 rows in place.
-
-    Args:
-        v: Vectors as rows, shape (batch, n).
-        radius: s > 0.
-        gain: Public constant, > 0.
     """
     norms = row_norms(v).clamp_min_(torch.finfo(torch.float64).tiny)
     return multipliers((radius / norms).clamp_max_(gain)[:, None])
@@ -373,13 +344,9 @@ def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
 def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
     """Return s / ||v||_2, the factor that brings each row to the sphere, 0 for a zero row, shape (batch, 1).
 
-    float32, or float64 if a factor would be subnormal or infinite in float32; both multiply float32 rows in place.
-    Section 4 of the PDFA paper describes a signal whose norm *is* tau_f; the scale of eq. 9 only bounds it.
-
-    Args:
-        v: Vectors as rows, shape (batch, n).
-        radius: s > 0.
-        gain: Has no effect, because gain v reaches the same sphere.
+    float32, or float64 if a factor would be subnormal or infinite in float32; both multiply float32 rows in place. A
+    gain has no effect. Section 4 of the PDFA paper describes a signal whose norm *is* tau_f; the scale of eq. 9 only
+    bounds it.
     """
     norms = row_norms(v)
     return multipliers(torch.where(norms > 0, radius / norms, 0.0)[:, None])
@@ -446,14 +413,7 @@ class ActivationClipping:
         return True
 
     def __call__(self, h: Tensor, *, layer: int, depth: int, n_layer: int) -> Tensor:
-        """Return the activations that the update of a layer uses for h_(l-1).
-
-        Args:
-            h: Activations h_(l-1), shape (batch, n_(l-1)).
-            layer: Layer number, 0 .. depth-1.
-            depth: Number of layers L.
-            n_layer: Width n_l of the updated layer.
-        """
+        """Return what the update of a layer (0 .. depth - 1) of n_layer neurons uses for h_(l-1), shape (batch, n)."""
         if self.tau_h_max is None or not self.applies_to(layer, depth):
             return h
         root = (h.shape[1] if self.width == "fan-in" else n_layer) ** 0.5

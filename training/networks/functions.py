@@ -88,11 +88,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """Return the activation that a torch module computes.
-
-    Raises:
-        TypeError: The module is none of Tanh, ReLU, Sigmoid, GELU (exact form) and Identity.
-    """
+    """Return the activation that a torch module computes; raise TypeError for others than those of opusim."""
     for activation in ACTIVATIONS.values():
         if type(module) is activation.module:
             if isinstance(module, nn.GELU) and module.approximate != "none":
@@ -123,12 +119,9 @@ class LossValue:
 
 
 def cross_entropy(output: Tensor, labels: Tensor) -> LossValue:
-    """-sum_k target_k log softmax(output)_k, whose derivative is softmax(output) - target.
+    """-sum_k target_k log softmax(output)_k of logits (batch, k), whose derivative is softmax(output) - target.
 
-    Args:
-        output: Logits, shape (batch, n_classes).
-        labels: Class numbers, int64, shape (batch,), which stand for one-hot targets; or targets, float, rows of sum 1,
-            shape (batch, n_classes).
+    Labels are class numbers, int64, shape (batch,), or targets, float, rows of sum 1.
     """
     log_probabilities = torch.log_softmax(output, dim=1)
     if labels.is_floating_point():
@@ -141,12 +134,7 @@ def cross_entropy(output: Tensor, labels: Tensor) -> LossValue:
 
 
 def squared_error(output: Tensor, labels: Tensor) -> LossValue:
-    """||output - target||^2 / 2, whose derivative is output - target.
-
-    Args:
-        output: Network outputs, shape (batch, n_classes).
-        labels: See `cross_entropy`.
-    """
+    """||output - target||^2 / 2, shape (batch, k), whose derivative is output - target; labels as `cross_entropy`."""
     if labels.is_floating_point():
         residual = output - labels
     else:
@@ -177,13 +165,7 @@ LOSS_VALUES: dict[str, Loss] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A loss on one kind of target.
-
-    Attributes:
-        target: Kind of the targets.
-        loss: Losses of the records.
-        name: Name of the loss, or its import path.
-    """
+    """A loss of records, by its name or import path, on one kind of target."""
 
     target: Target
     loss: Loss
@@ -191,11 +173,7 @@ class Objective:
 
     @classmethod
     def named(cls, name: str, target: Target) -> Objective:
-        """Return the objective of a loss and a kind of target.
-
-        Raises:
-            ConfigError: The loss does not take such targets, or cannot be imported.
-        """
+        """Return the objective of a loss and a kind of target; raise ConfigError if they do not go together."""
         if name not in LOSS_NAMES:
             return cls(target=target, loss=load_object(name, key="loss"), name=name)
         if (name, target) not in _LOSSES:
@@ -208,14 +186,10 @@ class Objective:
         return cls(target=target, loss=_LOSSES[name, target], name=name)
 
     def per_record(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of each record, shape (batch,).
+        """Return the loss of each record, shape (batch,); raise ValueError if a user-supplied loss has another shape.
 
-        Args:
-            output: Outputs of the module: (batch, k), for tokens (batch, T, k).
-            y: Targets; for classes also probabilities of the classes, float, shape (batch, k).
-
-        Raises:
-            ValueError: A user-supplied loss returns another shape.
+        Outputs have shape (batch, k), of tokens (batch, T, k). Targets of classes may be probabilities, shape (batch,
+        k).
         """
         losses = self.loss(output.to(torch.promote_types(output.dtype, torch.float32)), y)
         if losses.shape != (len(output),):
@@ -241,19 +215,11 @@ class Objective:
 def measure(
     objective: Objective, outputs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, at_once: int
 ) -> dict[str, float]:
-    """Measure a model on records, in batches.
+    """Measure a model on records, at least one, in batches of `at_once`.
 
-    Args:
-        objective: Loss and kind of target.
-        outputs: Returns the model's outputs for records.
-        x: Records, at least one.
-        y: Their targets.
-        at_once: Records of one forward pass.
-
-    Returns:
-        "loss", the mean over records, and for classes, tokens and labels "accuracy", the share of correct decisions;
-        for tokens under cross-entropy "bits_per_token"; for reals "rmse", over all entries, and "r2", 1 minus the
-        squared error over that of each column's mean, if the targets vary.
+    Returns "loss", the mean over records, and for classes, tokens and labels "accuracy", the share of correct
+    decisions; for tokens under cross-entropy "bits_per_token"; for reals "rmse", over all entries, and "r2", 1 minus
+    the squared error over that of each column's mean, if the targets vary.
     """
     losses = list[Tensor]()
     correct: int | Tensor = 0  # sums stay on a card until all batches ran

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -107,13 +108,10 @@ class VisionTransformer(BlockModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=2)
-        self.embedding = PatchEmbedding(record_shape, width, patch)
-        self.positions = nn.Parameter(torch.empty(self.embedding.n_patches, width).normal_(std=_POSITION_STD))
-        self.blocks = nn.Sequential(
-            *(encoder_block(width, heads, expansion, norm=norm, dropout=dropout) for _ in range(depth))
-        )
-        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.embedding = embedding = PatchEmbedding(record_shape, width, patch)
+        self.positions = nn.Parameter(torch.empty(embedding.n_patches, width).normal_(std=_POSITION_STD))
+        block = partial(encoder_block, width, heads, expansion, norm=norm, dropout=dropout)
+        self.stack(depth, block, width, norm)
         self.head = nn.Linear(width, n_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,27 +162,14 @@ class Mixer(BlockModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=2)
-        self.embedding = PatchEmbedding(record_shape, width, patch)
-        self.blocks = nn.Sequential(
-            *(
-                ResidualBlock(
-                    _OverPatches(self.embedding.n_patches, over_patches),
-                    feed_forward(width, over_channels),
-                    width,
-                    norm=norm,
-                    dropout=dropout,
-                )
-                for _ in range(depth)
-            )
-        )
-        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
-        self.head = nn.Linear(width, n_outputs)
+        self.embedding = embedding = PatchEmbedding(record_shape, width, patch)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return scores (batch, n_outputs) of images (batch, c, h, w)."""
-        scores: Tensor = self.head(self.norm(self.blocks(self.embedding(x))).mean(dim=1))
-        return scores
+        def block() -> nn.Module:
+            first = _OverPatches(embedding.n_patches, over_patches)
+            return ResidualBlock(first, feed_forward(width, over_channels), width, norm=norm, dropout=dropout)
+
+        self.stack(depth, block, width, norm)
+        self.head = nn.Linear(width, n_outputs)
 
 
 class PoolShortcut(nn.Module):
@@ -319,11 +304,7 @@ def _convolution(channels: int, width: int, stride: int, norm: ImageNorm) -> nn.
 
 
 def _image(record_shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return channels, height and width of image records.
-
-    Raises:
-        ValueError: The records are no images.
-    """
+    """Return channels, height and width of image records; raise ValueError for others."""
     if len(record_shape) != 3:
         raise ValueError(
             f"record_shape = {tuple(record_shape)}: this model takes images of shape (channels, height, width); take "
@@ -355,23 +336,11 @@ def build_model(
     name: str,
     vocabulary: int | None = None,
 ) -> nn.Module:
-    """Return a new module, whose initial parameters come from a seed.
+    """Return a new module, whose initial parameters come from a seed, or from the system for None.
 
-    torch's global random state is seeded for the call and then put back, so it is neither read nor changed.
-
-    Args:
-        factory: A class or function; it gets those of `record_shape`, `n_outputs` and `vocabulary` that it takes as
-            keywords.
-        options: Its other keywords.
-        record_shape: Shape of a record.
-        n_outputs: Number of outputs: classes, tokens, real numbers or labels.
-        seed: Seed of the initial parameters, or None to let the system choose.
-        name: Name of the factory, for messages.
-        vocabulary: Number of token values if records hold tokens, else None.
-
-    Raises:
-        TypeError: The factory takes no such option, or returns no module.
-        ValueError: It refuses an option or the records.
+    torch's global random state is seeded for the call and then put back, so it is neither read nor changed. The factory
+    gets its options, and those of `record_shape`, `n_outputs` and `vocabulary` that it takes as keywords. Raises
+    TypeError if it takes no such option or returns no module, and ValueError if it refuses an option or the records.
     """
     taken = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())

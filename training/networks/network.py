@@ -39,12 +39,7 @@ class Jacobian:
         self.parameters = list(module.parameters())
 
     def use(self, delta: Tensor, h: Tensor) -> Use:
-        """Return the use of the module's parameters at which record i adds J_i^T delta_i.
-
-        Args:
-            delta: Signal at the module's output, shape (batch, ...).
-            h: The module's input, shape (batch, ...).
-        """
+        """Return the use of the module's parameters at which record i, of input h_i, adds J_i^T delta_i."""
         return ModuleUse(self.module, delta, h)
 
     def contributions(self, delta: Tensor, h: Tensor) -> Contributions:
@@ -63,12 +58,9 @@ class Jacobian:
             parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.div_(divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
-        """Return the rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
+        """Return rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs), or None.
 
         The identity acts on the module's outputs (channels); a last entry of 1 stands for the bias.
-
-        Returns:
-            The rows, or None if the Jacobian has no such form.
         """
         return None
 
@@ -153,13 +145,7 @@ class DeviceConvolutionJacobian(Jacobian):
 
 
 class ModuleUse(Use):
-    """The parameters of a whole module, whose per-record gradients are formed.
-
-    Args:
-        module: Maps h to the output.
-        delta: Signal at the output, shape (batch, ...).
-        h: Input, shape (batch, ...).
-    """
+    """The parameters of a whole module, whose per-record gradients are formed from h and delta, shapes (batch, ...)."""
 
     def __init__(self, module: nn.Module, delta: Tensor, h: Tensor) -> None:
         named = dict(module.named_parameters())
@@ -221,12 +207,7 @@ class LayeredNetwork(Network):
         return self.jacobians[layer].parameters
 
     def contributions(self, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Contributions:
-        """Return what the records of a batch add to the parameters of all layers.
-
-        Args:
-            deltas: Signal at each layer's output, shapes (batch, ...).
-            inputs: Each layer's input as the update uses it, shapes (batch, ...).
-        """
+        """Return what a batch adds to all layers' parameters, from signals at their outputs and inputs as used."""
         return Contributions(
             [
                 (jacobian.parameters, [jacobian.use(delta, h)])
@@ -236,26 +217,14 @@ class LayeredNetwork(Network):
         )
 
     def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
-        """Write (1/divisor) sum_i J_i^T delta_i into the gradients of the layer's parameters.
-
-        Args:
-            layer: Layer number.
-            delta: Signal at the layer's output, shape (batch, ...).
-            h: The layer's input as the update uses it, shape (batch, ...).
-            divisor: The batch size, or a constant in its place.
-        """
+        """Write (1/divisor) sum_i J_i^T delta_i, at the inputs h that the update uses, into a layer's gradients."""
         self.jacobians[layer].set_gradient(delta, h, divisor)
 
 
 def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: str) -> None:
-    """Refuse layers whose parameters a step cannot update independently of other layers.
+    """Refuse (ValueError) layers that a step cannot update independently: shared, frozen or not float32.
 
-    Args:
-        layers: The parameters of each layer.
-        if_frozen: Remedy for a frozen layer, for the message.
-
-    Raises:
-        ValueError: Two layers share a parameter, or one is frozen or not float32.
+    `if_frozen` is the remedy for a frozen layer.
     """
     seen: set[int] = set()
     for number, parameters in enumerate(layers, start=1):
@@ -397,11 +366,7 @@ class FullyConnected(LayeredNetwork):
         ]
 
     def forward(self, x: Tensor) -> ForwardPass:
-        """Run the forward pass and keep the values that gradients need.
-
-        Args:
-            x: Inputs, shape (batch, n_0).
-        """
+        """Run the forward pass on inputs, shape (batch, n_0), and keep the values that gradients need."""
         inputs, pre_activations, activations = [], [], []
         h = x
         with torch.no_grad():
@@ -416,14 +381,10 @@ class FullyConnected(LayeredNetwork):
     def multiply_by_derivative(
         self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
     ) -> Tensor:
-        """Multiply a signal by dh_l/dz_l in place, and return it.
+        """Multiply a signal, shape (batch, n_l), by dh_l/dz_l in place, and return it; layer -1 is the last.
 
-        Args:
-            signal: Shape (batch, n_l).
-            forward: Values of the forward pass.
-            layer: Layer number, 0 .. L-1, or -1 for the last.
-            through_clip: Whether a clipped neuron has slope 0, as in autograd, or phi'_l(z_l), as in eq. 8 of the PDFA
-                paper.
+        A clipped neuron has slope 0, as in autograd, if `through_clip`, else phi'_l(z_l), as in eq. 8 of the PDFA
+        paper.
         """
         phi, clip = self.activations[layer], self.clips[layer]
         z, h = forward.pre_activations[layer], forward.activations[layer]
@@ -439,18 +400,10 @@ class FullyConnected(LayeredNetwork):
 def build_sequential(
     n_inputs: int, layers: Sequence[LayerShape], *, generator: torch.Generator, gain: float = 1.0
 ) -> nn.Sequential:
-    """Build an nn.Sequential whose initial values come from an explicit generator.
+    """Build an nn.Sequential of layers 1..L whose initial values come from an explicit generator.
 
-    Weights and biases are uniform on +-gain/sqrt(n_(l-1)), which is the law of nn.Linear for gain 1.
-
-    Args:
-        n_inputs: Width n_0 of the input.
-        layers: Layers 1..L.
-        generator: Source of the initial values; global random state is neither read nor changed.
-        gain: Factor on the initial range.
-
-    Raises:
-        ValueError: Weights and gradients need more memory than is free.
+    Weights and biases are uniform on +-gain/sqrt(n_(l-1)), which is the law of nn.Linear for gain 1. Global random
+    state is neither read nor changed. Raises ValueError if weights and gradients need more memory than is free.
     """
     widths = [n_inputs, *(layer.n_outputs for layer in layers)]
     require_memory(
@@ -543,8 +496,7 @@ def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
 def build_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
     """Return a view of the user-supplied model, or of a new one from the configuration.
 
-    Raises:
-        TypeError, ValueError: See FullyConnected; or the widths do not match the data.
+    Raises TypeError or ValueError as FullyConnected, or if the widths do not match the data.
     """
     if model is None:
         return FullyConnected(build_model(config, dataset))

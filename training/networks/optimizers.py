@@ -38,12 +38,7 @@ _ROUNDING = 1e-9
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the torch optimizer that a configuration names.
-
-    Args:
-        parameters: The parameters to update.
-        config: Name and hyperparameters; those of another family are ignored.
-    """
+    """Build the torch optimizer that a configuration names; hyperparameters of another family are ignored."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.name == "sgd":
         options |= {"momentum": config.momentum, "nesterov": config.nesterov}
@@ -55,12 +50,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:
-    """Set the learning rate of a step: lr, lr (1 - p), lr (1 + cos(pi p)) / 2, or lr gamma^floor(p / step_size).
+    """Set the rate of a step after the share p of the run, in [0, 1), by the schedule.
 
-    Args:
-        optimizer: The optimizer to change.
-        config: lr and its schedule.
-        progress: p, the share of the run's steps that are done, in [0, 1).
+    lr, lr (1 - p), lr (1 + cos(pi p)) / 2, or lr gamma^floor(p / step_size).
     """
     for group in optimizer.param_groups:
         group["lr"] = config.lr * rate_share(config, progress)
@@ -114,20 +106,11 @@ class TailAverage:
         self._means: dict[str, Tensor] = {}
 
     def covers(self, step: int) -> bool:
-        """Return whether the average includes the parameters after a step; if not, `update` does not read them.
-
-        Args:
-            step: Steps done, at least 1.
-        """
+        """Return whether the average includes the parameters after a step; if not, `update` does not read them."""
         return step > self._first
 
     def update(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Add the parameters after a step; after the last step the mean replaces them.
-
-        Args:
-            step: Steps done, at least 1.
-            parameters: The parameters by name.
-        """
+        """Add the parameters after a step, at least 1; after the last step the mean replaces them."""
         if not self.covers(step):
             return
         count = step - self._first

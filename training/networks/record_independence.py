@@ -55,16 +55,9 @@ def batch_statistics(model: nn.Module) -> str | None:
 
 
 def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Tensor]:
-    """Return records and targets of a data set's shapes and ranges, drawn without reading its records.
+    """Return nine records and targets of a data set's shapes and ranges, drawn without reading its records.
 
     Features are N(0, 1). Some records end in zeros, as padded sequences do.
-
-    Args:
-        dataset: Its record shape, vocabulary and kind of target are read.
-        place: Torch device of the result.
-
-    Returns:
-        Inputs, shape (9, n_features), and targets.
     """
     generator = torch.Generator().manual_seed(0)
     shape, outputs = (_RECORDS, dataset.n_features), dataset.n_classes
@@ -94,14 +87,11 @@ def two_records(dataset: Dataset, place: torch.device, *, invented: bool) -> Ten
 
 
 def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
-    """Refuse parameters and buffers that a forward pass changes, and return the output of a later pass.
+    """Refuse (ValueError) tensors of a module that a forward pass changes, and return the output of a later pass.
 
-    The first pass is not checked, since some modules fill caches or take initial values from its records, which must
-    be invented. It gets half of the records: embedding rows of the other tokens, and limits that only larger numbers
-    move, then change in a later pass.
-
-    Raises:
-        ValueError: A pass changes such a tensor.
+    The first pass is not checked, since some modules fill caches or take initial values from its records, which must be
+    invented. It gets half of the records: embedding rows of the other tokens, and limits that only larger numbers move,
+    then change in a later pass.
     """
     seeded_output(model, first_half(x))
     before = copies(model)
@@ -120,12 +110,9 @@ def first_half(x: Tensor) -> Tensor:
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """Refuse a pass in the block that writes into a parameter, even if no value changes for these records.
+    """Refuse (ValueError) a pass that writes into a parameter, even if no value changes for these records.
 
     An embedding with max_norm writes: it shortens the rows of its input tokens.
-
-    Raises:
-        ValueError: The pass writes into a parameter.
     """
     before = {name: parameter._version for name, parameter in model.named_parameters()}
     yield
@@ -218,13 +205,10 @@ def preserved_generators(place: torch.device) -> Iterator[None]:
 
 @contextmanager
 def system_generators(place: torch.device) -> Iterator[None]:
-    """Seed the global generators from the system within the block, and restore them on exit.
+    """Seed the global generators, and the place's, from the system within the block, and restore them on exit.
 
     A module or a loader draws by a record's place in the batch, and one more record shifts these places. Under a known
     seed the contributions of all others would then change; secret draws have the same law for every record.
-
-    Args:
-        place: The torch device whose generator is seeded besides the CPU's.
     """
     with preserved_generators(place):
         seed_torch(secrets.randbits(63))
@@ -278,19 +262,12 @@ def put_back(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def preserved_state(model: nn.Module, *, follow_hooks: bool = True, fixed: bool = False) -> Iterator[None]:
-    """Restore the buffers and Python attributes of a module on exit.
+    """Restore the buffers and Python attributes of a module, and with `follow_hooks` of its hooks, on exit.
 
     A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
     could read it. Autograd may have saved some of these tensors, so only changed ones are written, without a new
-    version; a backward pass then reads the restored values.
-
-    Args:
-        model: The module.
-        follow_hooks: Whether to restore the state of the module's hooks, too.
-        fixed: Whether to refuse a pass that writes into a parameter; see `fixed_parameters`.
-
-    Raises:
-        ValueError: `fixed`, and the pass writes into a parameter.
+    version; a backward pass then reads the restored values. With `fixed` a pass that writes into a parameter is
+    refused; see `fixed_parameters`.
     """
     buffers = [(part._buffers, dict(part._buffers)) for part in model.modules() if part._buffers]
     values = [
@@ -354,19 +331,13 @@ def runs_torch_only(model: nn.Module) -> bool:
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
-    """Refuse a module whose Python attributes depend, after a batch, on the batch before it.
+    """Refuse (ValueError) a module whose Python attributes depend, after a batch, on the batch before it.
 
     Running means, queues and logs of activations do, even if no output shows it yet; counters and values that every
     batch overwrites do not. The search follows attributes through containers, functions, hooks and objects of the
-    modules' packages. A value that differs between two equal passes counts as noise. All attributes are restored.
-
-    Args:
-        model: The module.
-        run: Runs a pass on the records with these indices, from 0 to 4, real values times the factor, with the same
-            random numbers in each pass.
-
-    Raises:
-        ValueError: There is such an attribute.
+    modules' packages. A value that differs between two equal passes counts as noise. All attributes are restored. `run`
+    runs a pass on the records with these indices, from 0 to 4, real values times the factor, with the same random
+    numbers in each pass.
     """
     if runs_torch_only(model):
         return
@@ -387,16 +358,7 @@ def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) 
 
 
 class _Memory:
-    """A snapshot of a module's Python attributes.
-
-    Attributes:
-        values: Numbers, texts and copies of tensors and arrays, by path.
-
-    Args:
-        model: The module.
-        follow_hooks: Whether to include the state of hooks.
-        only_undo: Whether only `put_back` is needed, which saves time.
-    """
+    """A snapshot of a module's Python attributes by path; `only_undo` keeps what `put_back` needs, in less time."""
 
     def __init__(self, model: nn.Module, *, follow_hooks: bool = True, only_undo: bool = False) -> None:
         self.values: dict[str, Any] = {}

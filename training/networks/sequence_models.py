@@ -7,7 +7,8 @@ unless `norm = "pre"` is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -28,7 +29,10 @@ class BlockModel(nn.Module):
         feedback_start: Name of the linear layer that starts as the feedback matrix (`model.initial_output`).
     """
 
+    embedding: nn.Module
     blocks: nn.Sequential
+    norm: nn.Module
+    head: nn.Module
     error_at: str | None = None
     feedback_start = "head"
 
@@ -36,6 +40,17 @@ class BlockModel(nn.Module):
     def feedback_points(self) -> tuple[str, ...]:
         """See the class."""
         return tuple(f"blocks.{number}" for number in range(len(self.blocks) - 1))
+
+    def stack(self, depth: int, block: Callable[[], nn.Module], width: int, norm: NormPlace) -> None:
+        """Make the blocks of a stream of vectors, and the norm that ends one of "pre" blocks."""
+        checks.integer(depth=depth, minimum=2)
+        self.blocks = nn.Sequential(*(block() for _ in range(depth)))
+        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores (batch, n_outputs) of images (batch, c, h, w) or tokens (batch, T): of the mean vector."""
+        scores: Tensor = self.head(self.norm(self.blocks(self.embedding(x))).mean(dim=1))
+        return scores
 
 
 class Attention(nn.Module):
@@ -158,15 +173,9 @@ class TransformerLM(BlockModel):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=2)
         self.embedding = TokenEmbedding(record_shape, n_outputs, width, dropout=dropout)
-        self.blocks = nn.Sequential(
-            *(
-                encoder_block(width, heads, expansion, norm=norm, dropout=dropout, causal=True)
-                for _ in range(depth)
-            )
-        )
-        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        block = partial(encoder_block, width, heads, expansion, norm=norm, dropout=dropout, causal=True)
+        self.stack(depth, block, width, norm)
         self.transform = nn.Linear(width, width)
         self.vocabulary = nn.Linear(width, n_outputs, bias=not tied)
         if tied:
@@ -208,18 +217,10 @@ class TransformerEncoder(BlockModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=2)
         self.embedding = TokenEmbedding(record_shape, vocabulary, width, dropout=dropout)
-        self.blocks = nn.Sequential(
-            *(encoder_block(width, heads, expansion, norm=norm, dropout=dropout) for _ in range(depth))
-        )
-        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        block = partial(encoder_block, width, heads, expansion, norm=norm, dropout=dropout)
+        self.stack(depth, block, width, norm)
         self.head = nn.Linear(width, n_outputs)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (batch, n_outputs) of tokens (batch, T)."""
-        scores: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens))).mean(dim=1))
-        return scores
 
 
 class TokenEmbedding(nn.Module):

@@ -46,14 +46,8 @@ _JOINED = {
 def load_object(path: str, *, key: str) -> Any:
     """Import the object that a path such as my_package.models:build names; this executes its module.
 
-    Modules are looked up where Python looks and in the current folder.
-
-    Args:
-        path: The module, a colon, and a name in it.
-        key: Key of the configuration, for messages.
-
-    Raises:
-        ConfigError: It is no import path, there is no such module or name, or importing it fails.
+    Modules are looked up where Python looks and in the current folder. ConfigError, with the key, is raised if it is no
+    import path, there is no such module or name, or importing it fails.
     """
     if not is_import_path(path):
         reason = f"{path!r} is no import path; write package.module:name"
@@ -77,8 +71,7 @@ def load_object(path: str, *, key: str) -> Any:
 def records_of(path: str) -> Any:
     """Call the function that data.name names; return its records, in a form that `opusim.train(data=...)` takes.
 
-    Raises:
-        ConfigError: The path names no function, or the function returns a Dataset of opusim, which has keys of its own.
+    Raises ConfigError if it is none, or returns a Dataset of opusim, which has keys of its own.
     """
     function = load_object(path, key="data.name")
     if not callable(function):
@@ -94,12 +87,7 @@ def records_of(path: str) -> Any:
 def named_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
     """Load what data.name names: a known data set, a file, or what a user's function returns.
 
-    Args:
-        options: Section `data` of the configuration.
-        split: See `build_dataset`.
-
-    Raises:
-        ConfigError, DataError, TypeError, ValueError: See `build_dataset`, `own_dataset` and `records_of`.
+    Raises ConfigError, DataError, TypeError or ValueError; see `build_dataset`, `own_dataset` and `records_of`.
     """
     if options.factory is None:
         return build_dataset(options, split)
@@ -196,15 +184,7 @@ def described_code(facts: Mapping[str, Any]) -> list[str]:
 
 
 def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:
-    """Refuse to execute the user-supplied code of a run unless the user agrees.
-
-    Args:
-        facts: The whole of the run's `config.json`.
-        trust_code: Whether the user agrees.
-
-    Raises:
-        RunFolderError: The run names such code, and the user does not agree.
-    """
+    """Refuse (RunFolderError) to execute the code that a run's `config.json` names unless the user agrees."""
     if (lines := described_code(facts)) and not trust_code:
         raise RunFolderError(
             f"this run executes user-supplied code: {'; '.join(lines)}. Look at it, then give --trust-code (from "
@@ -215,11 +195,7 @@ def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:
 def require_importable(facts: Mapping[str, Any]) -> None:
     """Refuse a run whose user-supplied code is not where Python looks; nothing is executed.
 
-    Args:
-        facts: The whole of the run's `config.json`.
-
-    Raises:
-        RunFolderError: A module's top package is not found; the message names the folder that held it.
+    RunFolderError names the folder that held a module's top package, from the run's `config.json`.
     """
     for code in facts.get("code", []):
         module, file = code["path"].partition(":")[0], Path(code["file"])

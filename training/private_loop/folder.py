@@ -193,11 +193,7 @@ class PrivacySettings:
         return self.calibrated().noise_multiplier == self.noise_multiplier
 
     def calibrated(self) -> Self:
-        """Return the settings with the least noise that keeps `epochs` within `target_epsilon`; both must be given.
-
-        Raises:
-            NoGuarantee: No noise reaches it.
-        """
+        """Return the settings with the least noise that keeps `epochs` within `target_epsilon`; NoGuarantee if none."""
         found, _ = calibrate_noise(
             replace(self, noise_multiplier=1.0).mechanism.repeated(self.total_steps or 1),
             target_epsilon=self.target_epsilon or math.inf,
@@ -216,14 +212,9 @@ class PrivacySettings:
     def resolve(cls, *, records: int, noise_multiplier: float | None, **given: Any) -> Self:
         """Check the arguments of `make_private`, and fill in those that are missing.
 
-        Args:
-            records: n, the number of users if users are drawn.
-            noise_multiplier: z, or None for the least that keeps `epochs` within `target_epsilon`.
-            **given: The other fields; `sample_rate` and, in experiment mode, `seed` may be None.
-
-        Raises:
-            ValueError: A value is out of range, or one is missing; the message names it.
-            NoGuarantee: No noise reaches `target_epsilon`.
+        `records` is n, of users if users are drawn; z None takes the least noise that keeps `epochs` within
+        `target_epsilon`. Raises ValueError, which names it, for a value that is missing or out of range, and
+        NoGuarantee if no noise is enough.
         """
         seed = given["seed"]
         checks.choice(MODES, mode=given["mode"])
@@ -272,11 +263,7 @@ class PrivacySettings:
         return cls(noise_multiplier=1.0, **given).calibrated()
 
     def begin(self, folder: Path) -> None:
-        """Write the settings of a new private loop into its folder.
-
-        Raises:
-            RunFolderError: The folder holds a private loop, or other work.
-        """
+        """Write the settings of a new private loop into its folder; raise RunFolderError if that holds other work."""
         if (folder / SETTINGS_FILE).exists():
             raise RunFolderError(
                 f"folder {folder} holds a private loop already; give resume=True to resume it from its last save, or "
@@ -288,11 +275,7 @@ class PrivacySettings:
 
     @classmethod
     def stored(cls, folder: Path) -> Self:
-        """Return the settings that a folder holds.
-
-        Raises:
-            RunFolderError: The settings were changed, or the file holds something else.
-        """
+        """Return the settings that a folder holds; raise RunFolderError if they were changed, or are none."""
         remedy = "restore it from a copy, or start a new folder"
         if folder.is_dir() and not (folder / SETTINGS_FILE).exists():
             raise RunFolderError(
@@ -309,15 +292,10 @@ class PrivacySettings:
         return found | {f"clipping.{name}": value for name, value in rule.items()}
 
     def require_same(self, folder: Path, *, found: Collection[str], records: int | None = None) -> Self:
-        """Return the settings of a folder, which must agree with these.
+        """Return the settings of a folder, or raise RunFolderError unless they agree with these.
 
-        Args:
-            folder: The folder.
-            found: Names of the fields that were not given, which take the folder's values.
-            records: Number of records, or of users, that `sample_rate` follows from; None if that was given.
-
-        Raises:
-            RunFolderError: The folder holds no settings, or others, or they were changed.
+        Fields that are `found`, not given, take the folder's values. `sample_rate` follows from the number of records,
+        or users, unless it was given (None).
         """
         if not any((folder / name).exists() for name in (SETTINGS_FILE, CHECKPOINT_FILE)):
             raise RunFolderError(
@@ -382,15 +360,7 @@ def program_of(
     *others: Any,
     fixed_batches: bool | None = None,
 ) -> Program:
-    """Return the program that runs in this process.
-
-    Args:
-        module: The module.
-        optimizer: The optimizer.
-        criterion: The criterion, an object or a function.
-        *others: Other objects whose code has a part in the training: data set, collate function.
-        fixed_batches: See `Program`.
-    """
+    """Return the program that runs in this process: module, optimizer, criterion and other code of the training."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if file is None or not Path(file).is_file() else Path(file).resolve()
     parts = textwrap.shorten(", ".join(type(part).__name__ for part in module.children()), _LONGEST)
@@ -492,13 +462,8 @@ def loop_statement(
 ) -> Statement:
     """Return what the ledger of a private loop may state: what the loop checked, and all that it takes on trust.
 
-    A hypothesis counts as checked if the ledger says so (`LedgerContent.checked`) and this version checks it, too.
-
-    Args:
-        content: The ledger.
-        settings: Of the loop.
-        checked_against: Names of the witnesses that it was read with.
-        delta: At which the guarantees are stated; None takes the loop's.
+    A hypothesis counts as checked if the ledger says so (`LedgerContent.checked`) and this version checks it, too. The
+    ledger was read with the witnesses of these names.
     """
     ours = enforcement(settings, processes=1).hypotheses
     checked = content.checked.intersection(ours)
@@ -528,16 +493,10 @@ def loop_statement(
 
 
 def stated_loop(folder: Path, *, delta: float | None = None) -> Statement:
-    """Return what the folder of a private loop may state; its ledger is checked against the last save.
+    """Return what the folder of a private loop may state, at delta or that of the loop.
 
-    Args:
-        folder: The folder.
-        delta: At which the guarantees are stated; None takes the loop's.
-
-    Raises:
-        LedgerCorrupt: The ledger was changed, cut or reordered, is older than the save, or is missing.
-        NoGuarantee: No step was paid for yet.
-        RunFolderError: Settings or save were changed, or are something else.
+    Raises LedgerCorrupt if the ledger is missing, changed, or older than the last save, NoGuarantee if no step was paid
+    for yet, and RunFolderError if settings or save were changed.
     """
     settings, witnesses = PrivacySettings.stored(folder), []
     if (folder / CHECKPOINT_FILE).exists():
@@ -556,17 +515,10 @@ _NUMPY = "opusim.numpy"
 
 
 def write_save(folder: Path, state: Mapping[str, Any], *, ledger: Position, bound: bool) -> None:
-    """Replace the save in a folder.
+    """Replace the save in a folder: what a resumed loop needs, and how far the ledger reaches.
 
-    Args:
-        folder: The folder of the private loop.
-        state: What a resumed loop needs, by name.
-        ledger: How far the ledger reaches.
-        bound: Whether the loop may only be resumed in this very folder.
-
-    Raises:
-        TypeError: A value could not be read back; the message names it, and the last save is kept.
-        OSError: The file could not be written; the last save is kept.
+    `bound` allows it to be resumed in this very folder only. The last save is kept on TypeError, which names a value
+    that could not be read back, and on OSError.
     """
     content = io.BytesIO()
     try:
@@ -593,8 +545,7 @@ def write_save(folder: Path, state: Mapping[str, Any], *, ledger: Position, boun
 def read_save(folder: Path) -> tuple[dict[str, Any], Position]:
     """Return the state in the last save of a folder, and how far the ledger reached.
 
-    Raises:
-        RunFolderError: There is no save, it is unreadable or was changed, or the folder is a copy of a release's.
+    Raises RunFolderError if there is none, it is unreadable or was changed, or the folder is a copy of a release's.
     """
     file = folder / CHECKPOINT_FILE
     if not file.exists():
@@ -613,10 +564,8 @@ def read_save(folder: Path) -> tuple[dict[str, Any], Position]:
 def _read_outer(file: Path) -> tuple[dict[str, Any] | memoryview, Position, int | None]:
     """Return the content of a save, how far the ledger reached, and the inode of a release's folder.
 
-    The content is the state itself in a version before 0.3, else the bytes of a file of torch.
-
-    Raises:
-        RunFolderError: The save cannot be read or was changed.
+    The content is the state itself in a version before 0.3, else the bytes of a file of torch. Raises RunFolderError if
+    it cannot be read or was changed.
     """
     try:
         require_regular(file)

@@ -50,11 +50,7 @@ _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 
 
 def require_plain_parts(module: nn.Module, optimizer: object, loader: object) -> None:
-    """Refuse parts that Opacus has prepared: they would clip and draw a second time.
-
-    Raises:
-        ValueError: The module, the optimizer or the loader is of Opacus, or hooks of Opacus are on the module.
-    """
+    """Refuse (ValueError) parts that Opacus has prepared: they would clip and draw a second time."""
     require_not_of_opacus(module, "module")
     remedies = {
         "optimizer": (optimizer, "optimizers", "give the plain one, optimizer.original_optimizer"),
@@ -67,11 +63,7 @@ def require_plain_parts(module: nn.Module, optimizer: object, loader: object) ->
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that moves other parameters than the module's.
-
-    Raises:
-        ValueError: The optimizer moves other parameters, or runs the module by itself.
-    """
+    """Refuse (ValueError) an optimizer that moves other parameters than the module's."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "optimizer is LBFGS, which runs the module several times in a step; take another one, such as SGD or Adam"
@@ -102,12 +94,9 @@ def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Mod
 
 
 def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignment]) -> None:
-    """Refuse feedback that reaches parameters of a module from a part that the module does not register.
+    """Refuse (TypeError) feedback that reaches parameters of a module from a part that the module does not register.
 
     The settings of a private loop, such as secret draws, would not reach that part.
-
-    Raises:
-        TypeError: There is such feedback.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for points in FeedbackAlignment.attached:
@@ -120,11 +109,10 @@ def require_no_hidden_points(module: nn.Module, found: Sequence[FeedbackAlignmen
 
 
 def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) -> None:
-    """Refuse feedback devices that may return another record's frame, or that the processes cannot read together.
+    """Refuse (ValueError) feedback devices that the processes cannot read, or that may return another's frame.
 
-    Raises:
-        ValueError: A description says that frames repeat; a shared device belongs to other processes; or several
-            devices are shared, whose calls cannot be kept in order.
+    A description may say that frames repeat, a shared device belong to other processes, or calls of several shared
+    devices have no order.
     """
     devices = [each.noisy_device for each in points if each.noisy_device is not None]
     shared = [device for device in devices if device.world is not None]
@@ -147,12 +135,7 @@ def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) ->
 
 
 def require_recordable(module: nn.Module) -> None:
-    """Refuse modules whose per-record gradients cannot be computed here.
-
-    Raises:
-        ValueError: The module is in evaluation mode, compiled, distributed or sparse, or a parameter has a hook; the
-            tape refuses others.
-    """
+    """Refuse (ValueError) modules whose per-record gradients cannot be computed here; the tape refuses others."""
     if not module.training:
         raise ValueError("module is in evaluation mode; call module.train() before make_private")
     trained_parameters(module)
@@ -189,16 +172,9 @@ def arguments_for(
     """Return arguments of a module for a few records, after its first pass, which takes invented ones.
 
     The module may keep initial values from that pass. No finding about the module, and no refusal, depends on a record
-    of the data set.
-
-    Args:
-        module: The module.
-        loader: Its first records give the shapes of the arguments, if none are given.
-        given: Public or invented arguments, a sequence or a mapping by name, or None to invent some.
-
-    Raises:
-        ValueError: The module does not take such arguments, one of them holds no records, or its gradients of single
-            records cannot be taken (`require_recordable`).
+    of the data set. Without public or invented arguments, a sequence or a mapping by name, the loader's first records
+    give their shapes. Raises ValueError if the module does not take them, one of them holds no records, or its
+    gradients of single records cannot be taken (`require_recordable`).
     """
     # 1. Take the shapes from the first entry of a batch, or from all but the labels of a mapping.
     example: Any = given
@@ -256,11 +232,9 @@ def template_of(module: nn.Module, given: Rows) -> Any:
     """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 
     A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches
-    of two sizes, to tell the dimension of records from one that only happens to have the size of a batch.
-
-    Raises:
-        ValueError: A training pass changes a parameter or a buffer, no output has a row per record, or an output that
-            varies with the number of records does not have one row for each, in its first dimension.
+    of two sizes, to tell the dimension of records from one that only happens to have the size of a batch. ValueError is
+    also raised if no output has a row per record, or one that varies with their number does not have the rows in its
+    first dimension.
     """
     many, few = given.repeated(*_COUNTS)
     place = next(module.parameters()).device
@@ -337,12 +311,9 @@ def rows_of(leaves: Sequence[Any]) -> int | None:
 
 
 def require_rows(leaves: Sequence[Any], records: int) -> None:
-    """Refuse arguments of a module in training that do not belong to single records.
+    """Refuse (ValueError) arguments of a module in training that do not belong to single records.
 
     A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
-
-    Raises:
-        ValueError: There is such an argument.
     """
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -365,15 +336,10 @@ OF_USERS = "which says whose they are; keep their order, or sort in the module"
 
 
 def require_order(leaves: Sequence[Any], handed: Sequence[Any], why: str) -> None:
-    """Refuse arguments that are tensors of the batch with their rows in another order, such as sorted by length.
+    """Refuse (ValueError) tensors of the batch with their rows in another order, such as sorted by length.
 
-    Args:
-        leaves: Arguments of the module.
-        handed: Leaves of the batch, as the loop received it.
-        why: `FILLED`, or `OF_USERS`.
-
-    Raises:
-        ValueError: There is such an argument.
+    `leaves` are arguments of the module, `handed` those of the batch as the loop received it, `why` is `FILLED` or
+    `OF_USERS`.
     """
     known = [leaf for leaf in handed if isinstance(leaf, Tensor)]
     for leaf in leaves:
@@ -394,17 +360,11 @@ def require_order(leaves: Sequence[Any], handed: Sequence[Any], why: str) -> Non
 
 
 def require_own_rows(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
-    """Refuse arguments of module and criterion whose rows stand in different orders: a loss would join two records.
+    """Refuse (ValueError) arguments whose rows stand in different orders: a loss would join two records.
 
-    An order is read off a tensor that has the rows of one of the batch, if these differ enough that no function of
-    single records would give them by chance. All of them may have one other order.
-
-    Args:
-        leaves: Arguments of the module, and those of the criterion but the module's outputs.
-        handed: Leaves of the batch, as the loop received it.
-
-    Raises:
-        ValueError: There are such arguments.
+    They are those of the module, and of the criterion but the module's outputs. An order is read off a tensor that has
+    the rows of one of the batch, as the loop received it, if these differ enough that no function of single records
+    would give them by chance. All of them may have one other order.
     """
     known = [leaf for leaf in handed if isinstance(leaf, Tensor) and leaf.ndim]
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -500,11 +460,7 @@ class ProbedParts:
         }
 
     def require_same(self) -> None:
-        """Refuse other learning parameters, other parts or code, and further hooks; hooks may have been removed.
-
-        Raises:
-            RuntimeError: The module changed in one of these ways.
-        """
+        """Refuse (RuntimeError) other learning parameters, parts or code, and further hooks; hooks may be removed."""
         if {id(p) for p in self._module.parameters() if p.requires_grad} != self._parameters:
             raise RuntimeError(
                 "module: its parameters that learn changed since make_private; freeze, unfreeze or add parameters "
@@ -539,11 +495,7 @@ class ProbedParts:
                 )
 
     def require_same_modes(self) -> None:
-        """Refuse a training pass in other modes than those probed, such as with batch statistics that were frozen.
-
-        Raises:
-            RuntimeError: A part of the module changed its mode.
-        """
+        """Refuse (RuntimeError) a training pass in modes not probed, such as with frozen batch statistics."""
         for name, each in self._module.named_modules():
             if self._modes.get(name) != each.training:
                 now = "training" if each.training else "evaluation"

@@ -141,11 +141,7 @@ class PrivateLoader:
 
     @property
     def batch_sampler(self) -> BatchSampler:
-        """Opacus's BatchMemoryManager reads it; here it is not needed.
-
-        Raises:
-            AttributeError: Always; the message says what takes its place.
-        """
+        """Raise AttributeError: Opacus's BatchMemoryManager reads it, and the message says what takes its place."""
         raise AttributeError(
             "a private loader has no batch_sampler, because its batches are drawn in secret; instead of a "
             "BatchMemoryManager, give max_physical_batch_size to make_private and iterate over the loader itself"
@@ -154,9 +150,8 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches left in the epoch, as the user's collate function builds them.
 
-        Raises:
-            BudgetExceeded: The budget was spent before; the first time, iterating ends with a warning.
-            RuntimeError: A batch was not trained on when the next one was asked for, or another iteration began.
+        Raises BudgetExceeded if the budget was spent before (the first time, iterating ends with a warning), and
+        RuntimeError if a batch was not trained on when the next one was asked for, or another iteration began.
         """
         self._iterations += 1
         number, again = self._iterations, not self._module.trained
@@ -192,9 +187,7 @@ class PrivateLoader:
     def _begin_iteration(self) -> None:
         """Refuse to hand out batches if the budget is spent, or if the processes differ in call, group or parameters.
 
-        Raises:
-            BudgetExceeded: The budget was spent before.
-            RuntimeError: The loop is closed, or the process group or a parameter is not that of the others.
+        Raises BudgetExceeded or RuntimeError.
         """
         self._steps.require_open()
         if self._steps.stopped is not None:
@@ -222,11 +215,7 @@ class PrivateLoader:
             self._module.drop()
 
     def _hand_out(self, *, until: int) -> bool:
-        """Pay for the next batch and take it as the one at hand; returns False if the budget is spent.
-
-        Args:
-            until: Number of the first step of the next epoch.
-        """
+        """Pay, in the epoch up to a step, for the next batch and take it; returns False if the budget is spent."""
         self._module.paid_on = place = self._module.place
         try:
             # A zeroth-order step's few sums are rounded on the processor, wherever the module is.
@@ -245,11 +234,7 @@ class PrivateLoader:
         return True
 
     def _end_step(self, iteration: int) -> None:
-        """Refuse to continue before the batch at hand was trained on, or after another iteration began.
-
-        Raises:
-            RuntimeError: See above.
-        """
+        """Refuse (RuntimeError) to continue before the batch at hand was trained on, or after another iteration."""
         with self._steps.ranks.handing_errors():
             if iteration != self._iterations:
                 raise RuntimeError(
@@ -403,10 +388,8 @@ class _CollateFilled:
 def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[Sequence[int]]) -> Any:
     """Return the rows with these numbers of each batch, one after the other.
 
-    Rows stand in the dimensions in which `one` and `two` differ.
-
-    Raises:
-        ValueError: Rows cannot be told apart, or have other shapes in one batch than in another.
+    Rows stand in the dimensions in which `one` and `two` differ. Raises ValueError if they cannot be told apart, or
+    have other shapes in one batch than in another.
     """
 
     def constant(values: Sequence[Any], one: Any, where: str) -> Any:
@@ -451,11 +434,7 @@ def _joined(batches: Sequence[Any], one: Any, two: Any, kept: Sequence[Sequence[
 
 
 def _numbers(counts: Sequence[int], kept: Sequence[Sequence[int]], where: str) -> list[int] | None:
-    """Return the numbers of kept rows in batches that stand one after the other; None if all are kept.
-
-    Raises:
-        ValueError: A batch has too few.
-    """
+    """Return the numbers of kept rows in joined batches, None for all; raise ValueError if a batch has too few."""
     if any(count <= max(own) for count, own in zip(counts, kept, strict=True)):
         raise ValueError(
             f"data_loader: its collate function gives fewer rows than records (batch{where}); return a row for each"
@@ -471,10 +450,8 @@ def empty_batch(one: Any, two: Any) -> Any:
 
     Tensors and arrays lose all rows, and all entries of dimensions that vary. A list or tuple that grows with the batch
     becomes empty; in others, and in mappings, each entry is emptied. None stays, and so does a truth value that both
-    batches have. Nothing else can be kept, since it may reveal the records that the batches were built from.
-
-    Raises:
-        ValueError: There is something else.
+    batches have. Nothing else can be kept (ValueError), since it may reveal the records that the batches were built
+    from.
     """
 
     def leaf(values: Sequence[Any], one: Any, two: Any, where: str) -> Any:
@@ -552,9 +529,8 @@ def _like(given: Mapping[Any, Any], found: dict[Any, Any]) -> Mapping[Any, Any]:
 def batch_size_of(loader: DataLoader[Any]) -> int:
     """Return the batch size of a loader whose batches Poisson sampling can replace.
 
-    Raises:
-        TypeError: It is no torch DataLoader.
-        ValueError: It has no batches, a stream of records, or draws records in a way of its own.
+    Raises TypeError if it is no torch DataLoader, and ValueError if it has no batches, a stream of records, or an own
+    way to draw.
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(
@@ -590,14 +566,11 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
 
 
 def require_separate_rows(loader: DataLoader[Any]) -> None:
-    """Refuse a collate function that mixes records, as mixup does: another record would change a record's row.
+    """Refuse (ValueError) a collate function that mixes records, as mixup does.
 
     Two batches of the first records differ in the first or the last one. Their rows are compared if the collate
     function drew equally many numbers for both, under the same seed, and their tensors have one shape, which padding
     may change.
-
-    Raises:
-        ValueError: There is such a row.
     """
     with preserved_generators(torch.device("cpu")):
         records = first_records(loader)

@@ -212,14 +212,10 @@ class ModuleInLoop(ABC):
     def begin(
         self, step: int, rows: int, drawn: int | Sequence[int] | None = None, handed: Any = None
     ) -> None:
-        """Take a batch as the one at hand.
+        """Take a batch of some rows, as the loop receives it, as the one at hand.
 
-        Args:
-            step: Its number.
-            rows: Its size.
-            drawn: Number of its first rows that are records; the others have weight zero. None for all. If users are
-                drawn, the number for each user.
-            handed: The batch, as the loop receives it.
+        `drawn` is the number of its first rows that are records, the others having weight zero, or of each user; None
+        for all.
         """
         self.probed.require_same()
         self.padding = self._weights = None
@@ -425,12 +421,7 @@ class PrivateModule(ModuleInLoop):
     # Backward
 
     def loss(self, value: Tensor, gradients: Gradients) -> Tensor:
-        """Return a loss of the batch at hand, whose backward pass writes the private gradients.
-
-        Args:
-            value: The loss that the user sees.
-            gradients: Gradients at the module's outputs.
-        """
+        """Return the user's loss; its backward pass writes the private gradients from those at the outputs."""
         batch = self._batch
         if not torch.is_grad_enabled():
             return value
@@ -650,11 +641,7 @@ class MeasuredModule(ModuleInLoop):
         return found
 
     def _measure(self, losses: Callable[..., Tensor], batch: tuple[Any, ...]) -> Tensor:
-        """Measure the batch at hand, in place of `ZerothOrder.measure`.
-
-        Returns:
-            The mean loss of the records on the plus side of the first direction.
-        """
+        """Measure the batch at hand, in place of `ZerothOrder.measure`; return the mean loss on the first plus side."""
         self._steps.require_own()
         at_hand, leaves = self._batch, tree_leaves(batch)
         # 1. Refuse what is not the batch that was drawn and paid for, or was measured before.

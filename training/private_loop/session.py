@@ -77,13 +77,7 @@ ENTRY_POINT_GROUP = "opusim.accountants"
 
 @dataclass(frozen=True, kw_only=True)
 class NamedAccountant:
-    """An accountant that a package brings.
-
-    Attributes:
-        name: Name of the entry point.
-        package: The package.
-        accountant: An object of its class, which has the method above.
-    """
+    """An accountant that a package brings by an entry point, an object that has the method above."""
 
     name: str
     package: str
@@ -91,11 +85,7 @@ class NamedAccountant:
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """Return the accountant of a name.
-
-        Raises:
-            ValueError: No package brings the name, or its class cannot be used.
-        """
+        """Return the accountant of a name; raise ValueError if no package brings it, or its class cannot be used."""
         known = plugins.names(ENTRY_POINT_GROUP)
         if name not in known:
             listed = f"must be one of {', '.join(known)}" if known else "none is installed"
@@ -116,14 +106,9 @@ class NamedAccountant:
             raise _unusable(name, package, error) from error
 
     def claimed(self, mechanisms: Sequence[Mechanism], proven: Guarantee) -> Guarantee:
-        """Return the accountant's epsilon as a claimed guarantee for the mechanisms of a proven one.
+        """Return the accountant's epsilon as a claimed guarantee for the paid mechanisms of a proven one.
 
-        Args:
-            mechanisms: The mechanisms that were paid for.
-            proven: The guarantee of opusim for the same mechanisms.
-
-        Raises:
-            ValueError: The accountant raises an error, or returns no epsilon.
+        Raises ValueError if the accountant raises an error, or returns no epsilon.
         """
         try:
             epsilon = float(
@@ -586,11 +571,7 @@ class PrivateTraining(Shown):
             )
 
     def _require_same_parts(self, state: Mapping[str, Any]) -> None:
-        """Refuse a module or an optimizer that the save is not of, before anything of it is loaded.
-
-        Raises:
-            RunFolderError: The optimizer's class or number of parameters, or a name or shape in the module, differs.
-        """
+        """Refuse (RunFolderError) a module or an optimizer that the save is not of, before anything of it is loaded."""
 
         def parts(module: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
             shapes = {

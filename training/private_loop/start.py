@@ -302,12 +302,7 @@ def make_private(
 def _require_measurable(
     optimizer: ZerothOrder, module: nn.Module, *, clipping: Clipping | str, user_ids: OwnIds | None
 ) -> None:
-    """Refuse what zeroth-order steps do not protect.
-
-    Raises:
-        ValueError: The optimizer trains another module, or users or another clip than a joint one are asked for, or
-            several processes train.
-    """
+    """Refuse (ValueError) what zeroth-order steps do not protect: other modules, users, clips, several processes."""
     if Ranks().world > 1:
         raise ValueError(
             "optimizer: ZerothOrder trains in one process, and this one is in a group; use opusim train zo, which "
@@ -349,14 +344,9 @@ def _drawn(settings: PrivacySettings, records: int, ranks: Ranks) -> dict[str, A
 
 
 def _settings(records: int, folder: Path, stack: ExitStack, *, resume: bool, **given: Any) -> PrivacySettings:
-    """Return the settings of a private loop, and hold its folder as its only writer.
+    """Return the settings of a private loop of n records or users, and hold its folder as its only writer.
 
-    Args:
-        records: n, the number of records or of users.
-        folder: A new one, or with `resume` that of the loop.
-        stack: Receives the context that holds the folder.
-        resume: Whether the folder supplies arguments that were not given.
-        **given: See `PrivacySettings.resolve`.
+    With `resume` the folder supplies arguments that were not given; see `PrivacySettings.resolve`.
     """
     settings = PrivacySettings.resolve(records=records, **given)
     stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))

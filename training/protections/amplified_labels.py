@@ -232,9 +232,7 @@ class AmplifiedLabels(PrivateGradients):
 def whitened_norms(deltas: Sequence[Tensor], white: Sequence[Tensor]) -> Tensor:
     """Return c_i = sqrt(sum_l ||delta_li||^2 h_li^T P_l^-1 h_li), float64, shape (batch,).
 
-    Args:
-        deltas: delta_l of each layer, shapes (batch, n_l).
-        white: h_(l-1) of each layer with the bias's constant, whitened (`Metric.whiten`), shapes (batch, n_(l-1) + 1).
+    The h_(l-1), with the bias's constant, come whitened (`Metric.whiten`).
     """
     squares = [
         delta.double().square().sum(dim=1) * row.square().sum(dim=1)

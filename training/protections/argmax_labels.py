@@ -18,10 +18,12 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
 from scipy.optimize import brentq, linear_sum_assignment
+from scipy.stats import chi2
 from torch import Tensor
 
 from opusim import checks
@@ -32,10 +34,137 @@ from opusim.camera.stages import NumberLaw, number_law, spread_error
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw
-from opusim.errors import ConfigError
+from opusim.errors import ConfigError, DeviceFault
 from opusim.noise import FluctuatingCountNoise, LightPower, PhotonCountNoise
-from opusim.training.protections.measured_rates import MeasuredRates
 from opusim.training.protections.noisy_labels import Pay
+
+RATES_SHARE = 0.1
+"""Share of the delta that a certificate leaves: the probability that limits measured before or after are wrong."""
+_ALARM = 1e-4
+_SPARE = 1.5
+"""Largest ratio of two chi-squared limits of one variance, from at least 500 frames."""
+_FULL = 0.9
+"""Share of the converter's or the well's range above which a pattern's mean may be clipped."""
+_NUMBERS_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredRates:
+    """Rates of a few known patterns at each pixel of a camera, measured with limits: no medium or response is assumed.
+
+    Each pattern is shown R times at the described light, and R frames are taken without light. With K the gain [DN/e-],
+    v the variance of a frame without light [DN^2] and x the mean number that a pattern adds, the difference D of the
+    two means is that of Poisson counts and Gaussian noise, a sub-gamma number: at each side
+
+        P(|D - x| > sqrt(2 t (2 v + K x) / R) + K t / (3 R)) <= e^-t
+
+    (Boucheron, Lugosi and Massart 2013, section 2.4); v is at most its chi-squared limit, and rounding moves a mean by
+    at most exp(-2 pi^2 v) / pi. Limits in electrons are divided by the lower limit of K: at another K the light is less
+    by one factor for all pixels, which is dimming (theorem measured-rates).
+
+    **Drift.** The patterns are shown again after the labels, and the run ends unless the limits of that measurement lie
+    within the stated ones. The stated limits are therefore wider, to allow for the difference of two measurements of
+    steady rates: drift beyond them is found with probability 1 - beta, and steady rates end a run with probability
+    `_ALARM` at most.
+
+    Attributes:
+        light_dn: D of each pattern, shape (patterns, pixels).
+        dark_dn: mean number without light, shape (pixels,).
+        variance_dn2: upper limit of v, shape (pixels,).
+        full: highest mean number of a pattern at each pixel, as a share of the range, shape (pixels,).
+        count: R.
+        gain: limits of K, DN per electron.
+        beta: probability that a limit is wrong, in (0, 1).
+    """
+
+    light_dn: np.ndarray
+    dark_dn: np.ndarray
+    variance_dn2: np.ndarray
+    full: np.ndarray
+    count: int
+    gain: tuple[float, float]
+    beta: float
+
+    @classmethod
+    def of(
+        cls, device: CameraDevice, patterns: int, *, count: int, gain: tuple[float, float], beta: float
+    ) -> Self:
+        """Measure R frames of the first unit vectors, one at a time, and frames without light.
+
+        `count` is R, at least 500, `gain` has limits of K, and `beta` bounds the probability that any limit
+        of the measurement is wrong; half of it is for the variances.
+        """
+        width = device.n_outputs
+        sums, squares = np.zeros((patterns + 1, width)), np.zeros(width)
+        at_once = max(1, _NUMBERS_AT_ONCE // width)
+        for start in range(0, count, at_once):
+            part = min(at_once, count - start)
+            for pattern, row in enumerate(torch.eye(patterns, device.n_inputs)):
+                frames = device.dimmed_frames(row.expand(part, -1), 1.0)
+                sums[pattern] += frames.sum(axis=0, dtype=np.float64)
+            dark = device.flat_frames(part).astype(np.float64)
+            sums[-1] += dark.sum(axis=0)
+            squares += np.square(dark).sum(axis=0)
+        means = sums / count
+        variance = np.maximum(squares - count * np.square(means[-1]), 0.0)  # times R - 1
+        sensor = device.exposure.sensor
+        top_dn = sensor.black_level_dn + sensor.gain_dn_per_e * sensor.saturation_e
+        return cls(
+            light_dn=means[:-1] - means[-1],
+            dark_dn=means[-1],
+            variance_dn2=variance / chi2.ppf(beta / (2 * width), count - 1),
+            full=means.max(axis=0) / top_dn,
+            count=count,
+            gain=gain,
+            beta=beta,
+        )
+
+    @property
+    def usable(self) -> np.ndarray:
+        """Numbers of the pixels that no pattern fills."""
+        return np.flatnonzero(self.full < _FULL)
+
+    def limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the stated lower and upper limits of light, electrons, each of shape (patterns, pixels)."""
+        t, alarm = (math.log(4 * self.light_dn.size / p) for p in (self.beta, _ALARM))
+        spare = _SPARE * self.variance_dn2
+        low, high = (
+            self._moved(self._moved(self.light_dn, side, alarm, 2, spare), side, t, 1, spare)
+            for side in (-1, 1)
+        )
+        return np.maximum(low, 0.0) / self.gain[0], np.maximum(high, 0.0) / self.gain[0]
+
+    def _moved(
+        self, from_dn: np.ndarray, side: int, t: float, measurements: int, variance_dn2: np.ndarray
+    ) -> np.ndarray:
+        """Return the limit of x on one side of D, DN: the farthest x that D does not exclude.
+
+        It lies s beyond the terms that do not depend on x, s^2 = (2 t / R) (2 v + K (D +- s)).
+        """
+        gain, share = self.gain[1], 2 * t * measurements / self.count
+        rounding = 2 * np.exp(-2 * math.pi**2 * variance_dn2 / _SPARE) / math.pi
+        start = from_dn + side * (gain * t / (3 * self.count) + rounding)
+        constant = 4 * share * (2 * variance_dn2 + gain * np.maximum(start, 0.0))
+        s = (side * share * gain + np.sqrt((share * gain) ** 2 + constant)) / 2
+        return np.asarray(start + side * s)
+
+    def require_same(self, again: MeasuredRates, pixels: np.ndarray, name: str) -> None:
+        """Raise DeviceFault if kept pixels' rates, measured again after the labels, lie beyond the stated limits."""
+        stated, t = self.limits(), math.log(4 * again.light_dn.size / again.beta)
+        # limits of x as measured now, in electrons
+        low, high = (
+            again._moved(again.light_dn, side, t, 1, again.variance_dn2) / self.gain[0] for side in (-1, 1)
+        )
+        beyond = (np.maximum(low, 0.0) < stated[0]) | (high > stated[1])
+        beyond = beyond[:, pixels]
+        if beyond.any():
+            change = float(np.mean(again.light_dn[:, pixels]) / np.mean(self.light_dn[:, pixels])) - 1
+            raise DeviceFault(
+                f"device {name!r}: rates of the labels' patterns left their limits at {int(beyond.any(axis=0).sum())} "
+                f"of {pixels.size} pixels while labels were shown (mean light {change:+.2%}); nothing was kept of the "
+                "labels. Let laser and medium settle, and begin again"
+            )
+
 
 FRAMES_AT_ONCE = 4096
 POWER_SHARE = 0.1
@@ -74,9 +203,8 @@ class LabelFrames:
     def of(cls, device: NoisyDevice, n_classes: int) -> LabelFrames:
         """Return the labels' frames of an open device, within the limits of its certificate if it has one.
 
-        Raises:
-            ConfigError: The device is no simulated camera, reads holograms, its light drifts slowly, or it states no
-                law of its counts.
+        Raises ConfigError if it is no simulated camera, reads holograms, its light drifts slowly, or it states no law
+        of its counts.
         """
         if not isinstance(device, CameraDevice) or device.stated_noise is None:
             reason = (
@@ -115,8 +243,7 @@ class LabelFrames:
     def gain(self) -> tuple[float, float]:
         """Return limits of the gain, DN per electron: the certificate's, or the described one twice.
 
-        Raises:
-            ConfigError: The certificate is one of an earlier version.
+        Raises ConfigError for a certificate of an earlier version.
         """
         limits, described = self.certified, self.law.sensor.gain_dn_per_e
         if limits is None:
@@ -259,16 +386,11 @@ class ArgmaxReadout:
 
     @classmethod
     def within(cls, frames: LabelFrames, *, epsilon: float, delta: float = 0.0) -> ArgmaxReadout:
-        """Return the readout with the most light, at most the described, that stays within epsilon.
+        """Return the readout with the most light, at most the described, that stays within the answer's epsilon.
 
-        Args:
-            frames: The camera.
-            epsilon: Epsilon of the answer, above 0.
-            delta: Delta of the run; fluctuating light takes a share of it.
-
-        Raises:
-            ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
-                light fluctuates and delta does not exceed the certificate's beta.
+        Fluctuating light takes a share of the run's delta. Raises ConfigError if the camera has fewer outputs than
+        labels, even `LEAST_LIGHT` gives more than epsilon, or the light fluctuates and delta does not exceed the
+        certificate's beta.
         """
         require_known_light(frames.device.name, frames.certified)
         power_error = frames.power_error(delta)
@@ -314,9 +436,7 @@ class ArgmaxReadout:
     def answers(self, labels: Tensor, source: UniformSource) -> np.ndarray:
         """Show every label once and return the answers, integers, shape (n,); the frames do not leave this function.
 
-        Args:
-            labels: Class numbers, shape (n,).
-            source: Source of the permutations and of random numbers that break ties.
+        The source gives the permutations and breaks ties.
         """
         found = []
         for part in labels.split(FRAMES_AT_ONCE):
@@ -336,16 +456,9 @@ class ArgmaxReadout:
 
 
 def read_argmax(readout: ArgmaxReadout, labels: Tensor, source: UniformSource, *, pay: Pay) -> Tensor:
-    """Show every label once and keep its answer only.
+    """Show every label once and keep its answer only; return the log-likelihood of every class, float32, (n, k).
 
-    Args:
-        readout: The groups of pixels, and the light.
-        labels: Class numbers, shape (n,).
-        source: Source of the permutations and of random numbers that break ties; the operating system's for a release.
-        pay: Pays for the release, before a frame is taken.
-
-    Returns:
-        The log-likelihood of every class, float32, shape (n, k).
+    The source gives the permutations and breaks ties; it is the operating system's for a release. `pay` comes first.
     """
     pay(readout.mechanism)
     return torch.from_numpy(readout.log_likelihood(readout.answers(labels, source))).float()
@@ -417,24 +530,14 @@ class _Search:
 
 
 def own_light(light: np.ndarray, groups: np.ndarray) -> float:
-    """Return the mean electrons of light of an output of each group under its own label.
-
-    Args:
-        light: Expected electrons of light, shape (labels, outputs).
-        groups: Pixels of each label, shape (labels, pixels of a group).
-    """
+    """Return the mean electrons of light of an output of each group, shape (labels, pixels), under its own label."""
     return float(np.mean([row[group].mean() for row, group in zip(light, groups, strict=True)]))
 
 
 def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarray:
     """Return equally many pixels for each label: those with most light beyond the mean light of the other labels.
 
-    Args:
-        light: Expected electrons of light, shape (labels, pixels).
-        most: Largest number of pixels of a group.
-
-    Raises:
-        ConfigError: There are fewer pixels than labels.
+    Light, in expected electrons, has shape (labels, pixels). Raises ConfigError if there are fewer pixels than labels.
     """
     checks.shape((None, None), light=light)
     labels, pixels = light.shape
@@ -497,14 +600,10 @@ def shared_range(
     least: float | None = None,
     point: OperatingPoint | None = None,
 ) -> Cell:
-    """Return what all outputs of a frame may share.
+    """Return what all outputs of a frame, in groups of a size, may share at a camera's operating point.
 
-    Args:
-        frames: The camera.
-        size: Outputs of a group.
-        light: Largest multiple of the described light in a frame, before the factor of a certificate.
-        least: Least such multiple; None for `light` itself.
-        point: The camera's operating point, except for its light; None for that of the description.
+    Light is a multiple of the described, before the factor of a certificate, from `least`, or `light` itself, to
+    `light`.
     """
     certified, dimmed = frames.certified, light if least is None else least
     if certified is None:
@@ -524,16 +623,11 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     r"""Return limits of the confusion matrix of the argmax over all light and dark charge of a cell.
 
     Under a certificate output j of group g has dark charge D + e_j, with D shared and independent normal e_j. Let the
-    group have n outputs. The law of its sum of numbers depends on sum e_j only, within `spread_error`, and
-    \|sum e_j\| <= n u with u = `dark_deviation_e` / sqrt(n); limits of each e_j would give n `dark_deviation_e`.
-    Entry (a, y) of the matrix rises with the rates of group y and falls with those of others, so its limits have the
-    group at D + u and all others at D - u or the other way round. If the read-out bends or clips, u is the limit of one
-    output.
-
-    Args:
-        frames: The camera.
-        groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of D; without a certificate D is the difference from the described dark charge.
+    group have n outputs. The law of its sum of numbers depends on sum e_j only, within `spread_error`, and \|sum e_j\|
+    <= n u with u = `dark_deviation_e` / sqrt(n); limits of each e_j would give n `dark_deviation_e`. Entry (a, y) of
+    the matrix rises with the rates of group y and falls with those of others, so its limits have the group at D + u and
+    all others at D - u or the other way round. If the read-out bends or clips, u is the limit of one output. Without a
+    certificate the cell's D is the difference from the described dark charge.
     """
     certified, law = frames.certified, frames.law
     if certified is None:
@@ -551,14 +645,7 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
 
 
 def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: OperatingPoint) -> Matrices:
-    """Return limits of the confusion matrix over a cell, of a camera as described, at an operating point.
-
-    Args:
-        law: The camera's stages.
-        groups: Pixels of each label, shape (labels, pixels of a group).
-        cell: Ranges of the light and of the dark charge beyond the described one.
-        point: The camera's operating point, except for its light.
-    """
+    """Return limits of the confusion matrix over a cell, of a camera as described, at a point except for its light."""
     ends, described = ((cell.least, cell.dark_low), (cell.most, cell.dark_high)), law.dark_e(point)
     lowest, highest = (
         law.rates_with(replace(point, light=max(light, NO_LIGHT)), described + dark)[0]
@@ -570,15 +657,11 @@ def described_confusion(law: CountLaw, groups: np.ndarray, cell: Cell, point: Op
 def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: float) -> float:
     """Return a bound of the epsilon of the symmetrised argmax over all points of a cell.
 
-    Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned.
-
-    No argument shows where an answer reveals most, so the cell with the largest bound is halved until its bound is
-    within 0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
-
-    Args:
-        limits: Maps a cell to limits of the confusion matrix, which hold at each of its points.
-        whole: The cell.
-        electrons: Light of an output at a light of 1, by which ranges of light and dark charge are compared.
+    Without a certificate the dark charge is the credited or the described one, and the larger epsilon is returned. No
+    argument shows where an answer reveals most, so the cell with the largest bound is halved until its bound is within
+    0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
+    `limits` maps a cell to limits of the confusion matrix; `electrons`, the light of an output at a light of 1,
+    compares ranges of light and dark charge.
     """
     if len(whole.dark_laws) > 1:
         return max(largest_epsilon(limits, each, electrons) for each in whole.dark_laws)
@@ -612,14 +695,8 @@ def confusion_at(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return limits of the confusion matrix of the argmax over boxes of rates, from `lowest` to `highest`.
 
-    Args:
-        law: The camera's stages.
-        groups: Pixels of each label, shape (labels, pixels of a group).
-        lowest: Expected electrons of each label's frame, shape (labels, pixels).
-        highest: The same, at least as large.
-
-    Raises:
-        ConfigError: The camera sees ambient light, and no amount of it is the worst case for every matrix.
+    Rates, expected electrons of each label's frame, have shape (labels, pixels), groups (labels, pixels of a group).
+    Raises ConfigError if the camera sees ambient light: no amount of it is the worst case for every matrix.
     """
     if np.any(law.ambient_e):
         raise ConfigError(

@@ -118,12 +118,7 @@ class Protection:
         return multiplier
 
     def require_covered(self) -> None:
-        """Refuse a run that no theorem covers, before anything is computed.
-
-        Raises:
-            NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
-                protected.
-        """
+        """Refuse (NoGuarantee) a run that no theorem covers, before anything is computed."""
         require_covered(self.config, self.dataset, self.plan.sampler.scheme)
 
     def calibrated(self) -> float | None:
@@ -252,15 +247,9 @@ class NoProtection(Protection):
 
 
 def calibrated_once(mechanism: MechanismT, *, epsilon: float, delta: float) -> MechanismT:
-    """Return a mechanism with the least noise that stays within epsilon; a run that asks again is not calibrated again.
+    """Return a mechanism with the least noise that stays within a run's epsilon; may raise NoGuarantee.
 
-    Args:
-        mechanism: What is released; the search starts at its noise.
-        epsilon: Epsilon of the whole run, above 0.
-        delta: Delta of the whole run, in [0, 1).
-
-    Raises:
-        NoGuarantee: No noise reaches epsilon.
+    The search starts at the mechanism's noise; a run that asks again is not calibrated again.
     """
     found: MechanismT = _calibrated(mechanism, epsilon, delta)
     return found
@@ -397,11 +386,7 @@ class WrappedGradients(PrivateGradients):
 
 
 def linear_uses(found: Contributions) -> list[LinearUse]:
-    """Return the use of each layer of a fully connected network, before its records are measured.
-
-    Raises:
-        TypeError: They are contributions to another network.
-    """
+    """Return each layer's use in a fully connected network, unmeasured; raise TypeError for another network."""
     uses = [use for _, own in found.layers for use in own]
     linear = [use for use in uses if type(use) is LinearUse and use.positions == 1]
     if not len(linear) == len(uses) == len(found.layers):
@@ -410,16 +395,10 @@ def linear_uses(found: Contributions) -> list[LinearUse]:
 
 
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
-    """Return z C, the standard deviation of the noise on a sum, if float32 can hold it.
+    """Return z C, the standard deviation of the noise on a sum, if float32 can hold it; z = 0 for no noise.
 
-    Args:
-        clip_norm: C.
-        noise_multiplier: z, at least 0; 0 for no noise.
-        divisor: The constant that the noisy sum is divided by.
-
-    Raises:
-        ValueError: C or the divisor lies outside `CLIP_RANGE`, or z C or z C / divisor outside `NOISE_RANGE`: the clip
-            would not hold, or the noise would vanish.
+    Raises ValueError if C or the divisor of the noisy sum lies outside `CLIP_RANGE`, or z C or z C / divisor outside
+    `NOISE_RANGE`: the clip would not hold, or the noise would vanish.
     """
     remedy = "rescale the loss or the features instead"
     checks.in_range(*CLIP_RANGE, clip_norm=clip_norm, divisor=divisor, remedy=remedy)
@@ -456,15 +435,10 @@ def write_gradient(use: LinearUse, gradient: Tensor) -> None:
 def creditable_law(
     device: NoisyDevice, *, key: str = "protection.noise", credit: Mapping[str, Any] | None = None
 ) -> GaussianNoise:
-    """Return the law of a device whose noise a protection or a likelihood ratio may rest on.
+    """Return the law of a device, open or closed, whose noise a protection or a likelihood ratio may rest on.
 
-    Args:
-        device: The device, open or closed.
-        key: The key that asks for its noise, for the message.
-        credit: The certificate and the beta that the run's mechanisms name (`Plan.credit`), or None for neither.
-
-    Raises:
-        ConfigError: The law is not Gaussian, is 0 at some output, or rests on a certificate that no mechanism names.
+    `key` asks for it; `credit` has the certificate and beta that the run's mechanisms name (`Plan.credit`). Raises
+    ConfigError if the law is not Gaussian, is 0 at some output, or rests on a certificate that no mechanism names.
     """
     law, named = device.noise, (credit or {}).get("beta", 0.0)
     device.credit_noise()

@@ -189,9 +189,5 @@ class MovingBound:
         return min(max(self._start * math.exp(min(max(moved, -100.0), 100.0)), low), high)
 
     def move(self, count: float) -> None:
-        """Add a step's noisy count.
-
-        Args:
-            count: The count over the divisor.
-        """
+        """Add a step's noisy count over the divisor."""
         self.released += torch.tensor([count, 1.0], dtype=torch.float64)

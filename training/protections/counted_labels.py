@@ -30,12 +30,13 @@ from opusim.errors import ConfigError
 from opusim.training.protections.argmax_labels import (
     FRAMES_AT_ONCE,
     KEY,
+    RATES_SHARE,
     ArgmaxReadout,
     LabelFrames,
+    MeasuredRates,
     read_argmax,
 )
 from opusim.training.protections.base import calibrated_once
-from opusim.training.protections.measured_rates import SHARE, MeasuredRates
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 
 _PIXELS_COMPARED = 2048
@@ -48,13 +49,7 @@ _START_LIGHT = 1e-3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountsReadout:
-    """One frame of each label; the counts of some pixels are kept.
-
-    Attributes:
-        frames: The camera.
-        pixels: Outputs that are kept, integers.
-        mechanism: What is released.
-    """
+    """One frame of each label; the counts of some pixels, the outputs' integers, are kept and released."""
 
     frames: LabelFrames
     pixels: np.ndarray
@@ -62,11 +57,7 @@ class CountsReadout:
 
     @classmethod
     def within(cls, frames: LabelFrames, *, epsilon: float, delta: float) -> CountsReadout:
-        """Return the readout with the most light, at most the described, that stays within epsilon.
-
-        Raises:
-            NoGuarantee: No light stays within epsilon.
-        """
+        """Return the readout with the most light, at most the described, within epsilon; may raise NoGuarantee."""
         power_error, measured = frames.power_error(delta), frames.measured
         if measured is None:
             pixels, low, high = equidistant_pixels(frames.light), None, frames.light
@@ -116,16 +107,7 @@ class CountsReadout:
 
 
 def read_counts(readout: CountsReadout, labels: Tensor, *, pay: Pay) -> Tensor:
-    """Show every label once and keep its counts.
-
-    Args:
-        readout: The pixels that are kept, and the light.
-        labels: Class numbers, shape (n,).
-        pay: Pays for the release, before a frame is taken.
-
-    Returns:
-        The log-likelihood of every class, float32, shape (n, k), largest 0.
-    """
+    """Pay, show every label once and keep its counts; return log-likelihoods, float32, shape (n, k), largest 0."""
     pay(readout.mechanism)
     scores = readout.log_likelihood(labels)
     if readout.frames.measured is not None:
@@ -135,15 +117,9 @@ def read_counts(readout: CountsReadout, labels: Tensor, *, pay: Pay) -> Tensor:
 
 
 def measured_rates(frames: LabelFrames, count: int, beta: float) -> MeasuredRates:
-    """Measure the rates of the labels' patterns at all pixels of a camera.
+    """Measure the rates of the labels' patterns at all pixels, in `count` frames each, with error `beta`.
 
-    Args:
-        frames: The camera, and limits of its gain.
-        count: Frames of each pattern.
-        beta: Probability that a limit is wrong.
-
-    Raises:
-        ConfigError: The light fluctuates or fills the pixels, or the numbers are not linear.
+    Raises ConfigError if the light fluctuates or fills the pixels, or the numbers are not linear.
     """
     device = frames.device
     if frames.law.nonlinearity:
@@ -167,10 +143,8 @@ def equidistant_pixels(light: np.ndarray) -> np.ndarray:
 
     The farthest two labels determine epsilon, but training uses all pairs. With d_i the squared distance of a pair at
     pixel i, the pixels raise the mean over pairs of sum d_i relative to its largest: a linear programme over shares of
-    pixels, rounded, then exchanges of single pixels. The choice depends on the medium only.
-
-    Args:
-        light: Expected electrons of light, shape (labels, pixels).
+    pixels, rounded, then exchanges of single pixels. The choice depends on the medium only. Light, in expected
+    electrons, has shape (labels, pixels).
     """
     some = light[:, :_PIXELS_COMPARED]
     first, second = np.triu_indices(len(some), 1)
@@ -298,7 +272,7 @@ class LabelCountsProtection(_CameraProtection[CountsReadout]):
         if count is None:
             return frames
         if self._measured is None:
-            beta = SHARE / 2 * max(self.options.delta - frames.beta, 0.0)
+            beta = RATES_SHARE / 2 * max(self.options.delta - frames.beta, 0.0)
             self._measured = measured_rates(frames, count, beta)
         return frames.with_light(self._measured)
 

@@ -68,13 +68,7 @@ _SHARPNESSES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 
 
 
 def drawn_parts(n_records: int, stages: int, source: UniformSource) -> list[np.ndarray]:
-    """Return the numbers of the records of each part, drawn at random; every record is in one of them.
-
-    Args:
-        n_records: n.
-        stages: Number of parts; their sizes differ by at most 1.
-        source: Source of random numbers; the parts need not be secret.
-    """
+    """Divide the records at random into `stages` parts whose sizes differ by at most 1; they need not be secret."""
     return np.array_split(np.argsort(source.random((n_records,)), kind="stable"), stages)
 
 
@@ -106,9 +100,7 @@ class StagedResponses:
     def answer(self, labels: np.ndarray, source: UniformSource) -> None:
         """Randomize the labels of the next part among those that the responses so far make likely.
 
-        Args:
-            labels: Class numbers of all records, shape (n,); those of other parts are not read.
-            source: Source of randomness; the operating system's own for a release.
+        Labels of other parts are not read; for a release the source is the operating system's own.
         """
         part, epsilon, k = self._left.pop(0), self._epsilon, self.kept.shape[1] // 2
         priors = self._model.priors()
@@ -123,11 +115,7 @@ class StagedResponses:
 def randomize_in_stages(
     x: Tensor, labels: np.ndarray, mechanism: StagedResponse, source: UniformSource
 ) -> Tensor:
-    """Randomize every label once, in parts drawn at random; see `StagedResponses`.
-
-    Returns:
-        `StagedResponses.kept`, float32, shape (n, 2 k).
-    """
+    """Randomize every label once, in parts drawn at random; return `StagedResponses.kept`, float32, shape (n, 2 k)."""
     responses = StagedResponses(x, drawn_parts(len(x), mechanism.stages, source), mechanism)
     for _ in range(mechanism.stages):
         responses.answer(labels, source)
@@ -151,13 +139,9 @@ class ResponseModel:
         self._scores: list[np.ndarray] = []
 
     def add(self, part: np.ndarray, targets: np.ndarray, weights: np.ndarray, scores: np.ndarray) -> None:
-        """Add the responses of some records, in random order; every tenth is held out.
+        """Add the responses of m records, in random order; every tenth is held out.
 
-        Args:
-            part: The numbers of the records, shape (m,).
-            targets: See `among_targets`, shape (m, k).
-            weights: Above 0, shape (m,).
-            scores: The log-likelihood of every class, shape (m, k).
+        Targets (see `among_targets`) and scores, the log-likelihoods, have shape (m, k); weights are above 0.
         """
         held = np.arange(len(part)) % LEAST_PART == 0
         for rows, sums in ((~held, self._fitted), (held, self._held)):
@@ -187,12 +171,7 @@ class ResponseModel:
 
 
 class _Sums:
-    """Sums over some records: w h h^T and w h t^T, with the features and a constant 1 in h.
-
-    Args:
-        x: Features, shape (n, d).
-        n_classes: k.
-    """
+    """Sums over some records: w h h^T and w h t^T, with the features, shape (n, d), and a constant 1 in h."""
 
     def __init__(self, x: Tensor, n_classes: int) -> None:
         width = x.shape[1] + 1
@@ -217,8 +196,7 @@ class _Sums:
     def solved(self, ridge: float) -> Tensor:
         """Return (sum of w h h^T + lambda I)^-1 sum of w h t^T, shape (d + 1, k); 0 if it is not finite.
 
-        Args:
-            ridge: lambda over the mean of the diagonal, above 0.
+        `ridge` is lambda over the mean of the diagonal.
         """
         squares = self._squares.clone()
         squares.diagonal().add_(ridge * squares.diagonal().mean())
@@ -279,10 +257,6 @@ class OneLookProtection(Protection, ABC):
         """Read or randomize every label, and return the log-likelihood of every class, shape (n, k).
 
         k more columns may follow: the logarithm of the prior with which training begins.
-
-        Args:
-            device: The run's open device, or None without one.
-            pay: Pays for the release.
         """
 
     def source(self) -> UniformSource:
@@ -421,14 +395,7 @@ class NoisyLabels(SoftLabels):
 
 
 class StoredLabels(SoftLabels):
-    """Noisy labels of a run folder, read at the first step, after `OneLookProtection.pay_upfront` wrote them.
-
-    Args:
-        folder: The run folder.
-        place: The torch device of the training.
-        n_classes: k.
-        flat_steps: Steps at the beginning that take the first prior.
-    """
+    """Noisy labels of a run folder, read at the first step, after `OneLookProtection.pay_upfront` wrote them."""
 
     def __init__(self, folder: RunFolder, *, place: str, n_classes: int, flat_steps: int) -> None:
         self._folder, self._place, self._k, self._flat_steps = folder, place, n_classes, flat_steps
@@ -454,22 +421,10 @@ def read_once_through(
     pay: Pay,
     credit: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Read one-hot labels through a device of Gaussian law, whose noise is topped up to max_ab ||B_a - B_b|| / mu.
+    """Read one-hot labels through a simulated device of Gaussian law; return log-likelihoods, shape (n, k).
 
-    Args:
-        device: Open, simulated (its matrix is known), as many inputs as classes.
-        labels: Class numbers, shape (n,).
-        n_classes: k.
-        mu: mu of the guarantee, above 0; a device with more noise gives a smaller one.
-        noise: Source of independent N(0, 1) for the added noise.
-        pay: Pays for the release.
-        credit: The certificate of the device's noise and its beta, as `creditable_law` takes them.
-
-    Returns:
-        The log-likelihood of every class, shape (n, k).
-
-    Raises:
-        ConfigError: See `readable_law`.
+    Noise is added up to the deviation max_ab ||B_a - B_b|| / mu; a device with more noise gives a smaller mu. `credit`
+    has the certificate of its noise and beta, as `creditable_law` takes them. Raises ConfigError as `readable_law`.
     """
     law = readable_law(device, credit)
     codes = device.require("matrix").matrix().cpu().double().numpy()  # (n_outputs, k)
@@ -482,21 +437,17 @@ def read_once_through(
     noise.seek(LABEL_STEP)
     scores = []
     for part in labels.split(_RECORDS_AT_ONCE):
-        readings = noise.add_to(device.project(_one_hot(part, n_classes)).cpu(), top_up)
+        one_hot = torch.nn.functional.one_hot(part, n_classes).float()
+        readings = noise.add_to(device.project(one_hot).cpu(), top_up)
         whitened = readings.double().numpy() / sigmas
         scores.append(reading_log_likelihood([whitened], [codes / sigmas[:, None]], [1.0]))
     return torch.from_numpy(np.concatenate(scores)).float()
 
 
 def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -> GaussianNoise:
-    """Return the law of a device through which labels can be read.
+    """Return the law of a device through which labels can be read; `credit` as for `creditable_law`.
 
-    Args:
-        device: The device, open or closed.
-        credit: As for `creditable_law`.
-
-    Raises:
-        ConfigError: See `creditable_law`; or the device's matrix is not known.
+    Raises ConfigError as `creditable_law`, or if the device's matrix is not known.
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
         camera = device.description.camera
@@ -516,23 +467,12 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
 
 
 def randomize(labels: Tensor, mechanism: RandomizedResponse, generator: UniformSource, *, pay: Pay) -> Tensor:
-    """Replace labels by k-ary randomized response.
+    """Pay, and replace labels by k-ary randomized response; return log-likelihoods, shape (n, k).
 
-    Args:
-        labels: Class numbers, shape (n,).
-        mechanism: The response.
-        generator: Source of randomness; the operating system's own for a release.
-        pay: Pays for the release.
-
-    Returns:
-        The log-likelihood of every class, shape (n, k).
+    The generator is the operating system's own for a release.
     """
     pay(mechanism)
     epsilon, k = mechanism.step_epsilon, mechanism.n_classes
     observed = respond(labels.numpy(), epsilon=epsilon, n_labels=k, generator=generator)
     scores = response_log_likelihood(observed, epsilon=epsilon, n_labels=k)
     return torch.from_numpy(scores).float()
-
-
-def _one_hot(labels: Tensor, n_classes: int) -> Tensor:
-    return torch.nn.functional.one_hot(labels, n_classes).float()

@@ -71,11 +71,7 @@ class Plan(ABC):
 
     @property
     def sampling_probability(self) -> float:
-        """q, the probability with which a record enters a batch.
-
-        Raises:
-            NoGuarantee: The sampling scheme has none.
-        """
+        """q, the probability with which a record enters a batch; raise NoGuarantee if the scheme has none."""
         probability = self.sampler.sampling_probability
         if probability is None:
             raise NoGuarantee(
@@ -115,24 +111,14 @@ class ProtectedAlgorithm(ABC):
 
     @abstractmethod
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """Return what a run releases of whole records with this noise: in one step, or as its last iterate.
-
-        Raises:
-            NoGuarantee: The sampler has no sampling probability.
-        """
+        """Return what a run releases of whole records with this noise, in one step or as its last iterate."""
 
 
 def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
-    """Refuse a protected run that no theorem covers, before anything is computed.
+    """Refuse (NoGuarantee) a protected run that no theorem covers, before anything is computed.
 
-    Args:
-        config: The run.
-        dataset: Its records.
-        scheme: The scheme of its sampler.
-
-    Raises:
-        NoGuarantee: The sampling scheme, the split, the standardisation, the features or the number of classes leak
-            what is protected.
+    The sampling scheme, the split, the standardisation, the features or the number of classes may leak what is
+    protected.
     """
     options = config.protection
     by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
@@ -168,11 +154,7 @@ def require_covered(config: RunConfig, dataset: Dataset, scheme: str) -> None:
 
 
 def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse user-supplied records whose classes or number of token values would be read from private data.
-
-    Raises:
-        NoGuarantee: The names or the number of classes, or the number of token values, is not stated.
-    """
+    """Refuse (NoGuarantee) records whose classes or number of token values would be read from private data."""
     stated, target = config.data, dataset.target
     if dataset.classes and not stated.classes:
         raise NoGuarantee(
@@ -195,16 +177,10 @@ def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
 
 
 def require_own_noise(device: NoisyDevice, law: GaussianNoise, distance: float, wanted: LabelReadout) -> None:
-    """Refuse a device whose own noise is too little for an epsilon, and say how much it lacks.
+    """Refuse a device whose own noise, certified or described, is too little for a reading at the run's epsilon.
 
-    Args:
-        device: The device.
-        law: Its noise, certified or described.
-        distance: Largest distance of two labels' readings, projection units.
-        wanted: The reading at the run's epsilon.
-
-    Raises:
-        ConfigError: The noise is too little; the message names every way of the description to more noise.
+    `distance` is the largest of two labels' readings, projection units. ConfigError says how much is missing, and names
+    every way of the description to more noise.
     """
     needed, own = distance / wanted.mu, law.min_std
     if own >= needed:

@@ -158,11 +158,7 @@ class RecordProtection(PoissonProtection):
         super().require_covered()
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """See PoissonProtection.mechanism.
-
-        Raises:
-            NoGuarantee: An algorithm's own mechanism does not state the correlation of its noise.
-        """
+        """See PoissonProtection.mechanism; raise NoGuarantee if an own mechanism does not state correlated noise."""
         found = self.algorithm.mechanism(noise_multiplier)
         if self.options.bands > 1 and getattr(found, "correlation", None) != self.correlation:
             raise NoGuarantee(
@@ -250,11 +246,7 @@ class CyclicPoissonSampler(PoissonSampler):
 
     @classmethod
     def of(cls, config: RunConfig, n_records: int) -> Self:
-        """Return the sampler of a run.
-
-        Raises:
-            ConfigError: b q exceeds 1.
-        """
+        """Return the sampler of a run; raise ConfigError if b q exceeds 1."""
         options, bands = config.sampler, config.protection.bands
         probability = options.sampling_probability or min(options.batch_size / n_records, 1.0)
         try:
@@ -289,17 +281,10 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
     """Return the coefficients c of noise inverse(C) Z that disturbs a run's parameters least.
 
     Without curvature the parameters after step t are minus the sum over s of A_ts times the noisy sum of step s, where
-    A_ts is the sum over u from s to t of rate_u momentum^(u - s). The coefficients minimise the squared error
-    ||A inverse(C)||_F^2 at |c| = 1, the sensitivity, among those that do not increase; iterates t are up to 32,
-    equally spaced. Source: McKenna 2024, "Scaling up the Banded Matrix Factorization Mechanism", section 3.
-
-    Args:
-        bands: b, at least 1; more than `steps` are 0.
-        steps: Steps of the run.
-        optimizer: Its momentum (beta1 of the Adam family) and schedule.
-
-    Returns:
-        c_0 >= c_1 >= ... >= 0 with |c| in (1 - 2^-20 b, 1], multiples of 2^-20.
+    A_ts is the sum over u from s to t of rate_u momentum^(u - s). The coefficients minimise the squared error ||A
+    inverse(C)||_F^2 at |c| = 1, the sensitivity, among those that do not increase, c_0 >= c_1 >= ... >= 0; iterates t
+    are up to 32, equally spaced. |c| lies in (1 - 2^-20 b, 1], in multiples of 2^-20. Source: McKenna 2024, "Scaling up
+    the Banded Matrix Factorization Mechanism", section 3.
     """
     weights = weights_of_gradients(steps, optimizer)
 
@@ -314,14 +299,9 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
 
 
 def weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
-    """Return A of `banded_coefficients`: the weight of each step's noisy sum in each iterate.
+    """Return A of `banded_coefficients`: the weight of each step's noisy sum in up to 32 iterates, (iterates, steps).
 
-    Args:
-        steps: Steps of the run.
-        optimizer: Its momentum (beta1 of the Adam family) and schedule.
-
-    Returns:
-        Shape (iterates, steps), for up to 32 iterates, equally spaced, the last of which is the final one.
+    The iterates are equally spaced, and the last of them is the final one.
     """
     rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])
     count = max(1, min(steps, _ITERATES, _ENTRIES // steps))
@@ -349,16 +329,9 @@ def _log_error(weights: np.ndarray, ratios: np.ndarray) -> tuple[float, np.ndarr
 
 
 def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, name: str) -> None:
-    """Refuse batches so large that `SUM_ERROR` would not bound the rounding of sums over several uses of a weight.
+    """Refuse (ValueError) batches too large for `SUM_ERROR` to bound the rounding of sums over uses of a weight.
 
-    Args:
-        tape: The tape of the module.
-        expected: Expected number of records in a batch; the bound holds for twice as many.
-        processes: The processes that share a batch.
-        name: The argument or key that sets it, for the message.
-
-    Raises:
-        ValueError: The module uses a parameter several times, and a batch is too large.
+    The bound holds for twice the expected number of records; `name` is the argument or key that sets it.
     """
     most = MOST_RECORDS // (2 * processes)
     if tape.several_uses and expected > most:

@@ -66,16 +66,11 @@ class Metric:
     def of_rows(
         cls, rows: Tensor, *, weights: Tensor | None = None, floor: float, scale: float = 1.0
     ) -> Metric:
-        """Return P of public rows, times a number.
+        """Return P of public rows h_r, with the bias's constant, shape (n, d), times a number.
 
         Any positive definite matrix of public numbers is a sound P, as long as noise and leverages have the same
-        factor. The sum is therefore formed in the precision of the rows if lambda is far above its rounding.
-
-        Args:
-            rows: h_r with the bias's constant, shape (n, d).
-            weights: w_r >= 0, shape (n,), or None for 1 / n each.
-            floor: lambda over the mean of the sum's diagonal, above 0.
-            scale: Number that P is multiplied by, above 0.
+        factor. The sum is therefore formed in the precision of the rows if lambda, `floor` times the mean of its
+        diagonal, is far above its rounding. Weights are w_r >= 0, by default 1 / n each.
         """
         if weights is None and floor >= _FLOOR_OF_SINGLE_PRECISION:
             p = (rows.t() @ rows).double().div_(len(rows))
@@ -92,19 +87,11 @@ class Metric:
         return cls(factor=torch.linalg.cholesky(_with_ridge(h.t() @ weighted, floor).mul_(scale)))
 
     def leverages(self, rows: Tensor) -> Tensor:
-        """Return h^T P^-1 h of each row, float64, shape (batch,).
-
-        Args:
-            rows: h with the bias's constant, shape (batch, d).
-        """
+        """Return h^T P^-1 h of each row h, with the bias's constant, float64, shape (batch,)."""
         return self.whiten(rows).square().sum(dim=1)
 
     def whiten(self, rows: Tensor) -> Tensor:
-        """Return L^-1 h of each row, float64, shape (batch, d).
-
-        Args:
-            rows: h with the bias's constant, shape (batch, d).
-        """
+        """Return L^-1 h of each row h, with the bias's constant, float64, shape (batch, d)."""
         return torch.linalg.solve_triangular(self.factor, rows.double().t(), upper=False).t()
 
     def colour(self, white: Tensor) -> Tensor:
@@ -119,15 +106,10 @@ def _with_ridge(p: Tensor, floor: float) -> Tensor:
 
 
 def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
-    """Return Kiefer-Wolfowitz weights of the D-optimal design, float64, sum 1, shape (n,).
+    """Return Kiefer-Wolfowitz weights of the D-optimal design of rows h_r, float64, sum 1, shape (n,).
 
-    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards its minimum d. The
-    weights depend only on public features.
-
-    Args:
-        rows: h_r with the bias's constant, shape (n, d).
-        rounds: At least 0.
-        floor: As in `Metric.of_rows`.
+    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards its minimum d. The weights
+    depend only on public features. For `floor` see `Metric.of_rows`.
     """
     weights = rows.new_full((len(rows),), 1 / len(rows), dtype=torch.float64)
     for _ in range(rounds):
@@ -176,12 +158,9 @@ class Design:
 
     @classmethod
     def of(cls, x: Tensor, *, ridge: float, weights: Tensor | None = None) -> Design:
-        """Return the design of weighted records.
+        """Return the design of records x, shape (n, d - 1), of these weights, by default 1, and 0 if not finite.
 
-        Args:
-            x: Features, float, shape (n, d - 1); a record that is not finite gets the weight 0.
-            ridge: lambda over the mean of the diagonal of sum_i w_i h_i h_i^T, above 0.
-            weights: Shape (n,), or None for 1.
+        `ridge` is lambda over the mean of the diagonal of sum_i w_i h_i h_i^T.
         """
         weights = finite(x).double() if weights is None else weights
         total = x.new_zeros((x.shape[1] + 1,) * 2, dtype=torch.float64)
@@ -200,16 +179,11 @@ class Design:
 
     @classmethod
     def levelled(cls, x: Tensor, *, ridge: float, rounds: int, level: float) -> Design:
-        """Return the design of a protected model.
+        """Return the design of a protected model of features x, shape (n, d - 1).
 
         Each round lowers the weights of all records so that no w_i |L^-1 h_i| exceeds `level` times the root mean
         square of |L^-1 h_i|, and forms S with these weights. In the end they are lowered once more under that S.
-
-        Args:
-            x: Features, float, shape (n, d - 1).
-            ridge: See `of`.
-            rounds: 0 for weights 1.
-            level: Above 0.
+        Without rounds all weights are 1. For `ridge` see `of`.
         """
         design = cls.of(x, ridge=ridge)
         whole, norms = design.weights, design.norms(x)
@@ -223,13 +197,7 @@ class Design:
         return torch.cat([self.metric.leverages(h).sqrt() for _, h in blocks(x)])
 
     def sums(self, x: Tensor, y: Tensor, n_classes: int) -> Tensor:
-        """Return sum_i w_i h_i t_i^T, float64, shape (k, d).
-
-        Args:
-            x: Features, shape (n, d - 1).
-            y: Class numbers, shape (n,).
-            n_classes: k.
-        """
+        """Return sum_i w_i h_i t_i^T, float64, shape (k, d)."""
         total = x.new_zeros((n_classes, x.shape[1] + 1), dtype=torch.float64)
         for rows, h in blocks(x):
             targets = torch.nn.functional.one_hot(y[rows], n_classes).double() - 1 / n_classes
@@ -241,13 +209,7 @@ class Design:
         return torch.cholesky_solve(sums.t(), self.metric.factor).t()
 
     def label_sums(self, x: Tensor, y: Tensor, n_classes: int) -> LabelSums:
-        """Return the sums over the labels; see `LabelSums`.
-
-        Args:
-            x: Features, shape (n, d - 1), those of the design.
-            y: Class numbers, shape (n,).
-            n_classes: k.
-        """
+        """Return the sums over the labels y, shape (n,), of the design's features; see `LabelSums`."""
         by_class = x.new_zeros((n_classes, x.shape[1] + 1), dtype=torch.float64)
         largest = 0.0
         for rows, h in blocks(x):
@@ -258,12 +220,7 @@ class Design:
         return LabelSums(by_class=by_class, total=by_class.sum(dim=0), largest=largest)
 
     def model(self, released: Tensor, total: Tensor) -> Tensor:
-        """Return W, shape (k, d).
-
-        Args:
-            released: R, float64, shape (k, d).
-            total: `LabelSums.total`.
-        """
+        """Return W, shape (k, d), from the released R, float64, shape (k, d), and `LabelSums.total`."""
         centred = released - total / len(released)
         return torch.linalg.solve_triangular(self.metric.factor.t(), centred.t(), upper=True).t()
 
@@ -279,13 +236,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def lowered(weights: Tensor, norms: Tensor, level: float) -> Tensor:
-    """Return weights so low that no w_i q_i exceeds `level` times the root mean square of the given w_i q_i.
-
-    Args:
-        weights: w_i, shape (n,).
-        norms: q_i = |L^-1 h_i|, shape (n,).
-        level: Above 0.
-    """
+    """Return weights so low that no w_i q_i, q_i = |L^-1 h_i|, exceeds `level` times the given root mean square."""
     shares = weights * norms
     factors = level * shares.square().mean().sqrt() / shares  # NaN if all shares are 0
     return weights * factors.clamp_max(1.0).nan_to_num(nan=1.0)
@@ -301,13 +252,9 @@ def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def public_design(x: Tensor, *, cached: bool, **settings: Any) -> Design:
-    """Return the design of a protected run.
+    """Return the design of a protected run's features, of settings as in `Design.levelled`.
 
-    Args:
-        x: Its training features.
-        cached: Whether to keep it next to the features of a public map (`OPUSIM_CACHE`), and to reuse it for the same
-            features.
-        **settings: See `Design.levelled`.
+    If `cached` it is kept next to the features of a public map (`OPUSIM_CACHE`), and reused for the same features.
     """
     file = cached_file(json.dumps({"version": 1, **settings}), x, ".npz") if cached else None
     if file is not None:
@@ -371,15 +318,7 @@ class LabelReleaseProtection(OneLookProtection):
     def drawn(
         self, design: Design, x: Tensor, y: Tensor, *, mu: float, device: NoisyDevice | None
     ) -> tuple[Tensor, Tensor]:
-        """Return R of the run, from the first noise of its source, and `LabelSums.total`.
-
-        Args:
-            design: Its design.
-            x: Its training features.
-            y: Its training labels.
-            mu: mu of the guarantee, above 0.
-            device: Its open device, or None without one.
-        """
+        """Return R of a design at mu > 0, from the first noise of its source, and `LabelSums.total`."""
         sums = design.label_sums(x, y, self.dataset.n_classes)
         if not sums.largest:  # no record has a finite feature, so that nothing is read of labels
             return sums.by_class, sums.total

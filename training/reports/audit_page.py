@@ -120,18 +120,9 @@ class Sheet:
 
 
 def write_audit_page(run: StoredRun | Audited, audit: Audit, folder: Path) -> tuple[Path, Path]:
-    """Write the page and the PDF next to the audit's JSON file, such as `audit.html` and `audit.pdf`.
+    """Write the page and the PDF next to the audit's JSON file, such as `audit.html` and `audit.pdf`; return them.
 
-    Args:
-        run: The audited run.
-        audit: What was found.
-        folder: Where they go: for a release run outside its folder, as an audit requires.
-
-    Returns:
-        Their paths.
-
-    Raises:
-        OSError: The folder is not writable.
+    For a release run the folder lies outside the run's, as an audit requires.
     """
     if isinstance(run, StoredRun):
         run = Audited(run_name(run), run.folder.path.name, run.config.mode, run.facts["versions"])
@@ -247,12 +238,7 @@ def draw_curves(axes: Axes, sheet: Sheet) -> None:
 
 
 class Page:
-    """Writes lines of text from the top of an A4 page downwards.
-
-    Args:
-        size: Type size in points.
-        flowing: Whether a new page follows a full one, between lines of a text and rows of a table.
-    """
+    """Writes lines of text from the top of an A4 page downwards; a full one is followed by another if `flowing`."""
 
     def __init__(self, size: float, *, flowing: bool = False) -> None:
         self.size, self._flowing = size, flowing
@@ -379,18 +365,9 @@ def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
 
 
 def write_loop_report(path: Path) -> Path:
-    """Write `report.html` of a private loop, and the pages of the audits in its folder.
+    """Write `report.html` of a private loop, and the pages of the audits in its folder; return the HTML file.
 
-    Args:
-        path: The folder that `make_private` wrote.
-
-    Returns:
-        The HTML file.
-
-    Raises:
-        RunFolderError: The settings or an audit were changed, or are something else.
-        LedgerCorrupt: The ledger was changed, cut or reordered.
-        OSError: The folder is not writable.
+    Raises RunFolderError or LedgerCorrupt if the settings, an audit or the ledger was changed, and OSError.
     """
     settings, statement, folder = PrivacySettings.stored(path), stated_loop(path), RunFolder(path)
     name, (audits, left_out) = f"private loop {path.resolve().name}", shown_audits(path, settings.mode)

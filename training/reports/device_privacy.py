@@ -100,17 +100,9 @@ def device_levels(
 ) -> list[DeviceLevel]:
     """Return the level of the device as described or certified, then the level that each target epsilon requires.
 
-    Args:
-        description: A device of Gaussian law.
-        n_classes: Number of labels, at least 2; the inputs of the device.
-        n_outputs: Number of outputs of a reading.
-        targets: Epsilons to reach, each above 0.
-        delta: Delta at which epsilon is stated, in (0, 1).
-        certificate: The device's, whose lower limit then takes the described noise's place, and whose beta is taken
-            off delta; None for the description's numbers.
-
-    Raises:
-        ConfigError: The device has no Gaussian law, its matrix is not known, or the certificate is not its own.
+    A reading of a device of Gaussian law has `n_outputs` outputs for each of `n_classes` labels, its inputs. A
+    certificate's lower limit takes the described noise's place, and its beta is taken off delta. Raises ConfigError if
+    the device has no Gaussian law, its matrix is not known, or the certificate is not its own.
     """
     settings = description.noise
     if settings is None:
@@ -428,21 +420,11 @@ def label_counts(
     on_evaluation: Callable[[], None] = lambda: None,
     certificate: Certificate | None = None,
 ) -> LabelCounts:
-    """Return the law of a camera's readings of all labels.
+    """Return the law of a camera's readings of all labels; see LabelCounts.
 
-    Args:
-        description: A device with a camera.
-        n_classes: Number of labels, at least 2; the inputs of the device.
-        n_outputs: Number of outputs of a reading.
-        delta: Delta at which epsilon is stated, in (0, 1).
-        kept: See LabelCounts.
-        on_evaluation: See LabelCounts.
-        certificate: The device's certificate, or None.
-
-    Raises:
-        ConfigError: The device has no camera, or no shot noise, the certificate is not its own, or training would
-            refuse to keep that of its labels.
-        NoGuarantee: delta does not exceed the certificate's beta.
+    A reading has `n_outputs` outputs for each of `n_classes` labels. Raises ConfigError if the device has no camera, or
+    no shot noise, the certificate is not its own, or training would refuse to keep that of its labels, and NoGuarantee
+    if delta does not exceed the certificate's beta.
     """
     if certificate is not None and delta <= certificate.beta:
         raise NoGuarantee(
@@ -496,11 +478,7 @@ def evaluations(n_targets: int, *, figure: bool) -> int:
 
 
 def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | None) -> None:
-    """Print both tables and the statement behind them, and draw the figure if a file is given.
-
-    Raises:
-        ConfigError: A figure is requested and the device has no dark current.
-    """
+    """Print both tables and the statement behind them, and draw the figure if a file is given."""
     if counts.kept != "argmax" and counts.certificate is None:
         print_rows(temperature_rows(counts))
     print_rows(target_rows(counts, targets))
@@ -629,10 +607,7 @@ def _row(
 def temperature_epsilon_figure(counts: LabelCounts, targets: Sequence[float]) -> Figure:
     """Draw the noise of a reading and epsilon against temperature, at the described light and at less of it.
 
-    Dotted lines are the targets, dots the lowest temperatures that reach them.
-
-    Raises:
-        ConfigError: The device has no dark current.
+    Dotted lines are the targets, dots the lowest temperatures that reach them. Raises ConfigError without dark current.
     """
     if counts.kept == "argmax":
         raise ConfigError(counts.name, "figure", "draws kept counts, not their argmax; leave it out")

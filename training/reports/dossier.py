@@ -375,11 +375,7 @@ def _with_copies(works: Sequence[Work]) -> list[Work]:
 
 
 def _audit_paths(audits: object) -> list[Path]:
-    """Return the folders and files of audits.
-
-    Raises:
-        TypeError: Something else was given.
-    """
+    """Return the folders and files of audits; raise TypeError for something else."""
     given = list(audits) if isinstance(audits, Iterable) and not isinstance(audits, str) else [audits]
     found = list[Path]()
     for one in given:
@@ -393,11 +389,7 @@ def _audit_paths(audits: object) -> list[Path]:
 
 
 def _require_no_better(found: Dossier, page: Path, data: Path) -> None:
-    """Refuse to replace a dossier that has more checked hypotheses of the same work.
-
-    Raises:
-        RunFolderError: There is one.
-    """
+    """Refuse (RunFolderError) to replace a dossier that has more checked hypotheses of the same work."""
     try:
         before = json.loads(data.read_bytes())
         kept = {
@@ -551,9 +543,7 @@ def _facts(source: Source, elsewhere: Sequence[Path]) -> _Facts:
 def _kept_in(given: Path) -> tuple[dict[Path, Audit], dict[Path, MechanismAudit]]:
     """Return the audits and the self-tests in a folder, or the one in a JSON file, by file.
 
-    Raises:
-        RunFolderError: One was changed, or is of another version; or the file holds neither.
-        ValueError: The folder holds none.
+    Raises RunFolderError for a changed or other file, and ValueError for a folder that holds none.
     """
     tested = kept_self_tests(given)
     if given.is_file():
@@ -571,9 +561,7 @@ def _about_this(audit: Audit, statement: Statement, file: str, path: Path, kind:
     """Return an audit that says in which numbers what it attacked differs from what a ledger states.
 
     The descriptions of two mechanisms are compared, which name unit, clip, noise multiplier, rate, steps and divisor.
-
-    Raises:
-        RunFolderError: It attacked another kind of training, unit, relation or mechanism.
+    Raises RunFolderError if it attacked another kind of training, unit, relation or mechanism.
     """
     attacked_kind = "" if audit.origin is None else audit.origin.kind
     if attacked_kind not in ("", kind):
@@ -612,11 +600,6 @@ def _another(origin: Origin | None, place: Path, path: Path) -> str:
     """Return which run an audit attacked if that is not the one in a folder; empty if it is.
 
     It is the same run if its ledger begins with the lines that the audited ledger had.
-
-    Args:
-        origin: What the audit attacked.
-        place: The folder that holds the audit.
-        path: The folder of the run.
     """
     if origin is None:
         return "a run that it does not name"
@@ -629,11 +612,7 @@ def _another(origin: Origin | None, place: Path, path: Path) -> str:
 
 
 def _require_like(test: MechanismAudit, file: str, statement: Statement, run: StoredRun | None) -> None:
-    """Require that a self-test concerns trainer, protection, unit and mode of what is stated.
-
-    Raises:
-        RunFolderError: It does not.
-    """
+    """Require (RunFolderError) that a self-test concerns trainer, protection, unit and mode of what is stated."""
     # a loop's steps are those of zo if its mechanism has directions
     by_losses = any(hasattr(one, "directions") for one in statement.mechanisms)
     kind = run.config.trainer.kind if run is not None else "zo" if by_losses else "private-loop"

@@ -266,10 +266,13 @@ def command_of(run: StoredRun) -> str:
         return (
             f"opusim.train({str(run.folder.config_file)!r}, data=(x, y))  # Python: the arrays are not kept"
         )
-    folder = run.folder.path
-    return shlex.join(
-        ["opusim", "train", trainer.kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
-    )
+    return train_again(trainer.kind, run.folder.path, str(run.folder.path))
+
+
+def train_again(kind: str, folder: Path, name: str) -> str:
+    """Return the command that repeats the run in a folder, into a folder of that name with "-again"."""
+    file = str(folder / "config.json")
+    return shlex.join(["opusim", "train", kind, "--config", file, "--out", f"{name}-again"])
 
 
 def _device_time_rows(run: StoredRun, name: str) -> list[dict[str, str]]:

@@ -9,7 +9,6 @@ import csv
 import io
 import itertools
 import math
-import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from opusim.accounting.explanation import SEED_REBUILDS, guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import blank_figure, data_url, duration, energy, html_page
-from opusim.training.reports.run_report import distinct
+from opusim.training.reports.run_report import distinct, train_again
 from opusim.training.runs.drawing import COLOURS, LINES, beside_guessing, new_figure, save_figure, style
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import record_json, write_json
@@ -61,11 +60,7 @@ _KINDS = {
 
 
 def write_sweep(result: SweepResult, spec_text: str) -> Path:
-    """Write table, figures and report into the sweep's folder, and return the HTML file.
-
-    Raises:
-        OSError: The folder is not writable.
-    """
+    """Write table, figures and report into the sweep's folder, and return the HTML file."""
     records = [_as_text(record) for record in sweep_records(result)]
     _write_csv(result.folder.table_file, records)
     document = {
@@ -90,7 +85,8 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
         settings=setting_rows(result),
         guarantees=_guarantees(result) or [{"series": "", "status": "no run has figures yet"}],
         runs=[
-            {key: record.get(key, "") for key in columns} | {"again": _again(result, point)}
+            {key: record.get(key, "") for key in columns}
+            | {"again": train_again(point.config.trainer.kind, result.folder.run_path(point), point.identity)}
             for record, point in zip(records, result.points, strict=True)
         ],
         total=len({point.identity for point in result.points}),
@@ -180,13 +176,6 @@ def _as_text(record: Mapping[str, Any]) -> dict[str, str]:
         return "" if value is None else f"{value:.6g}" if is_figure else str(value)
 
     return {key: text(key, value) for key, value in record.items()}
-
-
-def _again(result: SweepResult, point: Point) -> str:
-    """Return the command that repeats a run."""
-    file = result.folder.run_path(point) / "config.json"
-    out = f"{point.identity}-again"
-    return shlex.join(["opusim", "train", point.config.trainer.kind, "--config", str(file), "--out", out])
 
 
 def _pictures(result: SweepResult) -> list[dict[str, str]]:

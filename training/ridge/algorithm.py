@@ -26,12 +26,9 @@ from opusim.training.runs.storage import read_array
 
 
 class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Trainer):
-    """One step: the weights become the closed form of all records, or the model that a protection released.
+    """One step: the weights become the closed form of all records, or the model, (k, d), that a protection released.
 
     The figures of the step are those of the fitted model.
-
-    Attributes:
-        given: The model that a protection released, float64, shape (k, d), or None.
     """
 
     network: FullyConnected
@@ -84,9 +81,8 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
     ) -> StepRecord:
         """See Trainer.step; there are no diagnostics.
 
-        Raises:
-            NoGuarantee: The run protects labels, and no model was released.
-            TrainingDiverged: A weight is not finite in float32.
+        Raises NoGuarantee if labels are protected and no model was released, and TrainingDiverged for a weight beyond
+        float32.
         """
         if self._protected and self.given is None:
             raise NoGuarantee(

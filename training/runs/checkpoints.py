@@ -49,12 +49,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint in memory.
-
-    Attributes:
-        header: Its facts.
-        tensors: "model.*", "optimizer.*", "state.*", "average.*" and "device.*" tensors.
-    """
+    """A checkpoint's facts, and its "model.*", "optimizer.*", "state.*", "average.*" and "device.*" tensors."""
 
     header: Header
     tensors: dict[str, Tensor]
@@ -84,22 +79,10 @@ def save_checkpoint(
     seal: Seal,
     keep: int,
 ) -> Header:
-    """Write a checkpoint and remove all but the newest `keep`.
+    """Write a checkpoint and remove all but the newest `keep`; return its facts.
 
-    Args:
-        folder: The folder of the checkpoints.
-        step: Steps done.
-        trainer: Its parameters, the optimizer's state, the trainer's own state and that of devices are written.
-        average: The running average of the parameters is written.
-        progress: The engine's running sums and the usage of the device, as JSON.
-        seal: The other files of the run.
-        keep: Number of checkpoints to keep.
-
-    Returns:
-        The facts of the new checkpoint.
-
-    Raises:
-        OSError: The disk is full or not writable; earlier checkpoints are untouched.
+    It has the trainer's parameters and state, those of its optimizer and of devices, the average and the progress, and
+    seals the other files of the run. On an OSError earlier checkpoints are untouched.
     """
     tensors = {f"model.{name}": tensor for name, tensor in trainer.tensors.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(trainer.optimizer).items()}
@@ -116,12 +99,7 @@ def save_checkpoint(
 
 
 def reseal_checkpoint(path: Path, seal: Seal) -> Header:
-    """Rewrite a checkpoint with another seal; everything else in it stays.
-
-    Raises:
-        RunFolderError: It is damaged.
-        OSError: The disk is full or not writable; the checkpoint is untouched.
-    """
+    """Rewrite a checkpoint with another seal; everything else in it stays, and all of it on an error."""
     checkpoint = read_checkpoint(path)
     header = replace(checkpoint.header, seal=seal)
     write_file(path, save(checkpoint.tensors, metadata=header.to_metadata()))
@@ -129,11 +107,7 @@ def reseal_checkpoint(path: Path, seal: Seal) -> Header:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and check its digests.
-
-    Raises:
-        RunFolderError: The file is missing, cut, damaged or of another schema.
-    """
+    """Read a checkpoint and check its digests; raise RunFolderError if it is missing, cut, damaged or another."""
     header = read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -146,12 +120,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def require_checkpoints(folder: RunFolder) -> None:
-    """Check the tensors of every checkpoint of a run, and that each was written under the run's ledger.
-
-    Raises:
-        RunFolderError: A checkpoint is damaged.
-        LedgerCorrupt: A checkpoint is of another run.
-    """
+    """Check every checkpoint's tensors (RunFolderError), and its ledger against the run's (LedgerCorrupt)."""
     witnesses = [
         Witness(name=f"checkpoint {path.stem}", position=read_checkpoint(path).header.seal.ledger)
         for path in list_checkpoints(folder.checkpoints)
@@ -162,16 +131,9 @@ def require_checkpoints(folder: RunFolder) -> None:
 def copy_parameters(
     checkpoint: Checkpoint, wanted: Mapping[str, Tensor], path: Path, *, prefix: str = "model."
 ) -> None:
-    """Copy a checkpoint's parameters into those of a network.
+    """Copy a checkpoint's parameters, of names with a prefix, over those of a network.
 
-    Args:
-        checkpoint: The checkpoint.
-        wanted: The network's parameters by name; they are overwritten.
-        path: The checkpoint's file, for the message.
-        prefix: Prefix of the parameters' names in the checkpoint.
-
-    Raises:
-        RunFolderError: The checkpoint is of another network; the message names the first difference.
+    Raises RunFolderError if it is of another network; the message names the path and the first difference.
     """
     found = checkpoint.named(prefix)
     for name in sorted(wanted.keys() | found.keys()):
@@ -189,8 +151,7 @@ def copy_parameters(
 def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
     """Restore a trainer, its optimizer, the running average and the state of devices from a checkpoint.
 
-    Raises:
-        RunFolderError: The checkpoint is of another network, or of other devices.
+    Raises RunFolderError if it is of another network, or of other devices.
     """
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")
@@ -221,8 +182,7 @@ def held_by_devices(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def hold_on_devices(model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Restore the state of devices; a layer whose state is empty, as in older checkpoints, keeps its own.
 
-    Raises:
-        RunFolderError: The state is another chip's.
+    Raises RunFolderError if a state is another chip's.
     """
     for name, layer in layers_on_devices(model).items():
         try:
@@ -235,15 +195,9 @@ def hold_on_devices(model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]
 def adopt_ledger(folder: RunFolder, source: Path) -> None:
     """Replace the ledger of a finished run, and update its checkpoints and its summary accordingly.
 
-    A search uses this: its ledger pays for the choice among several runs, which each run's own ledger does not.
-
-    Args:
-        folder: The run; its own ledger is lost.
-        source: The other ledger, with its head next to it; both are copied.
-
-    Raises:
-        LedgerCorrupt: The other ledger was changed, cut or reordered.
-        RunFolderError: The run is not finished, or its checkpoint or summary is damaged.
+    A search uses this: its ledger pays for the choice among several runs, which each run's own ledger does not. The
+    source and the head next to it are copied. Raises LedgerCorrupt if it was changed, cut or reordered, and
+    RunFolderError if the run is not finished or damaged.
     """
     (_, position), summary = read_positioned(source), folder.read_summary()
     if summary is None:
@@ -263,11 +217,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of any safetensors file.
-
-    Raises:
-        ValueError: The file is missing or is something else; the message names it.
-    """
+    """Read the tensors of any safetensors file; raise ValueError, which names it, if it is something else."""
     try:
         require_regular(path)
         return dict(load_file(path))

@@ -17,16 +17,11 @@ PATIENCE_S = 10.0
 
 @contextmanager
 def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Client]:
-    """Yield a client of a Dask scheduler.
+    """Yield a client of a Dask scheduler, whose workers see the same folders, once it answers.
 
-    Args:
-        address: Address of the scheduler, such as tcp://host:8786, or tls://host:8786 with Dask's own settings of
-            certificate and key; its workers see the same folders.
-        patience_s: Seconds to wait for its answer.
-
-    Raises:
-        SweepStopped: The extra `cluster` is not installed, the settings of encryption do not fit, no scheduler
-            answers, or the scheduler died.
+    The address is such as tcp://host:8786, or tls://host:8786 with Dask's own settings of certificate and key. Raises
+    SweepStopped if the extra `cluster` is not installed, the settings of encryption do not fit, no scheduler answers,
+    or it died.
     """
     try:  # an extra that most installations lack
         from distributed import Client, Security

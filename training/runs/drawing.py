@@ -319,13 +319,7 @@ _MIN_ACCURACY_RANGE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class MainFigure:
-    """The figure that tables show for a target.
-
-    Attributes:
-        key: Its name in metrics, after "train_", "validation_" or "test_".
-        label: Its name in tables.
-        share: Whether it is a share, shown in percent.
-    """
+    """The figure that tables show for a target: its name in metrics after "test_", in tables, and if it is a share."""
 
     key: str
     label: str
@@ -339,12 +333,7 @@ class MainFigure:
 
 
 def beside_guessing(accuracy: float, guessing: float | None) -> str:
-    """Return the remark that follows an accuracy no better than guessing one class; empty for a better one.
-
-    Args:
-        accuracy: In percent.
-        guessing: Accuracy of guessing among the classes, in percent; None if there are no classes.
-    """
+    """Return the remark, or "", after an accuracy in percent no better than guessing one class (None: no classes)."""
     if guessing is None or accuracy > guessing:
         return ""
     return f" (no better than guessing: {guessing:.3g} %)"
@@ -371,10 +360,8 @@ def main_figure(run: StoredRun) -> MainFigure:
 def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChart | None:
     """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
 
-    Runs without class numbers show the figure of their target; runs of different targets show their losses.
-
-    Returns:
-        The figure, or None if no run wrote figures (release mode).
+    Runs without class numbers show the figure of their target; runs of different targets show their losses. Returns
+    None if no run wrote figures (release mode).
     """
     shown = {main_figure(run) for run in runs}
     main = shown.pop() if len(shown) == 1 else LOSS_FIGURE
@@ -412,8 +399,7 @@ _LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
 def alignment_curves(run: StoredRun) -> LineChart | None:
     """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
 
-    Returns:
-        The figure, or None if the run has no observations.
+    Returns None if the run has no observations.
     """
     observed = [record for record in run.metrics if record.get("alignment")]
     if not observed:
@@ -441,10 +427,8 @@ def alignment_curves(run: StoredRun) -> LineChart | None:
 def noise_curves(run: StoredRun) -> LineChart | None:
     """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
 
-    Of a module, the signal to noise of the reading at each feedback point.
-
-    Returns:
-        The figure, or None if the run has no observations or without noise.
+    Of a module, the signal to noise of the reading at each feedback point. Returns None if the run has no observations
+    or noise.
     """
     if ratios := [record for record in run.metrics if record.get("signal_to_noise")]:
         lines = [

@@ -112,11 +112,7 @@ class RunFolder:
 
     @classmethod
     def claimed(cls, path: Path) -> Self | None:
-        """Make a folder that no other process can take, or return None if the name is taken.
-
-        Raises:
-            RunFolderError: The folder cannot be made.
-        """
+        """Make a folder that no other process can take; None if the name is taken, or raise RunFolderError."""
         try:
             make_folder(path, exclusive=True)
         except OSError as error:
@@ -132,11 +128,7 @@ class RunFolder:
         return folder
 
     def require_writable(self) -> None:
-        """Refuse a folder that cannot be written, before data are read; creates nothing.
-
-        Raises:
-            RunFolderError: It cannot be written.
-        """
+        """Refuse (RunFolderError) a folder that cannot be written, before data are read; creates nothing."""
         problem = folder_problem(self.path)
         if problem is not None:
             raise RunFolderError(f"run folder {self.path} cannot be used ({problem}); choose another folder")
@@ -171,13 +163,8 @@ class RunFolder:
     def writing(self, *, new: bool, private: bool = False) -> Iterator[None]:
         """Hold the folder as its only writer; the kernel releases the lock if the process dies.
 
-        Args:
-            new: Whether to start a new run (the folder must hold nothing else) or to resume one (it must not be
-                finished).
-            private: Whether only the owner may read the folder (release mode: its checkpoints are not for release).
-
-        Raises:
-            RunFolderError: Another process is writing here, the folder holds something else, or it cannot be used.
+        A new run's folder must hold nothing else, and a resumed one must not be finished. Only the owner may read a
+        `private` one (release mode: its checkpoints are not for release). Raises RunFolderError.
         """
         self._made_here |= new and not self.path.exists()
         with only_writer(self.path, "run folder", private=private):
@@ -215,12 +202,7 @@ class RunFolder:
             )
 
     def configuration(self, config: RunConfig, facts: dict[str, Any]) -> bytes:
-        """Return the content of `config.json` for a new run.
-
-        Args:
-            config: Resolved configuration.
-            facts: The run's network, device description, data and package versions.
-        """
+        """Return a new run's `config.json`: its resolved configuration and facts of its network, device and data."""
         values = config.model_dump(mode="json")
         if config.mode == "release":
             del values["seed"]
@@ -231,11 +213,7 @@ class RunFolder:
         write_file(self.config_file, configuration)
 
     def read_facts(self) -> dict[str, Any]:
-        """Read the whole of `config.json`.
-
-        Raises:
-            RunFolderError: There is no run here, or it is of another schema version.
-        """
+        """Read the whole of `config.json`; raise RunFolderError if no run, or one of another version, is here."""
         if not self.path.exists():
             raise RunFolderError(f"run folder {self.path} does not exist, so it holds no run; check the path")
         if not self.started and kind_of(self.path) == "private loop":
@@ -260,11 +238,7 @@ class RunFolder:
         return dict(facts)
 
     def read_config(self) -> RunConfig:
-        """Read the resolved configuration.
-
-        Raises:
-            RunFolderError: There is no run here, or its configuration is not valid.
-        """
+        """Read the resolved configuration; raise RunFolderError if there is no run here, or it is not valid."""
         try:
             return stored_config(self.read_facts()["config"])
         except ConfigError as error:
@@ -279,22 +253,14 @@ class RunFolder:
         append_line(self.timing_file, {"schema_version": METRICS_VERSION, **record})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read the metrics of the epochs so far.
-
-        Raises:
-            RunFolderError: They were changed, cut or emptied since the newest checkpoint.
-        """
+        """Read the epochs' metrics; raise RunFolderError if they were changed since the newest checkpoint."""
         header = self.newest_header()
         if header is not None:
             self._require_metrics(header)
         return read_lines(self.metrics_file, ("step", "epoch"))
 
     def read_timing(self) -> list[dict[str, Any]]:
-        """Read the wall-clock times so far, including those of repeated epochs.
-
-        Raises:
-            RunFolderError: A time is below 0 or not finite.
-        """
+        """Read the wall-clock times so far, also of repeated epochs; raise RunFolderError for impossible ones."""
         records = read_lines(self.timing_file, ("wall_s",))
         for number, record in enumerate(records, start=1):
             if not 0 <= record["wall_s"] < math.inf:
@@ -310,11 +276,7 @@ class RunFolder:
         write_json(self.summary_file, sealed(facts, ledger=ledger.to_json()))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Return the summary, or None if the run is not finished.
-
-        Raises:
-            RunFolderError: It was changed.
-        """
+        """Return the summary, or None if the run is not finished; raise RunFolderError if it was changed."""
         return self._sealed_summary()[0] if self.finished else None
 
     def _sealed_summary(self) -> tuple[dict[str, Any], Position]:
@@ -327,11 +289,7 @@ class RunFolder:
             raise RunFolderError(f"{self.summary_file}: its seal names no ledger; {remedy}") from error
 
     def newest_header(self) -> Header | None:
-        """Return the facts of the newest checkpoint, or None if there is no checkpoint.
-
-        Raises:
-            RunFolderError: It is damaged.
-        """
+        """Return the facts of the newest checkpoint, or None without one; raise RunFolderError if it is damaged."""
         while checkpoints := list_checkpoints(self.checkpoints):
             try:
                 return read_header(checkpoints[-1])
@@ -342,10 +300,9 @@ class RunFolder:
         return None
 
     def digests(self, configuration: bytes | None = None) -> dict[str, str | None]:
-        """Return the digest of each file that a run writes once, by its name, or None if it does not exist.
+        """Return the digest of each file that a run writes once, by name, or None if it does not exist.
 
-        Args:
-            configuration: The content that `config.json` is about to get; None reads the file.
+        `configuration` is the content that `config.json` is about to get.
         """
         sealed = (self.config_file, self.components_file, self.baseline_file, self.labels_file)
         found = {file.name: digest_of(_content(file)) if file.exists() else None for file in sealed}
@@ -354,13 +311,7 @@ class RunFolder:
         return found
 
     def seal(self, files: Mapping[str, str | None], ledger: Position, *, bound: bool) -> Seal:
-        """Return the seal for a checkpoint that is about to be written.
-
-        Args:
-            files: Digests by `digests`, from when this process started.
-            ledger: Current position of the ledger.
-            bound: Whether the run may only be resumed in this very folder.
-        """
+        """Return the seal of a new checkpoint; `bound` allows the run to be resumed in this very folder only."""
         return Seal(
             files=files,
             metrics=self._sealed_metrics.prefix(),
@@ -369,13 +320,9 @@ class RunFolder:
         )
 
     def require_sealed(self) -> Header | None:
-        """Check the files that never change against the newest checkpoint.
+        """Check the files that never change against the newest checkpoint; return its facts, or None without one.
 
-        Returns:
-            The facts of that checkpoint, or None if there is no checkpoint.
-
-        Raises:
-            RunFolderError: A file was changed, removed or added; the message names it.
+        RunFolderError names a file that was changed, removed or added.
         """
         header = self.newest_header()
         if header is None:
@@ -404,11 +351,8 @@ class RunFolder:
     def require_resumable(self, *, moved: bool) -> Header:
         """Check everything that a resumed run reads except the ledger, and return the newest checkpoint's facts.
 
-        Args:
-            moved: Whether the user confirms that this folder, and no copy of it, is resumed.
-
-        Raises:
-            RunFolderError: There is no checkpoint, a file was changed, or a release run is in another folder.
+        `moved` confirms that this folder, and no copy of it, is resumed. Raises RunFolderError if there is no
+        checkpoint, a file was changed, or a release run is in another folder.
         """
         header = self.require_sealed()
         if header is None:
@@ -441,11 +385,7 @@ class RunFolder:
             write_file(self.metrics_file, metrics[: seal.metrics.bytes])
 
     def witnesses(self) -> list[Witness]:
-        """Return what the newest checkpoint and the summary say of the ledger.
-
-        Raises:
-            RunFolderError: One of them is damaged.
-        """
+        """Return what the newest checkpoint and the summary say of the ledger; raise RunFolderError if damaged."""
         found = []
         header = self.newest_header()
         if header is not None:
@@ -479,11 +419,7 @@ def own_folder(path: Path) -> Path:
 
 
 def versions(kinds: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on.
-
-    Args:
-        kinds: Entry-point group and name of each kind that the run uses; their packages are listed too.
-    """
+    """Return the versions of packages that a run's numbers depend on, also of its kinds' (entry-point group, name)."""
     names = ("opusim", "torch", "numpy", "numba", "scipy", "scikit-learn")
     others = {plugins.package(group, name) for group, name in kinds} - {"", *names}
     return {"python": platform.python_version()} | {
@@ -506,11 +442,7 @@ class Metrics(list[dict[str, Any]]):
     """The metrics of a run: one mapping per epoch. A notebook shows them as a table."""
 
     def frame(self) -> Any:
-        """Return them as a pandas.DataFrame, one row per epoch, whose index is the epoch.
-
-        Raises:
-            ModuleNotFoundError: pandas is missing.
-        """
+        """Return them as a pandas.DataFrame (ModuleNotFoundError without pandas), indexed by epoch."""
         frame = pandas.DataFrame(list(self)).drop(columns="schema_version", errors="ignore")
         return frame.set_index("epoch") if "epoch" in frame else frame
 
@@ -634,11 +566,7 @@ class StoredRun:
 def read_run(path: str | Path) -> StoredRun:
     """Read a run from its folder without its model; nothing in a folder is executed.
 
-    Args:
-        path: The run folder.
-
-    Raises:
-        RunFolderError: As `opusim.training.runs.run.load_run`, except that code and parameters are not read.
+    Raises RunFolderError as `opusim.training.runs.run.load_run`, except that code and parameters are not read.
     """
     folder = RunFolder(path)
     folder.read_facts()
@@ -649,9 +577,8 @@ def read_run(path: str | Path) -> StoredRun:
 def newest_checkpoint(folder: RunFolder) -> Path:
     """Return the newest checkpoint of a run, whose model its guarantees cover.
 
-    Raises:
-        RunFolderError: There is no checkpoint, or the run is an unfinished release run whose guarantee covers only the
-            final model.
+    Raises RunFolderError if there is none, or the run is an unfinished release run whose guarantee covers only the
+    final model.
     """
     config = folder.read_config()
     only_last = config.mode == "release" and config.protection.last_iterate
@@ -672,16 +599,11 @@ def newest_checkpoint(folder: RunFolder) -> Path:
 
 
 def stated(path: Path, *, delta: float | None = None) -> Statement:
-    """Return a ledger's statement; in a run folder it is checked against the newest checkpoint and the summary.
+    """Return a ledger's statement, at delta or the run's; of a run it is checked against checkpoint and summary.
 
-    Args:
-        path: The folder of a run, or a ledger. A private loop has `private_loop.folder.stated_loop`.
-        delta: At which the guarantees are stated; None takes the run's.
-
-    Raises:
-        LedgerCorrupt: The ledger was changed, cut or reordered, is older than its witnesses, or is missing.
-        NoGuarantee: No step was paid for yet.
-        RunFolderError: A checkpoint or the summary is damaged.
+    A private loop has `private_loop.folder.stated_loop`. Raises LedgerCorrupt if the ledger was changed, cut or
+    reordered, is older than its witnesses, or is missing, NoGuarantee if no step was paid for yet, and RunFolderError
+    if a checkpoint or the summary is damaged.
     """
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
     if folder.started and path in (folder.path, folder.ledger_file):

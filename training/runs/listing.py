@@ -134,14 +134,9 @@ class Entry:
 
 
 def list_runs(folder: Path, read_loop: LoopReader) -> list[Entry]:
-    """Return what a folder holds, by name, one entry for each run, private loop, search, sweep and audit.
+    """Return what a folder of run folders, or one of them, holds: an entry for each work in it, by name.
 
-    Args:
-        folder: A folder of run folders, or one of them.
-        read_loop: Reads what is shown of a private loop: mode, step, steps and guarantee of its `Entry`.
-
-    Raises:
-        RunFolderError: There is no such folder.
+    `read_loop` reads what is shown of a private loop. Raises RunFolderError if there is no such folder.
     """
     if not folder.is_dir():
         raise RunFolderError(f"folder {folder} does not exist; name the folder that holds the runs")
@@ -155,14 +150,9 @@ def list_runs(folder: Path, read_loop: LoopReader) -> list[Entry]:
 
 
 def require_removable(path: Path, *, lose_ledger: bool) -> None:
-    """Refuse what `remove_runs` would not remove.
+    """Refuse (RunFolderError) what `remove_runs` would not remove.
 
-    Args:
-        path: A run folder.
-        lose_ledger: Whether a release run's ledger may be lost.
-
-    Raises:
-        RunFolderError: It is a link, no run folder, holds what no run wrote, or its ledger must be kept.
+    It is a link, no run folder, holds what no run wrote, or a release run's ledger must not be lost.
     """
     if path.is_symlink():
         raise RunFolderError(f"run folder {path} is a link; name the folder that it points to")
@@ -185,14 +175,7 @@ def require_removable(path: Path, *, lose_ledger: bool) -> None:
 def remove_runs(paths: list[Path], *, lose_ledger: bool) -> Iterator[Path]:
     """Remove run folders, and yield each once it is gone; all are locked and checked first.
 
-    Args:
-        paths: Run folders.
-        lose_ledger: Whether a release run's ledger may be lost.
-
-    Raises:
-        FolderBusy: One is being written.
-        RunFolderError: See `require_removable`; nothing was removed.
-        OSError: A file cannot be removed.
+    Raises FolderBusy or RunFolderError (see `require_removable`) before anything is removed, and OSError.
     """
     with ExitStack() as locks:
         for path in paths:

@@ -60,17 +60,10 @@ _CHUNK = 4096
 def evaluate_split(
     model: nn.Module | Network, split: Split, loss: LossName, target: Target = "class"
 ) -> dict[str, float]:
-    """Measure a model on records.
+    """Measure a model, or the network of a run, on at least one record.
 
-    Args:
-        model: Maps (batch, d) to (batch, n_outputs); or the network of a run.
-        split: At least one record.
-        loss: Name of the loss.
-        target: What the model predicts of a record.
-
-    Returns:
-        "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
-        in [0, 1]; see `opusim.training.networks.functions.measure`.
+    Returns "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct
+    classes, in [0, 1]; see `opusim.training.networks.functions.measure`.
     """
     with _evaluated(model) as (compute, at_once):
         place = split.place
@@ -356,13 +349,9 @@ def evaluate_run(
 
 
 def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[str, float]]:
-    """Measure a run on a known data set or a file, or on its own test records if `data` is None.
+    """Measure a run on a known data set or a file, or on its own test records; return their name, number, figures.
 
-    Returns:
-        Name of the records, their number, and the figures.
-
-    Raises:
-        DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
+    Raises DataError if they cannot be read, or the run was trained on user-supplied arrays and none are given.
     """
     if data is None and run.config.data.name == OWN_ARRAYS:
         raise DataError(
@@ -406,13 +395,9 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
 def _other_records(run: Run, data: str | None) -> tuple[Dataset, Literal["train", "test"]]:
     """Load records to evaluate a run on, with features as its standardisation expects them, and say which part it is.
 
-    Args:
-        run: The run.
-        data: A known data set, whose test records are taken, or a file, all of whose are; None takes the run's own.
-
-    Raises:
-        DataError: They cannot be read, have another number of features, hold no test records, or are a text whose
-            tokens have other numbers than those that the run was trained on.
+    Of a known data set the test records are taken, of a file all; None takes the run's own. Raises DataError if they
+    cannot be read, have another number of features, hold no test records, or are a text whose tokens have other numbers
+    than those that the run was trained on.
     """
     own, part = run.config.data, "test"
     name = data or own.name

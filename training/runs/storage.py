@@ -65,11 +65,7 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def require_kind(folder: Path, kind: Kind) -> None:
-    """Refuse a folder that holds another kind of work.
-
-    Raises:
-        RunFolderError: It does.
-    """
+    """Refuse (RunFolderError) a folder that holds another kind of work."""
     found = kind_of(folder)
     if found is not None and found != kind:
         article = "an" if found == "audit" else "a"
@@ -78,16 +74,10 @@ def require_kind(folder: Path, kind: Kind) -> None:
 
 @contextmanager
 def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[None]:
-    """Hold a folder as its only writer; the folder is made if it is missing.
+    """Hold a folder, called `what` in messages, as its only writer; it is made if it is missing.
 
-    Args:
-        folder: The folder; the file `lock` in it names the process that holds it.
-        what: Name of the folder in error messages, such as "run folder".
-        private: Whether only the owner may read what is written there.
-
-    Raises:
-        FolderBusy: Another process is writing there.
-        RunFolderError: The folder cannot be used.
+    The file `lock` in it names the process that holds it; of a `private` one only the owner may read what is written.
+    Raises FolderBusy if another process is writing there, and RunFolderError if it cannot be used.
     """
     try:
         require_utf8(folder, what)
@@ -158,11 +148,7 @@ def json_content(value: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document.
-
-    Raises:
-        ValueError: The file is not JSON; the message names it.
-    """
+    """Read a JSON document; raise ValueError, which names the file, if it is none."""
     try:
         return parse_json(read_bytes(path))
     except json.JSONDecodeError as error:
@@ -170,26 +156,12 @@ def read_json(path: Path) -> Any:
 
 
 def sealed(content: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
-    """Return a JSON object with its seal, the last key.
-
-    Args:
-        content: The object.
-        **facts: Further facts of the seal, such as the length of another file; its digest covers them.
-    """
+    """Return a JSON object with its seal, the last key, whose digest also covers further facts."""
     return {**content, _SEAL: {**facts, "digest": json_digest({**content, **facts})}}
 
 
 def unsealed(path: Path, content: Any, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Check the digest, and return what `sealed` was given.
-
-    Args:
-        path: The file, for the message.
-        content: Its content.
-        remedy: What to do if it was changed.
-
-    Raises:
-        RunFolderError: There is no seal, or its digest is another one.
-    """
+    """Check the digest (RunFolderError, with the remedy), and return what `sealed` was given."""
     if isinstance(content, dict) and isinstance(content.get(_SEAL), dict):
         facts = {**content[_SEAL]}
         kept = {key: value for key, value in content.items() if key != _SEAL}
@@ -226,11 +198,7 @@ def record_json(record: Any, version: int) -> dict[str, Any]:
 
 
 def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
-    """Return the dataclass that `record_json` converted.
-
-    Raises:
-        ValueError: The content is of another schema version, or is not such a record; one line names the field.
-    """
+    """Return the dataclass that `record_json` converted; raise ValueError, in a line, for anything else."""
     found = content.get("schema_version") if isinstance(content, Mapping) else None
     if found != version:
         raise ValueError(f"schema_version {checks.short(found)} is not {version}")
@@ -242,16 +210,8 @@ def read_record(
 ) -> Record:
     """Read a dataclass from a JSON document that `write_record` wrote; warn if it has no seal.
 
-    Args:
-        path: The file.
-        kind: The dataclass.
-        version: Its schema version.
-        what: Expected content, for the message, such as "an audit".
-        remedy: What to do if it is not.
-        named: Path that a warning names, such as the folder of many files; None for the file.
-
-    Raises:
-        RunFolderError: The file is something else, or was changed; the message is one line.
+    `what` and `remedy` are for the message of RunFolderError if it is something else or was changed; `named` is the
+    path that a warning names, such as the folder of many files.
     """
     try:
         content = read_json(path)
@@ -268,11 +228,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 
 def read_array(path: Path) -> np.ndarray:
-    """Read what `write_array` wrote.
-
-    Raises:
-        ValueError: The file is cut, is something else, or is of another schema; the message names it.
-    """
+    """Read what `write_array` wrote; raise ValueError, which names it, for a file that is cut or something else."""
     try:
         require_regular(path)  # safetensors would block on a named pipe
         with safe_open(path, framework="np") as file:
@@ -291,12 +247,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read a file of JSON lines. A missing file has no lines; a cut last line is dropped.
 
-    Args:
-        path: The file.
-        numbers: Keys that every line must have with a number as value.
-
-    Raises:
-        ValueError: A complete line is not a JSON object with these numbers; the message names file and line.
+    ValueError names file and line if one is not a JSON object with a number for each of these keys.
     """
     if not path.exists():
         return []
@@ -341,12 +292,7 @@ REMEDY = "delete it to resume from the checkpoint before it"
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The first part of a file.
-
-    Attributes:
-        bytes: Its length.
-        digest: Its digest.
-    """
+    """Length and digest of the first part of a file."""
 
     bytes: int
     digest: str
@@ -430,11 +376,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> Header:
-    """Read the facts of a checkpoint and check their digest, without reading the tensors.
-
-    Raises:
-        RunFolderError: The file is missing, cut, damaged or of another schema.
-    """
+    """Read the facts of a checkpoint and check their digest, not the tensors; raise RunFolderError as its reader."""
     try:
         require_regular(path)  # safetensors would block on a named pipe
         with safe_open(path, framework="np") as file:

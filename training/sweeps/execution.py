@@ -55,14 +55,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """User-supplied data and model of all runs of a sweep; see `opusim.train`.
-
-    Attributes:
-        data: The records, or None.
-        test: Test records, or None.
-        label: The column of a table to predict, or several, or None.
-        model: The module; each run trains a copy of it. Or None.
-    """
+    """User-supplied data and model of all runs of a sweep, or None; see `opusim.train`. Each run trains a copy."""
 
     data: OwnData | Dataset | None = None
     test: OwnTest | None = None
@@ -149,24 +142,12 @@ def run_sweep(
     on_forecast: Callable[[SweepForecast], None] | None = None,
     on_row: Callable[[Row, float | None], None] = lambda row, left: None,
 ) -> dict[str, Row]:
-    """Make the runs that are missing, and return all rows by identity.
+    """Make the runs that are missing, on this machine or a Dask cluster, and return all rows by identity.
 
-    Args:
-        points: The sweep's points; points with the same configuration share a run.
-        folder: The sweep's folder; only one process writes it.
-        jobs: Number of parallel runs on this machine, at least 1.
-        inputs: User-supplied data and model, which were applied to the points.
-        cluster: Address of a Dask scheduler whose workers see the same folder; None uses local processes.
-        retry_failed: Whether to try runs again that failed before.
-        patience_s: Seconds to wait for the scheduler's answer.
-        progress: Whether to show a bar of the runs, and to name those that fail; see `opusim.train`.
-        on_forecast: Called first, with the forecast of the missing runs; None opens no device.
-        on_row: Called with each new row, and the estimated seconds left (None if unknown, as on a cluster).
-
-    Raises:
-        FolderBusy: Another process is running this sweep.
-        RunFolderError: The folder holds other work.
-        SweepStopped: The cluster cannot be reached or was lost, or processes die before they start a run.
+    Points with the same configuration share a run. `on_forecast` is called first, with the forecast of the missing runs
+    (None opens no device), `on_row` with each new row and the estimated seconds left (None if unknown, as on a
+    cluster). Raises FolderBusy if another process is running this sweep, RunFolderError if the folder holds other work,
+    and SweepStopped if the cluster cannot be reached or was lost, or processes die before they start a run.
     """
     distinct = {point.identity: point for point in points}
     require_kind(folder.path, "sweep")

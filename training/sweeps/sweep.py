@@ -125,11 +125,7 @@ class Point:
 
 
 def read_spec(path: str | Path) -> tuple[SweepSpec, str]:
-    """Read a spec file; returns the spec and what error messages call the file.
-
-    Raises:
-        ConfigError: It cannot be read, is not TOML, or holds a key that a spec does not have.
-    """
+    """Read a spec file; returns the spec and what error messages call the file; may raise ConfigError."""
     origin = str(path)
     try:
         values = parse_toml(read_text(path))
@@ -163,9 +159,8 @@ def parse_spec(values: Mapping[str, Any], origin: str) -> tuple[SweepSpec, str]:
 def points_of(spec: SweepSpec, origin: str) -> list[Point]:
     """Return all points of a sweep, series by series; error messages name its origin.
 
-    Raises:
-        ConfigError: An axis has no values or one value twice, two axes set the same key, a configuration does not
-            take a key or a value, or a trainer, device or data set is not known.
+    Raises ConfigError if an axis has no values or one value twice, two axes set the same key, a configuration does not
+    take a key or a value, or a trainer, device or data set is not known.
     """
     wanted = spec.series or (SeriesSpec(name="runs"),)
     runs = 0
@@ -319,14 +314,7 @@ _ACCURACIES = ("test_accuracy", "validation_accuracy")
 
 
 def row_of(run: Run, config: RunConfig, *, wall_s: float, test: Any = None) -> Row:
-    """Return the row of a finished run.
-
-    Args:
-        run: The run.
-        config: The point's configuration.
-        wall_s: See `Row`.
-        test: User-supplied test records, in a form of `opusim.train`, or None.
-    """
+    """Return the row of a finished run, on user-supplied test records if given."""
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
     # a release run's summary has no figures of data, but its model may be measured on public test records
@@ -358,11 +346,7 @@ def write_row(path: Path, row: Row) -> None:
 
 
 def read_row(path: Path) -> Row | None:
-    """Read a row, or return None if there is none.
-
-    Raises:
-        RunFolderError: The file is not a row, or was changed.
-    """
+    """Read a row, or return None if there is none; raise RunFolderError if the file is no row, or was changed."""
     if not path.exists():
         return None
     remedy = "delete it, and the same command writes it again"
@@ -438,13 +422,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line of a figure.
-
-    Attributes:
-        name: The series.
-        kind: "accuracy", "claimed", "proven" or "audited" (epsilon), "published", or a cost with its unit.
-        levels: Its points, by rising x.
-    """
+    """A series' line of a figure, by rising x: "accuracy", "claimed", "proven", "audited", "published" or a cost."""
 
     name: str
     kind: str
@@ -453,14 +431,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """A sweep's points with their rows.
-
-    Attributes:
-        spec: The spec.
-        points: All points of the spec.
-        rows: The rows that exist, by identity.
-        folder: The sweep's folder.
-    """
+    """The points of a sweep's spec, and the rows that exist, by identity, in its folder."""
 
     spec: SweepSpec
     points: Sequence[Point]

@@ -75,23 +75,14 @@ _SECOND_SEARCH = "searching again is a second search and costs again"
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The trials of a search.
-
-    Attributes:
-        trials: Settings "key=value" of each trial; their number is Poisson, and may be 0.
-        seed: Source of the trials' seeds in experiment mode; None in release mode.
-    """
+    """Settings "key=value" of a search's trials, maybe none; their seeds' source, None in release mode."""
 
     trials: tuple[tuple[str, ...], ...]
     seed: int | None
 
 
 def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
-    """Turn lines such as "trainer.clip=0.35,0.5" into values by key.
-
-    Raises:
-        ConfigError: A line has no key or no values, a key is given twice, or it is not a key of training.
-    """
+    """Turn lines such as "trainer.clip=0.35,0.5" into values by key; raise ConfigError for other lines."""
     choices: dict[str, list[str]] = {}
     for line in lines:
         key, _, text = line.partition("=")
@@ -114,13 +105,7 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
 
 
 def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int | None) -> Draw:
-    """Draw K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently.
-
-    Args:
-        choices: Values to choose from, by key.
-        mean: Expected number of trials, above 0.
-        seed: Seed of the draw; None uses the system's entropy.
-    """
+    """Draw K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently."""
     generator = np.random.default_rng(None if seed is None else derive_seed(seed, "tuning"))
     count = int(generator.poisson(mean))
     trials = tuple(
@@ -142,12 +127,7 @@ def best_of(scores: Mapping[int, float]) -> int:
 def noisy_score(right: int, n_records: float, mu: float, *, mode: str, seed: int) -> float:
     """Return (right + N(0, 1 / mu^2)) / n, the noisy number exactly rounded: mu-GDP in the held-out records.
 
-    Args:
-        right: Number of held-out records that the model classifies rightly; one record changes it by at most 1.
-        n_records: n, a public number of at least 1.
-        mu: Above 0.
-        mode: Mode of the run; release mode draws from the system.
-        seed: Seed of the trial.
+    `right` held-out records are classified rightly; one record changes it by at most 1. n is public.
     """
     noise = noise_stream(mode, seed, "score-noise").rounded(1, 1 / mu)
     return float(noise.added_to(torch.tensor([float(right)]))) / n_records
@@ -198,11 +178,7 @@ class SearchState:
 
     @classmethod
     def read(cls, folder: Path) -> SearchState | None:
-        """Read the state in a search folder, or return None if there is none.
-
-        Raises:
-            RunFolderError: It was changed, or is of another schema version.
-        """
+        """Read the state in a search folder, or return None; raise RunFolderError if it was changed."""
         file = folder / STATE_FILE
         if not file.exists():
             return None
@@ -240,13 +216,9 @@ class Search:
     def run(self, on_trial: OnTrial | None = None) -> SearchResult:
         """Pay for the search and draw its trials, or resume it; train the missing trials and keep the best.
 
-        Args:
-            on_trial: Called with the number of finished trials and of all trials, first with 0. The numbers are not
-                for release.
-
-        Raises:
-            FolderBusy: Another process is searching in this folder.
-            RunFolderError: The folder holds other work, another search, or one that was changed.
+        `on_trial` is called with the number of finished trials and of all trials, first with 0, which are not for
+        release. Raises FolderBusy if another process is searching in this folder, and RunFolderError if it holds other
+        work, another search, or one that was changed.
         """
         release = self._config.mode == "release"
         with only_writer(self._folder, "search folder", private=release):
@@ -409,9 +381,7 @@ def priced_trials(
 ) -> tuple[PrivateSelection, dict[tuple[str, ...], Trial]]:
     """Return the search within its epsilon, and the trial of each choice; nothing is trained, drawn or paid for.
 
-    Raises:
-        ConfigError: A choice cannot be trained.
-        NoGuarantee: No theorem covers a choice, or no noise is enough.
+    Raises ConfigError if a choice cannot be trained, and NoGuarantee if no theorem covers it, or no noise is enough.
     """
     dataset, keys = _records(config), list(choices)
     plan = RunPlan.checked(config, dataset)
@@ -457,11 +427,7 @@ def _records(config: RunConfig) -> Dataset:
 
 
 def _require_within(run: Run, whole: Mechanism) -> None:
-    """Refuse a trial that released more than what the search paid for.
-
-    Raises:
-        LedgerCorrupt: It has more steps, or less noise.
-    """
+    """Refuse (LedgerCorrupt) a trial with more steps, or less noise, than the search paid for."""
     paid = whole.as_noise()
     for mechanism in run.folder.read_ledger().mechanisms:
         spent = mechanism.as_noise()

@@ -99,11 +99,7 @@ class UlrConfig(TrainerSection):
         return self.reduction or ("none" if self.form == "published" else "antithetic")
 
     def copies_of(self, modules: int) -> tuple[int, ...]:
-        """Return K of each module with parameters.
-
-        Raises:
-            ConfigError: `module_copies` does not hold one number for each module.
-        """
+        """Return K of each module with parameters; raise ConfigError unless `module_copies` has one for each."""
         found = self.module_copies or (self.copies,) * modules
         if len(found) != modules:
             raise ConfigError(

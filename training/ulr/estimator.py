@@ -138,15 +138,9 @@ def _scale(s: Tensor, positions: int) -> Tensor:
 
 
 def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: bool) -> Isotropic:
-    """Return the coordinates of a layer's noise.
+    """Return the coordinates of a layer's noise at input h and output value, matched to the Jacobian if asked.
 
     Modules whose parameters act at one position, or that have no closed form, have isotropic noise.
-
-    Args:
-        jacobian: The Jacobian of the layer.
-        value: The layer's output, shape (batch, ...).
-        h: The layer's input, shape (batch, ...).
-        matched: Whether the covariance is matched to the Jacobian.
     """
     rows = jacobian.factor_rows(h) if matched and value.ndim > 2 and value.numel() else None
     if rows is None:
@@ -208,26 +202,13 @@ def needed_copies(copies: int, outputs: int, directions: Directions, reduction: 
     """Return K, or the number of outputs if that is less and orthogonal antithetic pairs already cover them.
 
     The pairs of a whole group leave no variance of a linear loss, so those of a second group would repeat it.
-
-    Args:
-        copies: K.
-        outputs: Outputs of the module for a record.
-        directions: Law of the coordinates.
-        reduction: Reduction of variance.
     """
     covers = directions == "orthogonal" and reduction == "antithetic"
     return min(copies, max(outputs, 1)) if covers else copies
 
 
 def draw_sizes(size: int, records: float, copies: int, directions: Directions) -> list[float]:
-    """Return how many numbers `Draws` asks its source for, draw by draw.
-
-    Args:
-        size: Coordinates of a record.
-        records: Records of the batch; their mean, if it is random.
-        copies: K.
-        directions: Law of the coordinates.
-    """
+    """Return how many numbers `Draws` asks its source for, draw by draw, of `size` coordinates of a record."""
     if directions == "independent":
         return [size * records] * copies
     groups = [min(copies - start, size) for start in range(0, copies, size)]
@@ -242,13 +223,7 @@ def haar_columns(normals: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Intermediate values of a forward pass without noise.
-
-    Attributes:
-        inputs: Input of each layer, shapes (batch, ...).
-        values: v_l, output of each layer, shapes (batch, ...).
-        output: Output of the model, shape (batch, n_classes).
-    """
+    """Inputs, values v_l and output, (batch, n_classes), of the layers in a pass without noise, shapes (batch, ...)."""
 
     inputs: list[Tensor]
     values: list[Tensor]
@@ -323,11 +298,7 @@ class ModuleSequence(LayeredNetwork):
             }
 
     def forward(self, x: Tensor) -> Outputs:
-        """Run the model without noise.
-
-        Args:
-            x: Records, shape (batch, n_inputs).
-        """
+        """Run the model without noise on records, shape (batch, n_inputs)."""
         inputs, values = [], []
         with torch.no_grad():
             h = _apply(self._head, self.shaped(x))
@@ -393,15 +364,10 @@ class Estimator:
         noise: NoiseStream,
         sigmas: Sequence[float],
     ) -> list[Tensor]:
-        """Return the signal delta at each layer, shapes (batch, ...).
+        """Return the signal delta at each layer, shapes (batch, ...), from z drawn layer by layer and copy by copy.
 
-        Args:
-            network: The network.
-            outputs: The forward pass without noise.
-            losses: Maps outputs to losses of the batch's records.
-            clean: L_0, shape (batch,).
-            noise: Source of z, drawn layer by layer and copy by copy.
-            sigmas: Standard deviation of the noise of each layer.
+        `clean` has the losses of the outputs without noise, shape (batch,), `sigmas` the noise's deviation in each
+        layer.
         """
         depth = len(outputs.values)
         each = [self.copies] * depth if isinstance(self.copies, int) else self.copies
@@ -545,12 +511,7 @@ _PARAMETERS_LIMIT = 2**24
 
 
 def parts_of_records(size: int, records: float) -> list[float]:
-    """Return the records of each part in which `parameter_estimates` takes a batch.
-
-    Args:
-        size: Parameters of the module.
-        records: Records of the batch; their mean, if it is random.
-    """
+    """Return the records of each part in which `parameter_estimates` of `size` parameters takes a batch."""
     at_once = max(1, _PARAMETERS_LIMIT // (2 * size))
     whole, left = divmod(records, at_once)
     return [float(at_once)] * int(whole) + ([left] if left else [])
@@ -565,22 +526,11 @@ def parameter_estimates(
     sigma: float,
     copies: int,
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Estimate (1 / (K sigma^2)) sum_k Z_k L_k with Z_k ~ N(0, sigma^2 I) on the parameters, record by record.
+    """Estimate (1 / (K sigma^2)) sum_k Z_k L_k with Z_k ~ N(0, sigma^2 I) on a layer's parameters, record by record.
 
     The parameters act as the weight of a virtual linear module whose input is the identity, so that its Jacobian is I
-    (section 3.2 of the DP-ULR paper). Each record and copy draws as many numbers as the module has parameters.
-
-    Args:
-        network: The network.
-        layer: The layer whose parameters get the noise.
-        h: The layer's input, shape (batch, ...).
-        losses: Maps outputs to losses of the batch's records.
-        noise: Source of Z.
-        sigma: Standard deviation of Z.
-        copies: K.
-
-    Yields:
-        Estimates as rows, shape (some records, parameters), and the records that they belong to.
+    (section 3.2 of the DP-ULR paper). Each record and copy draws as many numbers as the module has parameters. `losses`
+    maps outputs to losses; yields estimates as rows, shape (some records, parameters), and their records.
     """
     module = network.jacobians[layer].module
     named = {name: parameter.detach() for name, parameter in module.named_parameters()}

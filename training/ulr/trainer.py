@@ -89,16 +89,9 @@ class PlainUpdate:
     def set_gradients(
         self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
     ) -> Tensor:
-        """Write the gradient of every parameter.
+        """Write the gradient of every parameter from the outputs and losses, shape (batch,), without noise.
 
-        Args:
-            outputs: The forward pass without noise.
-            losses: Maps outputs to losses of the batch's records.
-            clean: Losses without noise, shape (batch,).
-            records: Numbers of the batch's records in the training set, shape (batch,).
-
-        Returns:
-            The records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
+        Returns the records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
         """
         network, inputs = self._network, outputs.inputs
         signals = self._estimator.signals(network, outputs, losses, clean, self._noise, self._sigmas)
@@ -197,8 +190,7 @@ class PublishedUpdate:
     def _sigma(self, layer: int, root: Tensor) -> float:
         """Return the controller's noise (eq. 8), or the configured one if extra noise completes it.
 
-        Raises:
-            NoGuarantee: The covariance is rank-deficient, so no sigma satisfies eq. 8.
+        Raises NoGuarantee if the covariance is rank-deficient, so that no sigma satisfies eq. 8.
         """
         options = self._options
         if options.remedy == "extra-noise":
@@ -262,14 +254,10 @@ class PublishedUpdate:
 def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
     """Return rows of covariance level^2 I - R^T R, negative eigenvalues set to 0 (appendix A.4), float32.
 
-    They are N times the root of that covariance, N (level I + V g(S) V^T), for R^T R = V S V^T and
-    g(s) = sqrt(max(level^2 - s, 0)) - level. If R has fewer rows than columns, V is never formed: with
-    R R^T = U S U^T the second term is N R^T U (g(S) / S) U^T R, and g(s) / s is smooth at 0.
-
-    Args:
-        normals: N, independent N(0, 1), shape (outputs, inputs).
-        root: R, float32, shape (any, inputs); the smaller of its Gram matrices is decomposed.
-        level: sigma_0 C > 0.
+    With N independent N(0, 1), shape (outputs, inputs), and level sigma_0 C they are N times the root of that
+    covariance, N (level I + V g(S) V^T), for R^T R = V S V^T and g(s) = sqrt(max(level^2 - s, 0)) - level. If R has
+    fewer rows than columns, V is never formed: with R R^T = U S U^T the second term is N R^T U (g(S) / S) U^T R, and
+    g(s) / s is smooth at 0.
     """
     if len(root) < root.shape[1]:
         values, u = _spectrum(root)
@@ -309,13 +297,7 @@ _WIDEST_READING = 65_536
 
 
 class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
-    """Trains a sequence of modules.
-
-    A step ignores records whose loss, with or without noise, is NaN or infinite.
-
-    Attributes:
-        update: Writes the gradients.
-    """
+    """Trains a sequence of modules; a step ignores records whose loss, with or without noise, is not finite."""
 
     applies = frozenset({"gradients"})
     uses_public_randomness = True
@@ -328,9 +310,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> ModuleSequence:
         """See Algorithm.build_network; a user-supplied module is an nn.Sequential of any modules.
 
-        Raises:
-            ValueError: Records are protected and the module mixes them.
-            ConfigError: `trainer.module_copies` is for another number of modules.
+        Raises ValueError if it mixes protected records, and ConfigError for another number of `trainer.module_copies`.
         """
         n_inputs = dataset.n_features
         network = ModuleSequence(model or build_model(config, dataset), n_inputs=n_inputs)

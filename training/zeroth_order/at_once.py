@@ -70,11 +70,7 @@ class _Watched(TorchFunctionMode):
         self.perturbation = perturbation
 
     def number_of(self, value: object) -> int | None:
-        """Return the number of a perturbed tensor, or None for anything else.
-
-        Raises:
-            Uncovered: The value is a part or another form of a perturbed tensor.
-        """
+        """Return the number of a perturbed tensor, None for others; raise Uncovered for a part or form of one."""
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
         start = value.data_ptr()
@@ -324,10 +320,8 @@ class TwoSides:
     def probe(self, function: Callable[..., Tensor], batch: Sequence[Any]) -> None:
         """Find out whether directions can be evaluated at once, by passes on one record and on three.
 
-        Args:
-            function: Maps tensors with a row for each record to a tensor with a row for each record, which depends on
-                the record's rows only.
-            batch: Its arguments, of at least one record; other values than tensors are passed on as they are.
+        The function maps tensors, a batch of at least one record, to a tensor with a row for each record, which depends
+        on the record's rows only; other values than tensors are passed on as they are.
         """
         self.at_once, self.reason = False, ""
         shared, per_row = list[set[nn.Module]](), list[list[int]]()

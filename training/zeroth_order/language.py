@@ -89,14 +89,8 @@ def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (
     """Return the token numbers of texts in their prompts, padded with -1 on the left, or on the right for a mask.
 
     All rows are max_tokens wide, because the length of the longest text would reveal something about a private record.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        texts: At least one text.
-        prompt: The template; its end is kept whole. "{text}" alone encodes texts for a `TextModel`.
-
-    Raises:
-        ValueError: The template leaves no room within max_tokens, or has a mask and the tokenizer has none.
+    The template's end is kept whole; "{text}" alone encodes texts for a `TextModel`. Raises ValueError if it leaves no
+    room, or has a mask and the tokenizer has none.
     """
     return _encoded(tokenizer, texts, prompt)[0]
 
@@ -131,11 +125,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> tuple[Tens
 
 
 def class_tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the token of each class's word after a space.
-
-    Raises:
-        ValueError: A word takes more than one token, or two words share one.
-    """
+    """Return the token of each class's word after a space; raise ValueError unless each has one of its own."""
     tokens = []
     for word in prompt.classes:
         found = tokenizer(word if prompt.masked else f" {word}", add_special_tokens=False)["input_ids"]
@@ -159,15 +149,9 @@ def read_texts(
 ) -> tuple[list[str], Tensor]:
     """Read texts and labels from a table (CSV or Parquet), or from a file of lines: text, tab, label.
 
-    Args:
-        path: A file that ends in .csv, .csv.gz or .parquet is a table with a header, every other one is of lines.
-        columns: The names of a table's columns of texts and of labels.
-        classes: Words that may stand for the class numbers 0, 1, ...
-        labelled: Whether there are labels; without them a line is a text, and all labels are 0.
-
-    Raises:
-        DataError: The file cannot be read, lacks a column, or a line has another form.
-        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+    A file that ends in .csv, .csv.gz or .parquet is a table with a header and these columns. Classes are words that may
+    stand for the numbers 0, 1, ...; without labels a line is a text, and all labels are 0. Raises DataError if the file
+    cannot be read, lacks a column, or a line has another form, and ModuleNotFoundError if a library is missing.
     """
     kind = table_kind(path)
     if kind is None:
@@ -306,9 +290,8 @@ class _LanguageModel(DescribedModule):
     def _logits(self, x: Tensor, *, last: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return token numbers and where there is one, shape (batch, T), and scores (batch, T, vocabulary).
 
-        Args:
-            x: Encoded texts, shape (batch, L); columns that no record uses are left out.
-            last: Whether to compute the scores after the last token only, if the model can; their T is then 1.
+        Columns that no record uses are left out. `last` asks for the scores after the last token only; their T may then
+        be 1.
         """
         present = x != PAD
         used: Tensor | slice = present.any(dim=0)  # columns with a token of some record
@@ -571,21 +554,13 @@ def load_classifier(
     dtype: str = "float32",
     local_only: bool = False,
 ) -> tuple[PromptClassifier | TextModel, Any]:
-    """Load a language model, and its tokenizer.
+    """Load a language model, and its tokenizer, from a local folder, a file `.gguf`, the hub or "package:NAME".
 
-    Args:
-        name: A local folder, a file `.gguf`, "package:NAME" for an installed package that holds one of them, or a name
-            on the hub.
-        prompt: Its template decides between a causal and a masked model. None scores whole texts (`TextModel`).
-        lora: Updates to train instead of the whole model.
-        prefix: A prefix to train instead of the whole model.
-        dtype: "float32", "bfloat16" or "float16" for the model's parameters, to which those of a `.gguf` file are
-            dequantised; an adapter's are float32.
-        local_only: Whether to forbid downloads.
-
-    Raises:
-        ModuleNotFoundError: transformers, peft or gguf is missing.
-        ValueError: There is no such model, its tokenizer does not match the prompt, or it takes no prefix.
+    The prompt's template decides between a causal and a masked model; None scores whole texts (`TextModel`). With
+    `lora` or `prefix` only these are trained, in float32. A `.gguf` file is dequantised to the `dtype` of the model's
+    parameters, "float32", "bfloat16" or "float16". `local_only` forbids downloads. Raises ModuleNotFoundError if
+    transformers, peft or gguf is missing, and ValueError if there is no such model, its tokenizer does not match the
+    prompt, or it takes no prefix.
     """
     transformers = _library("transformers")
     masked = prompt is not None and prompt.masked
@@ -653,9 +628,7 @@ def load_classifier(
 def _place_of(name: str) -> tuple[str, str | None]:
     """Return the folder or the hub's name to load from, and the `.gguf` file in it, or None.
 
-    Raises:
-        ValueError: There is no such file or package, or the package does not hold one model.
-        ModuleNotFoundError: A library is missing.
+    Raises ValueError if there is no such file or package, or it does not hold one model, and ModuleNotFoundError.
     """
     path = Path(name)
     if name.startswith(_PACKAGE):
@@ -700,8 +673,7 @@ def described_classifier(description: dict[str, Any]) -> PromptClassifier | Text
 def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
     """Add low-rank updates, float32 and from a separate generator; only they require a gradient afterwards.
 
-    Raises:
-        ValueError: peft does not know which modules of the model to update.
+    Raises ValueError if peft does not know which modules of the model to update.
     """
     peft = _library("peft")
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
@@ -726,9 +698,7 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
 class PrefixedModel(nn.Module):
     """A causal model with a prefix; peft's own prefix drops the positions, which padding on the left needs.
 
-    Args:
-        model: A model of transformers; it is frozen.
-        prefix: Keys and values of each layer, shape (layers, 2, heads, tokens, width), trained in float32.
+    The model is frozen; each layer's keys and values, (layers, 2, heads, tokens, width), are trained in float32.
     """
 
     def __init__(self, model: nn.Module, prefix: Tensor) -> None:
@@ -777,19 +747,11 @@ def _library(name: str) -> Any:
 def build_language(
     config: RunConfig,
 ) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier | TextModel]:
-    """Load the language model and the texts that a configuration names; a resumed run loads them again.
+    """Load the language model and the texts that a zo configuration names; a resumed run loads them again.
 
-    Args:
-        config: A zo run with trainer.language.model. Its seed fixes the initial factors of LoRA.
-
-    Returns:
-        The configuration with its number of classes; encoded texts (n, length) and labels (n,); the model.
-
-    Raises:
-        ConfigError: trainer.language.text is missing, or data.n_classes differs from the number of words.
-        DataError: The file of texts cannot be read, or a line has another form.
-        ModuleNotFoundError: transformers, peft or gguf is missing.
-        ValueError: The model cannot be loaded, or its tokenizer does not match the prompt.
+    Its seed fixes the initial factors of LoRA. Returns the configuration with its number of classes, encoded texts (n,
+    length) and labels (n,), and the model. Raises ConfigError if trainer.language.text is missing, or data.n_classes
+    differs from the number of words, else as `read_texts` and `load_classifier`.
     """
     options = config.trainer_as(ZoConfig).language
     classifies = options.task == "classify"

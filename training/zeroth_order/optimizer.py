@@ -15,6 +15,7 @@ from typing_extensions import override
 from opusim import checks
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
+from opusim.training.networks.base import preserved_modes
 from opusim.training.zeroth_order.at_once import TwoSides
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 from opusim.training.zeroth_order.trainer import ScalarRelease
@@ -285,21 +286,13 @@ class ZerothOrder(torch.optim.Optimizer):
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """Put the module into evaluation mode within the block."""
-        modes = {part: part.training for part in self.module.modules()}
-        self.module.eval()
-        try:
+        with preserved_modes(self.module):
+            self.module.eval()
             yield
-        finally:
-            for part, training in modes.items():
-                part.training = training
 
 
 def _checked(losses: Any) -> Tensor:
-    """Return losses, one for each record.
-
-    Raises:
-        ValueError: The losses have another type or shape.
-    """
+    """Return losses, one for each record; raise ValueError for another type or shape."""
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(

@@ -54,15 +54,7 @@ def factors(
     rank: int,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:  # (K, rank, m), (K, rank, n)
-    """Return A^T and B^T of a matrix's directions z = A B^T / sqrt(rank), float32.
-
-    Args:
-        directions: K of them.
-        number: Number of the matrix.
-        shape: m and n.
-        rank: r.
-        device: Torch device of the result.
-    """
+    """Return A^T and B^T of a matrix's K directions z = A B^T / sqrt(rank), float32, for its shape (m, n)."""
     rows, columns = shape
     entries = torch.zeros(len(directions), rank * (rows + columns), device=device)
     for direction, row in zip(directions, entries, strict=True):
@@ -104,12 +96,7 @@ class StepEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadEntry:
-    """One step whose scalars are on a graphics card; it moves the parameters as the entry that `read` returns does.
-
-    Attributes:
-        rate, seeds: See StepEntry.
-        scalars: s of each direction, float32, shape (directions,).
-    """
+    """One step whose scalars s are on a card; it moves the parameters as the entry that `read` returns does."""
 
     rate: float
     seeds: tuple[int, ...]
@@ -126,24 +113,12 @@ class UnreadEntry:
         return (self.scalars.double() * -self.rate / len(self.seeds)).float().unbind()
 
     def read(self, scalars: Sequence[float]) -> StepEntry:
-        """Return the entry for the log.
-
-        Args:
-            scalars: The numbers of `scalars`.
-        """
+        """Return the entry for the log with the numbers of `scalars`."""
         return StepEntry(rate=self.rate, seeds=self.seeds, scalars=tuple(scalars))
 
 
 class MemoryMappedTensors:
-    """Copies of tensors in one unnamed file that is mapped into memory; they take memory only while in use.
-
-    Attributes:
-        tensors: The copies by number; reading and writing them reads and writes the file.
-
-    Args:
-        like: The tensors to copy.
-        dtype: Type of the copies; None keeps each tensor's type.
-    """
+    """Copies of tensors, by number, in one unnamed file that is mapped into memory; None keeps each one's type."""
 
     def __init__(self, like: Mapping[int, Tensor], *, dtype: torch.dtype | None = None) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -206,13 +181,7 @@ class InPlacePerturbation:
         self._settled_temporarily = True
 
     def shift(self, seed: int, offset: int, numbers: Sequence[int] | None = None) -> None:
-        """Move by offset phi z: 1 from theta to the plus side, then -2 to the minus side, then 1 back to theta.
-
-        Args:
-            seed: Seed of the direction.
-            offset: See above.
-            numbers: Numbers of the tensors to move; None for all.
-        """
+        """Move tensors by offset phi z: 1 from theta to the plus side, then -2 to the minus side, then 1 back."""
         self._seed, directions = seed, [Direction(seed)]
         for number in range(len(self.tensors)) if numbers is None else numbers:
             self._move(self.tensors[number], number, directions, [offset * self.phi])
@@ -229,11 +198,8 @@ class InPlacePerturbation:
     def replay(self, entry: StepEntry, *, at_once: bool = False) -> None:
         """Move the parameters as the whole step did, perturbations included, without any data.
 
-        Half-precision tensors wait for `settle`, because perturbations do not change settled values.
-
-        Args:
-            entry: The step.
-            at_once: Whether the directions were evaluated at once, which perturbs no parameter.
+        Half-precision tensors wait for `settle`, because perturbations do not change settled values. Directions
+        evaluated at once perturb no parameter.
         """
         whole = [number for number in range(len(self.tensors)) if number not in self.copies]
         for place, seed in enumerate(() if at_once else entry.seeds, start=1):
@@ -274,12 +240,7 @@ class InPlacePerturbation:
             self.drifted[number].copy_(self.tensors[number].detach())
 
     def update(self, entry: StepEntry | UnreadEntry, numbers: Sequence[int] | None = None) -> None:
-        """Take the step, from the minus side of its last direction, or from theta.
-
-        Args:
-            entry: The step.
-            numbers: Numbers of the tensors that it moves; None for all.
-        """
+        """Take the step in the tensors of these numbers, from the minus side of its last direction, or from theta."""
         moves: Sequence[float | Tensor] = entry.moves
         directions, moves = [Direction(seed) for seed in entry.seeds], [moves[-1], *moves[:-1]]
         directions = [directions[-1], *directions[:-1]]

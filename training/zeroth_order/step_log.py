@@ -135,9 +135,7 @@ class StepLog:
     def append(self, entry: StepEntry) -> None:
         """Write a step; it survives a power cut once `mark` returns.
 
-        Raises:
-            OSError: It cannot be written, or an earlier step could not; the log takes no more steps.
-            RuntimeError: This process was forked from the one that opened the log.
+        Raises OSError if it, or an earlier step, cannot be written, and RuntimeError in a forked process.
         """
         pairs = (struct.pack("<Qf", s, v) for s, v in zip(entry.seeds, entry.scalars, strict=True))
         body, (steps, before) = struct.pack("<f", entry.rate) + b"".join(pairs), self._last
@@ -146,14 +144,7 @@ class StepLog:
         self._last = steps + 1, digest
 
     def mark(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sync the log, then record its length and the current parameters in the mark next to it.
-
-        Args:
-            tensors: The current parameters.
-
-        Raises:
-            OSError, RuntimeError: See `append`.
-        """
+        """Sync the log, then record its length and the current parameters in the mark; raise errors as `append`."""
         self._file.sync()
         steps, digest = self._last
         mark = {
@@ -171,13 +162,7 @@ class StepLog:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """A verified step log.
-
-    Attributes:
-        header: Common facts of all steps.
-        entries: The steps.
-        parameters: Digest of the parameters after the last of them, or None if there is no mark.
-    """
+    """A verified step log: common facts, the steps, and the mark's digest of the parameters after them, or None."""
 
     header: LogHeader
     entries: list[StepEntry]
@@ -185,11 +170,7 @@ class LogContent:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and verify a log and its mark.
-
-        Raises:
-            StepLogCorrupt: The log was changed, cut or reordered; the message names file and step.
-        """
+        """Read and verify a log and its mark; StepLogCorrupt names file and step of a change, cut or reordering."""
         header, start = read_header(path)
         found = list(_records(path, header, start))
         entries = [entry for entry, _ in found]
@@ -224,11 +205,7 @@ def mark_file(path: Path) -> Path:
 
 
 def read_header(path: Path) -> tuple[LogHeader, int]:
-    """Return the header of a log and the offset of its first record.
-
-    Raises:
-        StepLogCorrupt: The file is no step log, or its header was changed.
-    """
+    """Return the header of a log and the offset of its first record; raise StepLogCorrupt if it was changed."""
     try:
         content = read_head(path, 2**24)
     except OSError as error:

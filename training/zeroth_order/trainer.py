@@ -83,15 +83,10 @@ class Differences:
 
 
 def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differences:
-    """Return clip(l_i^+ - l_i^-, -C, C) of each record.
+    """Return clip(l_i^+ - l_i^-, -C, C) of each record, at theta + phi z and theta - phi z.
 
     A loss that is NaN or infinite counts as the worst one: the difference is C if it is on the plus side, -C on the
     minus side, and 0 on both. Without a C the difference is then 0. So |value| <= C whatever the model returns.
-
-    Args:
-        plus: Losses at theta + phi z, shape (batch,).
-        minus: Losses at theta - phi z, shape (batch,).
-        clip: C > 0, or None if there is no clip.
     """
     bad_plus, bad_minus = ~torch.isfinite(plus), ~torch.isfinite(minus)
     bad = bad_plus | bad_minus
@@ -105,12 +100,7 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
 
 
 def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differences]:
-    """Scale each record's differences along all directions to Euclidean norm at most C.
-
-    Args:
-        found: The differences along each direction, bounded by `LARGEST_DIFFERENCE`.
-        clip: C > 0.
-    """
+    """Scale each record's differences, at most `LARGEST_DIFFERENCE`, along all directions to norm at most C > 0."""
     values = torch.stack([differences.values for differences in found])
     norms = torch.linalg.vector_norm(values, dim=0)
     scaled = values * (clip * _BELOW / norms.clamp_min(clip))
@@ -141,14 +131,11 @@ class ScalarRelease:
     def sums(
         self, losses: Iterable[tuple[Tensor, Tensor]], *, keep: Tensor | None = None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return sums over records of their clipped loss differences along each of n directions.
+        """Return sums over records of their clipped loss differences along each of n directions, float64.
 
-        Args:
-            losses: Losses on the plus side and on the minus side of each direction, shapes (batch,).
-            keep: Marks the records that count, bool, shape (batch,); None for all.
-
-        Returns:
-            The sums, float64; numbers of clipped records; numbers of losses that are not finite; n tensors each.
+        Losses, shapes (batch,), are those on the plus side and on the minus side of each direction; `keep`, bool, marks
+        the records that count. With the sums come the numbers of clipped records and of losses that are not finite, n
+        tensors each.
         """
         found = [loss_differences(*each, LARGEST_DIFFERENCE if self.joint else self.clip) for each in losses]
         if self.joint and self.clip is not None:
@@ -208,11 +195,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
 
     @classmethod
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> Network:
-        """See Algorithm.build_network; any module that gives class scores will do.
-
-        Raises:
-            ValueError: Records are protected and the module mixes them.
-        """
+        """See Algorithm.build_network; any module that gives class scores, and mixes no protected records, will do."""
         if model is None:
             return build_network(config, dataset, None)
         network: Network
@@ -335,12 +318,9 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
 
     @torch.no_grad()
     def _require_alike(self) -> None:
-        """Refuse a model in half precision that gives an invented record another output in another batch.
+        """Refuse (ValueError) a half-precision model that gives an invented record another output in another batch.
 
         Half precision may turn a rounding in the last digit of float32 into a difference as large as a clip.
-
-        Raises:
-            ValueError: The bits of an output depend on the batch.
         """
         model, generator = self.network.model, torch.Generator().manual_seed(0)
         records = torch.randint(0, 2, (9, self.network.n_inputs), generator=generator).float()
@@ -378,9 +358,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
     def prepare(self, trainer: ZoTrainer, folder: RunFolder) -> None:
         """Start the step log of a new run with the initial parameters, or continue that of a resumed one.
 
-        Raises:
-            RunFolderError: The processes resume from different steps.
-            StepLogCorrupt: The log is not that of the steps done.
+        Raises RunFolderError if the processes resume from different steps, and StepLogCorrupt for another log.
         """
         ranks = trainer.ranks
         if len({found for (found,) in ranks.rows([trainer.steps])}) > 1:
@@ -487,9 +465,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
     def _measured(self, seeds: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
         """Evaluate the losses on both sides of each direction; end on the minus side of the last.
 
-        Returns:
-            This process's sums, float64: of the differences along each direction, of clipped ones, of losses that are
-            not finite, and the loss and the number of correct records on the plus side of the first direction.
+        Returns this process's sums, float64: of the differences along each direction, of clipped ones, of losses that
+        are not finite, and the loss and the number of correct records on the plus side of the first direction.
         """
         figures = list[Tensor]()
 
@@ -605,14 +582,7 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         return max(math.sqrt(steps) * probability / epsilon, 0.1)
 
     def mechanism(self, noise_multiplier: float) -> ZoGaussian | ZoLaplace:
-        """Return one step: all its directions, on one Poisson batch.
-
-        Args:
-            noise_multiplier: z, or the Laplace scale b, over C.
-
-        Raises:
-            NoGuarantee: The sampler has no sampling probability.
-        """
+        """Return one step at z, or the Laplace scale b, over C: all its directions, on one Poisson batch."""
         config = self.config
         parameters: dict[str, Any] = {
             "sampling_probability": self.plan.sampling_probability,

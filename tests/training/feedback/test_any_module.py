@@ -19,7 +19,7 @@ from opusim.training.engine.algorithm import Trainer
 from opusim.training.errors import RunFolderError, TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
-from opusim.training.feedback.modules import ModuleGradients, feedback_points
+from opusim.training.feedback.trainer import ModuleGradients, feedback_points
 from opusim.training.networks.any_module import AnyModule, from_recipe
 from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.network import FullyConnected

@@ -15,7 +15,7 @@ from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from opusim.training.data.public_maps import Augmentation
-from opusim.training.feedback.modules import ModuleGradients
+from opusim.training.feedback.trainer import ModuleGradients
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape

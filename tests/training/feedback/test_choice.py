@@ -14,7 +14,7 @@ from torch.nn.functional import max_pool2d, relu
 from opusim import FeedbackAlignment, training
 from opusim.training.feedback.choice import tell
 from opusim.training.feedback.config import DfaConfig
-from opusim.training.feedback.modules import feedback_points
+from opusim.training.feedback.trainer import feedback_points
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.sequence_models import TransformerEncoder, TransformerLM
 

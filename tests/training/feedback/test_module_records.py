@@ -18,9 +18,8 @@ from opusim.randomness.streams import SeededStream
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import PoissonSampler
 from opusim.training.engine.algorithm import Trainer
-from opusim.training.feedback.modules import ModuleGradients
 from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.feedback.trainer import FeedbackTrainer, ModuleGradients
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.optimizers import make_optimizer

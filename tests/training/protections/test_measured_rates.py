@@ -24,8 +24,8 @@ from opusim.devices import kinds
 from opusim.devices.camera import CameraDevice
 from opusim.errors import DeviceFault
 from opusim.files import to_toml
+from opusim.training.protections.argmax_labels import MeasuredRates
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.measured_rates import MeasuredRates
 from tests.support.command import opusim
 
 K, PIXELS, FRAMES, DELTA, BETA = 4, 24, 500, 1e-3, 1e-6

@@ -168,10 +168,7 @@ def count_checks(finished: Sequence[FinishedRun], mechanism: LabelCounts) -> lis
 def staged_checks(scores: Sequence[np.ndarray], labels: np.ndarray, mechanism: StagedResponse) -> list[Check]:
     """Check responses in stages: every answer has the law that its set and the accounted epsilon give it.
 
-    Args:
-        scores: The log-likelihoods that a run keeps, shape (records, k), for each of two runs.
-        labels: The true classes, shape (records,).
-        mechanism: The accounted mechanism.
+    The log-likelihoods that each of two runs keeps have shape (records, k).
     """
     first, second = (_Answers(each, labels, mechanism.step_epsilon) for each in scores)
     kept = np.stack([first.kept, second.kept])
@@ -227,9 +224,7 @@ class _Answers:
 def response_checks(shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax) -> list[Check]:
     """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
 
-    Args:
-        shifts: Shift of each record's class, shape (records,), for each run.
-        mechanism: The accounted mechanism.
+    The shifts are those of each record's class, shape (records,), for each run.
     """
     k = int(mechanism.n_classes)
     stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
@@ -568,11 +563,7 @@ _LABEL_CLASSES = 10
 def _configured(
     kind: str, model: str, mode: str, steps: int, settings: Sequence[str]
 ) -> tuple[Subject, RunConfig, RunConfig | None]:
-    """Return the subject, the configuration of its runs, and that of runs with small batches if there are such.
-
-    Raises:
-        ConfigError: A setting is wrong, or the protection is not for modules.
-    """
+    """Return the subject, the configuration of its runs, and that of runs with small batches if there are such."""
     subject = MODULES.get(model, SUBJECTS[kind])
     asked: dict[str, Any] = {}
     for setting in settings:
@@ -659,11 +650,7 @@ def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: 
 
 
 def _descent(config: RunConfig, subject: Subject, steps: int, records: int) -> dict[str, Any]:
-    """Set epochs, learning rate and a checkpoint after every step.
-
-    Raises:
-        ConfigError: The batch size does not fit the records.
-    """
+    """Set epochs, rate and a checkpoint after every step; raise ConfigError if the batch size does not fit."""
     size = config.sampler.batch_size
     if size > records // 4 or records % size:
         raise ConfigError(

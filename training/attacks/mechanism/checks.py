@@ -57,16 +57,7 @@ class Check:
     def normal(
         cls, name: str, observed: float, expected: float, error: float, finds: str, *, comparisons: int = 1
     ) -> Self:
-        """Return the check of a value whose law is normal.
-
-        Args:
-            name: The statistic.
-            observed: Its value, the least likely one of several.
-            expected: Its mean.
-            error: Its standard deviation; with 0 any value is an alarm.
-            finds: The faults that raise this alarm.
-            comparisons: Number of values, for which the p-value is corrected.
-        """
+        """Return the check of a normal value, the least likely of `comparisons`; with error 0 any value is an alarm."""
         p = normal_p_value((observed - expected) / error) if error else 0.0
         return cls(name, observed, expected, error, bonferroni(p, comparisons), finds)
 
@@ -164,11 +155,7 @@ class MechanismAudit(Shown):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> MechanismAudit:
-        """Return the self-test that `to_json` converted.
-
-        Raises:
-            ValueError: The content is of another schema version, or is not a self-test.
-        """
+        """Return the self-test that `to_json` converted; raise ValueError for anything else."""
         return record_from_json(cls, content, SCHEMA_VERSION)
 
     def keep(self, file: Path) -> None:
@@ -177,10 +164,9 @@ class MechanismAudit(Shown):
 
 
 def kept_self_tests(place: Path) -> dict[Path, MechanismAudit]:
-    """Read the self-tests in a folder, or that of a file, by file; `opusim audit --mechanism KIND --out FILE` names it.
+    """Read the self-tests in a folder, or that of a file, which `opusim audit --mechanism KIND --out FILE` names.
 
-    Raises:
-        RunFolderError: One was changed, or is of another version.
+    Raises RunFolderError if one was changed, or is of another version.
     """
     found = {}
     for file in [place] if place.is_file() else sorted(place.glob("*.json")):
@@ -272,12 +258,7 @@ even among several hundred."""
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLaw:
-    """The accounted law of a batch's size.
-
-    Attributes:
-        mean: Mean number of records.
-        variance: Its variance; 0 for batches of fixed size.
-    """
+    """Mean and variance of a batch's accounted size; the variance is 0 for batches of fixed size."""
 
     mean: float
     variance: float

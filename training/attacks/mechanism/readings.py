@@ -83,13 +83,7 @@ class FinishedRun:
 
 
 def record_gradients(run: FinishedRun, at: Sequence[tuple[Weights, int]], *, single: bool) -> list[Gradient]:
-    """Return gradients of single records without clip or noise.
-
-    Args:
-        run: The run.
-        at: For each gradient the parameters, and the number of the record.
-        single: Whether the records differ.
-    """
+    """Return gradients of single records without clip or noise, for each of some parameters and a record's number."""
     x, y, config = run.dataset.train.x, run.dataset.train.y, run.config
     model = run.subject.new_model(
         float(run.mechanism.clip_norm) if single else config.protection.clip, single=single
@@ -244,12 +238,7 @@ class Amounts:
 
 
 def small_batches(values: Mapping[str, Any], *, single: bool) -> dict[str, Any]:
-    """Return a configuration's keys with small batches, and for single records with little noise.
-
-    Args:
-        values: The keys.
-        single: Whether the records differ.
-    """
+    """Return a configuration's keys with small batches, and with little noise if records differ (`single`)."""
     protection = {key: value for key, value in values["protection"].items() if key != "epsilon" or not single}
     changes = {"sampler": {"batch_size": BATCH}}
     if single:
@@ -258,11 +247,7 @@ def small_batches(values: Mapping[str, Any], *, single: bool) -> dict[str, Any]:
 
 
 def read_amounts(run: FinishedRun) -> Amounts:
-    """Read what a run released of each record.
-
-    Raises:
-        ValueError: A record's gradient does not exceed the clip.
-    """
+    """Read what a run released of each record; raise ValueError for a gradient that does not exceed the clip."""
     mechanism, config = run.mechanism, run.config
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     q = float(mechanism.sampling_probability)
@@ -394,8 +379,7 @@ def _coins(name: str, coins: Sequence[np.ndarray], probability: float, finds: st
 def released_steps(run: FinishedRun) -> Released:
     """Read a run whose steps are clipped sums plus noise.
 
-    Raises:
-        ValueError: A record's gradient does not exceed the clip in every layer.
+    Raises ValueError if a record's gradient does not exceed the clip in every layer.
     """
     mechanism, config, dataset = run.mechanism, run.config, run.dataset
     kind = config.trainer.kind

@@ -64,11 +64,7 @@ class Subject:
     single_model: Callable[[float], nn.Module] | None = None
 
     def dataset(self, n_records: int | None, *, clip: float, perturbation: float) -> Dataset:
-        """Return a data set of so many identical records, or for None of records that differ.
-
-        Raises:
-            TypeError: The trainer is not tested on such records.
-        """
+        """Return so many identical records, or for None records that differ; raise TypeError if there are none."""
         if n_records is not None:
             x = self.record(clip, perturbation).repeat(n_records, 1)
         elif self.single_rows is not None:
@@ -79,11 +75,7 @@ class Subject:
         return crafted(x, y, n_classes=self.n_classes, vocabulary=self.vocabulary)
 
     def new_model(self, clip: float, *, single: bool = False) -> nn.Module:
-        """Return a new model, of records that differ if `single`.
-
-        Raises:
-            TypeError: The trainer is not tested on such records.
-        """
+        """Return a new model, of records that differ if `single`; raise TypeError if the trainer has none for these."""
         make = self.single_model if single else self.model
         if make is None:
             raise TypeError("subject: has no model of records that differ")
@@ -91,12 +83,7 @@ class Subject:
 
 
 class AffineTail(nn.Module):
-    """Compute scale x + offset, without parameters.
-
-    Args:
-        scale: Factor of every entry.
-        offset: Added to every entry.
-    """
+    """Compute scale x + offset, without parameters."""
 
     def __init__(self, scale: float, offset: float) -> None:
         super().__init__()
@@ -364,12 +351,7 @@ def require_free(kind: str, asked: Mapping[str, Any]) -> None:
 
 
 def require_known_laws(config: RunConfig) -> None:
-    """Refuse a device, or directions, whose noise the self-test cannot compare with the accounted law.
-
-    Raises:
-        ConfigError: The device is not simulated, is too noisy, reads labels, or is a camera of whose light only limits
-            are known; or zeroth-order training has too few directions, or other noise than Gaussian noise.
-    """
+    """Refuse (ConfigError) a device, or directions, whose noise the self-test cannot compare with the accounted law."""
     options = config.trainer
     problems: list[tuple[str, str]] = []
     if config.uses_device:

@@ -64,6 +64,7 @@ from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train_planned
 from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.base import preserved_modes
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.network import FullyConnected, LayeredNetwork
@@ -160,13 +161,7 @@ def started_again(run: AuditedRun, seed: int) -> RunPlan:
 
 
 def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None) -> tuple[int, str]:
-    """Return how many canaries find half of the noise, or those that are asked for, and in words what they can find.
-
-    Args:
-        plan: The run.
-        canaries: m, or None to choose it.
-        delta: Of the bounds; None takes the run's.
-    """
+    """Return how many canaries find half of the noise, or those asked for, and in words what they can find."""
     delta = plan.protection.options.delta if delta is None else delta
     if plan.protects != "records" or not plan.mechanisms or not weight_layers(plan.network):
         canaries = DEFAULT_CANARIES if canaries is None else canaries
@@ -180,15 +175,7 @@ def planned_canaries(plan: RunPlan, canaries: int | None, *, delta: float | None
 def _foretold(
     mechanisms: tuple[Mechanism, ...], relation: Adjacency, canaries: int | None, *, room: int, delta: float
 ) -> tuple[int, str]:
-    """Return the same as `planned_canaries` for what one training releases.
-
-    Args:
-        mechanisms: What it releases.
-        relation: That of the game.
-        canaries: m, or None to choose it.
-        room: The most canaries that the model has weights for.
-        delta: Of the bounds.
-    """
+    """Return the same as `planned_canaries` for what one training releases; the model has room for so many."""
     stated = composed(mechanisms, delta=delta)
     adversaries = (ALL_UPDATES, CONSECUTIVE, FINAL_MODEL)
 
@@ -248,13 +235,8 @@ def by_draws(
 ) -> OneRunPlan:
     """Return how scores of canaries are read, with the power that the law of their scores gives.
 
-    A canary that few steps draw has scores of no normal law: the fewer draws, the fewer canaries show it.
-
-    Args:
-        plan: How they are read.
-        mechanisms: What the audited training releases.
-        relation: That of the game.
-        ratio: How many times the noise is too small.
+    A canary that few steps draw has scores of no normal law: the fewer draws, the fewer canaries show it. The noise is
+    `ratio` times too small.
     """
     first = mechanisms[0]
     if plan.law is not Law.GAUSSIAN or not isinstance(first, ClippedRecords):
@@ -285,15 +267,7 @@ def play_one_run(
 ) -> Audit:
     """Train a resolved run once with canaries, in a folder that is deleted afterwards; see `audit_one_training`.
 
-    Args:
-        plan: The run; its network is trained.
-        canaries: m.
-        seed: Of coins and canaries, in [0, 2^63).
-        delta: Of the bounds; None takes the run's.
-        progress: See `audit_one_training`.
-
-    Raises:
-        NoGuarantee: The run protects labels, or its trainer cannot carry canaries.
+    Raises NoGuarantee if the run protects labels, or its trainer cannot carry canaries.
     """
     if plan.protects == "labels":
         raise NoGuarantee(
@@ -345,18 +319,11 @@ def audit_of_scores(
     seed: int,
     **facts: Any,
 ) -> Audit:
-    """Return what each adversary's scores of canaries, or of trainings, say.
+    """Return what each adversary's scores of canaries, or of trainings, say: one for each coin, shape (m,).
 
-    Args:
-        scores: One for each canary, shape (m,).
-        weaker: Those that half of the noise would have given, if they are known.
-        inside: The coins, bool, shape (m,).
-        relation: The data sets of which a coin chooses one.
-        mechanisms: What one training released.
-        stated: Its guarantees at delta.
-        delta: Of the bounds.
-        seed: Of the audit.
-        **facts: Other attributes of the audit.
+    `weaker` has the scores that half of the noise would have given, if they are known; the relation is that of the data
+    sets of which a coin chooses one. One training released the mechanisms, whose guarantees at delta are stated. The
+    facts are other attributes of the audit.
     """
     count = len(inside)
     # coins that no training followed, for the null control
@@ -392,12 +359,7 @@ def audit_of_scores(
 
 
 def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:
-    """Return the smallest epsilon that is proven, or else that of a paper's formula; None if none is finite.
-
-    Args:
-        guarantees: Of one training.
-        relation: That of the game; a claim about other neighbours is not what it tests.
-    """
+    """Return the smallest proven epsilon under the relation, else that of a paper's formula; None if infinite."""
     fitting = [g for g in guarantees if g.adjacency == relation and g.unit is not Unit.LABEL]
     proven = [guarantee.epsilon for guarantee in fitting if guarantee.is_proven]
     formulas = [g.formula_value for g in fitting if g.formula_value is not None]
@@ -418,14 +380,6 @@ def reading_plans(
     Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
     claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
     epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
-
-    Args:
-        adversaries: Who attacks.
-        canaries: Number of scores.
-        mechanisms: What the audited training released.
-        stated: Its guarantees at delta.
-        relation: That of the game.
-        delta: Of the bounds.
     """
     epsilon, law = claimed_epsilon(stated, relation), Law.ANY
     facts: dict[str, Any] = {}
@@ -438,7 +392,10 @@ def reading_plans(
         ):
             law = Law.GAUSSIAN
             elsewhere = tuple((wider, found) for wider, found in at_wider if found and wider != delta)
-            facts = {"elsewhere": elsewhere, "weaker_mu": _weaker_mu(mechanisms, relation, delta, 2.0)}
+            # the mu that half of the noise has at delta, or at a large one if that is less
+            halved = _with_less_noise(mechanisms, relation, delta, 2.0)
+            weaker = min((gaussian_mu(found, wider) for wider, found in halved if found), default=None)
+            facts = {"elsewhere": elsewhere, "weaker_mu": weaker}
     bounds = sum(method.is_bound for one in adversaries for method in one.readings(law))
     return {
         one: OneRunPlan(
@@ -463,14 +420,6 @@ def _with_less_noise(
     return _at_wider(weaker, relation, (delta, _WIDER[-1]))
 
 
-def _weaker_mu(
-    mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float, ratio: float
-) -> float | None:
-    """Return the mu that noise `ratio` times too small has at delta, or at a large one if that is less."""
-    found = _with_less_noise(mechanisms, relation, delta, ratio)
-    return min((gaussian_mu(epsilon, wider) for wider, epsilon in found if epsilon), default=None)
-
-
 @functools.lru_cache(maxsize=32)
 def _at_wider(
     mechanisms: tuple[Mechanism, ...], relation: Adjacency, deltas: tuple[float, ...] = _WIDER
@@ -480,11 +429,7 @@ def _at_wider(
 
 
 def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
-    """Plant canaries with crafted gradients in a run under record protection.
-
-    Raises:
-        NoGuarantee: Its updates do not pass the writer of private gradients.
-    """
+    """Plant canaries with crafted gradients in a run under record protection; refuse (NoGuarantee) other writers."""
     algorithm, config = plan.algorithm, plan.algorithm.config
     if "gradients" not in algorithm.applies or not weight_layers(plan.network):
         if "gradients" in algorithm.applies:
@@ -533,9 +478,6 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
 
     The claim of photonic DFA is about replacement: in the place of a canary that is out stands another record of the
     same law. That of likelihood ratio training is about adding a record, and a canary that is out is left out.
-
-    Raises:
-        NoGuarantee: No attack finds records in one training of this kind.
     """
     train = plan.dataset.train
     generator = np.random.default_rng(derive_seed(seed, "canaries"))
@@ -552,11 +494,10 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
 
 
 def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
-    """Return what watches an unprotected run for canaries of these features, and whether its claim replaces records.
+    """Return what watches an unprotected run for these canaries, and whether its claim replaces records.
 
-    Raises:
-        NoGuarantee: A batch's inputs do not span the rows of the first layer's update, or fill them; or the trainer is
-            another one.
+    Raises NoGuarantee if a batch's inputs do not span the rows of the first layer's update, or fill them, or the
+    trainer is another one.
     """
     network, algorithm, batch = plan.network, plan.algorithm, plan.sampler.expected_batch_size
     quiet = algorithm.leaves_directions
@@ -589,14 +530,7 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
 
 
 def with_records(plan: RunPlan, x: Tensor, y: Tensor, owners: Sequence[str] = ()) -> RunPlan:
-    """Return the plan with more training records, at the same sampling probability and batch size.
-
-    Args:
-        plan: The run.
-        x: Their features.
-        y: Their labels.
-        owners: The IDs of their users, if the run has users.
-    """
+    """Return the plan with more training records, or users, at the same sampling probability and batch size."""
     train = plan.dataset.train
     joined = replace(
         plan.dataset,
@@ -710,7 +644,8 @@ def audit_private_loop(
                 f"num_workers = {private.data_loader.workers}: an audit of users must see which records are read, and "
                 "other processes read them; give num_workers=0"
             )
-        network = _view(private.module)
+        with preserved_modes(private.module):
+            network = AnyModule(private.module, n_inputs=1, only_trained=True)
         room = max((rows * columns for _, _, rows, columns in weight_layers(network)), default=0)
         total, delta = settings.total_steps or 0, settings.target_delta if delta is None else delta
         differs = _computed_anew(
@@ -772,13 +707,8 @@ def audit_private_loop(
 def _computed_anew(settings: PrivacySettings, count: int, canaries: int, steps: int) -> str:
     """Return which numbers of an audited loop count its canaries, and the remedy; empty if none does.
 
-    The calibrated noise depends on n by the sampling probability only, so a loop that is given that has its own noise.
-
-    Args:
-        settings: Of the loop.
-        count: n, of its records or users with the canaries.
-        canaries: How many of them are canaries.
-        steps: How many it makes; 0 if that is not known.
+    The calibrated noise depends on n, `count`, by the sampling probability only, so a loop that is given that has its
+    own noise. `steps` is 0 if their number is not known.
     """
     if settings.sample_rate != settings.batch_size / count:
         return ""
@@ -917,15 +847,6 @@ class _Noted(ConcatDataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         self.last = indices
         return [self[index] for index in indices]
-
-
-def _view(module: nn.Module) -> AnyModule:
-    """Return a view of a module, which stays in its modes."""
-    modes = {part: part.training for part in module.modules()}
-    network = AnyModule(module, n_inputs=1, only_trained=True)  # puts it into evaluation mode
-    for part, training in modes.items():
-        part.training = training
-    return network
 
 
 class _Watched(CraftedGradients):

@@ -100,13 +100,8 @@ class FinalModelGame:
     def of(cls, plan: RunPlan, *, seed: int, worst_case: bool = True) -> FinalModelGame:
         """Craft the record, choose the initial weights and make the attacker's own two trainings.
 
-        Args:
-            plan: A run under record protection; its network holds the initial weights.
-            seed: Of the game, in [0, 2^63).
-            worst_case: Whether the attacker chooses the initial weights.
-
-        Raises:
-            NoGuarantee: The run does not protect records, or its network is not fully connected.
+        The plan's network holds the initial weights, which a `worst_case` attacker changes. Raises NoGuarantee if the
+        run does not protect records, or its network is not fully connected.
         """
         network = plan.network
         if plan.protects != "records" or not isinstance(network, FullyConnected):
@@ -169,23 +164,14 @@ class FinalModelGame:
         return np.random.default_rng(derive_seed(self.seed, "coins")).random(trainings) < 0.5
 
     def score(self, number: int, *, inside: bool) -> float:
-        """Train once and return the score of its final model.
-
-        Args:
-            number: Of the training, which keys its seed.
-            inside: Whether the record is in.
-        """
+        """Train once, with the record or without it, and return the final model's score; the number keys the seed."""
         plan = self.present if inside else self.absent
         moved = _trained(plan, derive_seed(self.seed, "training", number) >> 1)
         return math.fsum(float((moved[name] * along).sum()) for name, along in self.direction.items())
 
 
 def quiet_direction(x: Tensor) -> Tensor:
-    """Return the unit direction in which records have the least mean square, float64, shape (d,).
-
-    Args:
-        x: Features, shape (n, ...).
-    """
+    """Return the unit direction in which records x, shape (n, ...), have the least mean square, float64, shape (d,)."""
     rows = x.flatten(1).double().cpu()
     return torch.linalg.eigh(rows.t() @ rows).eigenvectors[:, 0]
 
@@ -290,17 +276,10 @@ class _Kept:
 
 
 class _Scores:
-    """The scores of an audit that may have been stopped, in a file.
+    """The scores of an audit of a run that may have been stopped, in a file.
 
-    Args:
-        file: Holds them.
-        worst_case: Whether the attacker chooses the initial weights.
-        seed: Of the audit; None takes the file's, or draws one.
-        folder: The audited run.
-        delta: The run's, at which readings were made that name none.
-
-    Raises:
-        RunFolderError: The file holds those of another audit, or was changed.
+    A seed of None takes the file's, or draws one; readings that name no delta were made at the run's. Raises
+    RunFolderError if the file holds those of another audit, or was changed.
     """
 
     def __init__(
@@ -371,16 +350,7 @@ def play(
     cluster: str | None = None,
     on_score: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the scores of the trainings that are missing, in their order.
-
-    Args:
-        game: What is played.
-        trainings: How many there will be.
-        scores: Those of the first trainings; the others are appended.
-        jobs: Trainings at a time on this machine.
-        cluster: Address of a Dask scheduler whose workers train instead, or None.
-        on_score: Called after each.
-    """
+    """Append the scores of the trainings that are missing, in their order, on this machine or a Dask cluster."""
     coins = game.coins(trainings)
     missing = range(len(scores), trainings)
     tasks = [joblib.delayed(game.score)(number, inside=bool(coins[number])) for number in missing]
@@ -397,14 +367,7 @@ def play(
 
 
 def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, cpu_s: float = 0.0) -> Audit:
-    """Return what the scores of the first trainings say.
-
-    Args:
-        game: What was played.
-        scores: Of each training, at least 20.
-        delta: Of the bounds.
-        cpu_s: Processor seconds that they took.
-    """
+    """Return what the scores of the first trainings, at least 20, say."""
     return audit_of_scores(
         {game.adversary: np.array(scores)},
         {},

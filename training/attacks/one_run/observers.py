@@ -110,18 +110,9 @@ class Canaries:
     def drawn(
         cls, network: Network, count: int, *, n_records: int, replaces: bool, seed: int, records: int = 1
     ) -> Canaries:
-        """Draw coins and entries.
+        """Draw coins and entries of m canaries of some records each, from a seed in [0, 2^64).
 
-        Args:
-            network: What is trained, a network of layers.
-            count: m, at most the entries of the largest layer.
-            n_records: Training records without canaries.
-            replaces: Whether the audited relation replaces a record.
-            seed: Of coins and entries, in [0, 2^64).
-            records: Records of each canary.
-
-        Raises:
-            ConfigError: No layer has so many weights.
+        The training has `n_records` others. Raises ConfigError if no layer has so many weights.
         """
         checks.integer(minimum=1, count=count, n_records=n_records)
         generator = np.random.default_rng(derive_seed(seed, "canaries"))
@@ -161,11 +152,7 @@ def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
 
 
 def require_fixed_bound(clipping: Clipping) -> None:
-    """Refuse a bound that moves: canaries of one training are read in units of one clip.
-
-    Raises:
-        NoGuarantee: It moves.
-    """
+    """Refuse (NoGuarantee) a bound that moves: canaries of one training are read in units of one clip."""
     if clipping.kind == "adaptive":
         raise NoGuarantee(
             "clipping = 'adaptive': canaries of one training are read in units of one clip, and the bound moves; "
@@ -248,13 +235,7 @@ class CraftedGradients(WrappedGradients):
         """Return what a batch contributes if the canaries of these numbers stand in some rows.
 
         Their gradients replace those of the rows where each layer has one use, a linear map at the canaries' entries.
-        Elsewhere they are added to those of the blank records.
-
-        Args:
-            found: What the batch contributes.
-            rows: Its rows.
-            numbers: The canary in each of them.
-            group: Rows that the batch clips as one.
+        Elsewhere they are added to those of the blank records. A `group` of rows is clipped as one.
         """
         rows, places = rows.div(group, rounding_mode="floor"), rows % group
         names = {tensor.data_ptr(): name for name, tensor in self._network.tensors.items()}
@@ -387,26 +368,14 @@ class Observer(Callback, ABC):
 
     @abstractmethod
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """Return each adversary's scores, shape (m,).
-
-        Args:
-            mechanism: What the ledger says that one step released.
-        """
+        """Return each adversary's scores, shape (m,), from what the ledger says that one step released."""
 
     def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """Return the scores that half of the noise would have given; none if it cannot be told from the rest.
-
-        Args:
-            mechanism: What the ledger says that one step released.
-        """
+        """Return the scores that half of the noise would have given; none if it cannot be told from the rest."""
         return {}
 
     def arrival(self, mechanism: Any) -> Arrival | None:
-        """Return whether crafted gradients reached the sums; None if none were crafted.
-
-        Args:
-            mechanism: What the ledger says that one step released.
-        """
+        """Return whether crafted gradients reached the sums; None if none were crafted."""
         return None
 
     @abstractmethod
@@ -538,12 +507,7 @@ class EntryObserver(Observer):
         return adversary if self._descent is not None else replace(adversary, sees=WEIGHTS_AND_STATE)
 
     def _log_ratios(self, y: np.ndarray, mechanism: Any) -> np.ndarray:
-        """Return each canary's log-likelihood ratio over all steps, shape (m,).
-
-        Args:
-            y: Readings in units of C, shape (steps, m).
-            mechanism: What the ledger says that one step released.
-        """
+        """Return each canary's log-likelihood ratio, shape (m,), of all steps' readings (steps, m) in units of C."""
         q, z = float(mechanism.sampling_probability), float(mechanism.noise_multiplier)
         replaces = self._canaries.replaces
         if mechanism.bands == 1:
@@ -586,15 +550,9 @@ class GradientObserver(EntryObserver):
 
 
 def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarray:
-    """Return each reading's log-likelihood ratio of a canary that is in and one that is out.
+    """Return the log-likelihood ratio, in against out, of readings y in units of C; q and z are rate and multiplier.
 
-    log((1 - q) + q e^((2 y - 1) / (2 z^2))), minus the same at -y if the canary that is out pushes the other way.
-
-    Args:
-        y: Readings in units of C.
-        q: Sampling probability.
-        z: Noise multiplier.
-        replaces: Whether the audited relation replaces a record.
+    log((1 - q) + q e^((2 y - 1) / (2 z^2))), minus the same at -y if the relation replaces a record.
     """
 
     def one(values: np.ndarray) -> np.ndarray:
@@ -624,14 +582,7 @@ class ScoreLaw:
     @classmethod
     @functools.lru_cache(maxsize=256)
     def of(cls, mechanism: ClippedRecords, steps: int, *, replaces: bool, ratio: float) -> ScoreLaw:
-        """Return the law; all steps are independent, so that their characteristic functions multiply.
-
-        Args:
-            mechanism: What one step releases.
-            steps: T.
-            replaces: Whether the audited relation replaces a record.
-            ratio: How many times the noise is too small.
-        """
+        """Return the law of T independent steps, whose characteristic functions multiply; noise is `ratio` too low."""
         bands = mechanism.bands
         q, count = min(bands * mechanism.sampling_probability, 1.0), max(1, round(steps / bands))
         z = mechanism.noise_multiplier / math.hypot(*mechanism.correlation)
@@ -684,12 +635,9 @@ class ScoreLaw:
         return min(sum(found) / 2, 1.0)
 
     def normality(self, canaries: int) -> float:
-        """Return the p-value that the test of normality gives scores with these moments; see `OneRunResult`.
+        """Return the p-value of normality of scores with these moments, half of m in; see `OneRunResult`.
 
         m (skewness^2 / 6 + excess^2 / 24) is taken for chi-squared with two degrees of freedom, as under normality.
-
-        Args:
-            canaries: m, half of them in.
         """
         moments = []
         for law in (self.inside, self.outside):

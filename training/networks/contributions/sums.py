@@ -100,11 +100,7 @@ class Contributions:
                 self._kinds.setdefault(type(layer), []).append(number)
 
     def leave_out(self, padding: Tensor) -> None:
-        """Leave out rows that only fill the batch, whatever they hold; call this before anything is measured.
-
-        Args:
-            padding: Marks these rows, bool, shape (records,).
-        """
+        """Leave out the rows that padding, bool, marks as filling; call this before anything is measured."""
         self.padding = padding
 
     def squared_norms(self) -> Tensor:
@@ -125,12 +121,9 @@ class Contributions:
     ) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
-        Args:
-            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record.
-                Records whose gradients are not finite are always removed.
-            into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
-            block: `CountedSums.block`, which keeps rounding within `CountedSums.error`; None if the noise does not
-                cover rounding.
+        Factors f_i lie in [0, 2^60], float64, shape (depth, records); 0 removes a record, and records whose gradients
+        are not finite are always removed. `into` has float32 tensors, by the parameter's id, that may be overwritten.
+        `CountedSums.block` keeps rounding within `CountedSums.error`; None if the noise does not cover rounding.
         """
         squares = self.squared_norms() if self._squares is None else self._squares
         found: list[tuple[Tensor, Tensor]] = []
@@ -207,11 +200,7 @@ class Contributions:
 class _Formed:
     """A layer that forms each record's gradient, and keeps those of the batch if they fit `_CACHE_LIMIT`.
 
-    Args:
-        parameters: The parameters of the layer.
-        uses: Uses of these parameters, or of tensors computed from them; at least one.
-        records: Number of records, at least 1.
-        several: Whether a parameter is used several times, so that gradients and sums are float64.
+    Its uses are of its parameters, or of tensors computed from them; with several of a parameter all sums are float64.
     """
 
     def __init__(
@@ -223,11 +212,7 @@ class _Formed:
         self._kept: list[list[Tensor]] = []
 
     def rows(self, cut: Sequence[slice] = ()) -> Iterator[list[Tensor]]:
-        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter.
-
-        Args:
-            cut: Which records at a time, in their order, as `chunked` returns it.
-        """
+        """Yield the gradients of some records, `cut` by `chunked`, as rows, one tensor (some, numbers) a parameter."""
         if self._kept:
             yield from self._kept
             return
@@ -334,13 +319,7 @@ class _Formed:
 
 
 class _Joint:
-    """A layer of several uses of one weight, whose products may cancel: measured as one sum, and summed in float64.
-
-    Args:
-        parameters: The parameters of the layer.
-        uses: Uses of one weight, all with the same bias or none.
-        records: Number of records, at least 1.
-    """
+    """A layer of several uses of one weight and one or no bias: measured as one sum, and summed in float64."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], uses: Sequence[OuterUse], records: int) -> None:
         self.wrt, self.uses, self.records = parameters, uses, records

@@ -122,10 +122,8 @@ class OuterUse(Use):
     def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """Return the sums over records and positions of signals times inputs, one tensor for each of `wrt`.
 
-        Args:
-            delta: Rows of the attribute `delta`, float32 or float64.
-            h: Inputs, likewise.
-            into: Tensors of the same type that may be overwritten and returned, by the id of the parameter.
+        Rows of signals and inputs are float32 or float64; `into` has tensors, by the parameter's id, that may be
+        overwritten.
         """
 
     @classmethod
@@ -263,14 +261,7 @@ class OuterUse(Use):
 
 
 class LinearUse(OuterUse):
-    """v = W h + b at every position.
-
-    Args:
-        delta: Gradient at the output, shape (records, ..., a); all dimensions between are positions.
-        h: Input, shape (records, ..., b).
-        weight: W, shape (a, b).
-        bias: b, or None.
-    """
+    """v = W h + b at every position: delta has shape (records, ..., a), h (records, ..., b), b may be None."""
 
     single = True
     forms_sums = True
@@ -326,14 +317,7 @@ class LinearUse(OuterUse):
 
 
 class EmbeddingUse(OuterUse):
-    """v_p = W[id_p]: the signals of equal ids add up, and those of the padding id count as 0.
-
-    Args:
-        delta: Gradient at the output, shape (records, ..., n).
-        ids: Input, shape (records, ...).
-        weight: W.
-        padding: The padding id, or None.
-    """
+    """v_p = W[id_p], ids (records, ...): signals of equal ids add up, those of the padding id, if any, count as 0."""
 
     bias = None
 
@@ -393,12 +377,7 @@ class EmbeddingUse(OuterUse):
 class ConvolutionUse(OuterUse):
     """v_op = w_o . u_p + b_o at every position p, u_p the patch under the kernel, in one to three dimensions.
 
-    Args:
-        delta: Gradient at the output, shape (records, images, channels, *positions) or without the images.
-        h: Input, likewise.
-        weight: Kernels.
-        bias: Bias, or None.
-        options: stride, padding, dilation and groups, as torch's convolutions take them.
+    delta and h have shape (records, images, channels, *positions) or lack the images; options are those of torch.
     """
 
     def __init__(
@@ -497,15 +476,12 @@ def joined(found: Sequence[Measured]) -> Measured:
 def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
     """Bound the norm of sum_p s_p u_p^T of each record, over all groups, by Gram matrices.
 
-    Its square is the sum over p and q of (s_p . s_q) (u_p . u_q). A computed product s_p . s_q is off by at most gamma
-    |s_p| |s_q|, gamma of as many terms as s has numbers (Higham 2002, section 3.1), and by what vanishes. By Cauchy and
-    Schwarz all of them move the square by at most (gamma_s + gamma_u) |s|^2 |u|^2, which is added. The sum over
-    orthogonal positions is |s| |u| / sqrt(P) long, so this raises its norm by P (gamma_s + gamma_u) / 2 of itself:
-    float32 serves up to `_GRAM_RAISES`, else the products are float64.
-
-    Args:
-        s: Signals as columns, float32 or float64, shape (records, groups, a, P).
-        u: Inputs, shape (records, groups, b, P).
+    s and u have shapes (records, groups, a, P) and (records, groups, b, P), float32 or float64. The square is the sum
+    over p and q of (s_p . s_q) (u_p . u_q). A computed product s_p . s_q is off by at most gamma |s_p| |s_q|, gamma of
+    as many terms as s has numbers (Higham 2002, section 3.1), and by what vanishes. By Cauchy and Schwarz all of them
+    move the square by at most (gamma_s + gamma_u) |s|^2 |u|^2, which is added. The sum over orthogonal positions is |s|
+    |u| / sqrt(P) long, so this raises its norm by P (gamma_s + gamma_u) / 2 of itself: float32 serves up to
+    `_GRAM_RAISES`, else the products are float64.
     """
     terms, positions = s.shape[-2] + u.shape[-2] + 8, s.shape[-1]
     unit = 2.0**-24

@@ -15,12 +15,7 @@ from opusim.training.networks.record_gradients.layout import Layout
 
 
 class FlatSpec(NamedTuple):
-    """How to rebuild arguments without tensors in containers, in a fraction of a TreeSpec's time.
-
-    Attributes:
-        positional: Number of positional arguments, which stand first.
-        names: Names of the others.
-    """
+    """How to rebuild positional and named arguments without containers, in a fraction of a TreeSpec's time."""
 
     positional: int
     names: tuple[str, ...]
@@ -63,25 +58,14 @@ class Site:
 
 
 class Form(NamedTuple):
-    """How the use of a call with one output is made from its signals and one argument, record by record.
-
-    Attributes:
-        of: Takes both; on its own, as parameters of a site are those of all its calls.
-        h: The argument.
-    """
+    """How `of` makes the use of a call with one output from its signals and one argument h, record by record."""
 
     of: Callable[[Tensor, Tensor], Use]
     h: int
 
 
 class Key(NamedTuple):
-    """A kind of use.
-
-    Attributes:
-        function: Name of the torch function.
-        names: Names of the parameters, or of the tensors that are computed from parameters only.
-        ndims: Numbers of dimensions of the other tensors.
-    """
+    """A kind of use: the function, the parameters (or what comes of them only), dimensions of the other tensors."""
 
     function: str
     names: tuple[str, ...]
@@ -157,19 +141,12 @@ def split_records(
 ) -> list[Tensor]:
     """View tensors of calls record by record, shapes (records, ...), where each record keeps the number of dimensions.
 
-    The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-    `opusim.training.networks.record_gradients.followed.tracking` led to it.
-
-    Args:
-        records: Number of records, or of groups of them.
-        outputs: Calls and their outputs at which the gradients are returned, first.
-        leaves: Calls and their arguments, which follow.
-        like: Further tensors, with the call and the argument whose records stand where theirs do.
-
-    Raises:
-        RuntimeError: An output has no gradient; or a size is no such multiple, so that the module did not run as it did
-            when it was prepared.
-        ValueError: An argument belongs to no record.
+    The tensors are the gradients at some outputs of calls, then arguments of calls, then tensors `like` an argument,
+    whose records stand where theirs do. The number of rows of a record, or of a group of them, is the size of the
+    dimension over the number of records, as only the operators of
+    `opusim.training.networks.record_gradients.followed.tracking` led to it. Raises RuntimeError if an output has no
+    gradient or a size is no such multiple, so that the module did not run as it did when it was prepared, and
+    ValueError if an argument belongs to no record.
     """
     parts = list[tuple[Call, Tensor, Layout]]()
     for call, n in outputs:
@@ -201,11 +178,7 @@ def split_records(
 
 
 def require_inputs_kept(calls: Sequence[Call]) -> None:
-    """Refuse inputs of calls that were overwritten between the forward and the backward pass.
-
-    Raises:
-        RuntimeError: An input was overwritten.
-    """
+    """Refuse (RuntimeError) inputs of calls that were overwritten between the forward and the backward pass."""
     for call in calls:
         if [leaf._version for leaf in call.leaves if isinstance(leaf, Tensor)] != call.versions:
             raise RuntimeError(
@@ -215,12 +188,7 @@ def require_inputs_kept(calls: Sequence[Call]) -> None:
 
 
 class CallUse(Use):
-    """A use that is one call, whose outputs have received their gradients.
-
-    Args:
-        call: The call.
-        records: Number of records in the batch.
-    """
+    """A use that is one call on the records of a batch, whose outputs have received their gradients."""
 
     def __init__(self, call: Call, records: int) -> None:
         self.call, self.records, self.wrt = call, records, call.wrt
@@ -229,26 +197,14 @@ class CallUse(Use):
 
 
 class Bound(NamedTuple):
-    """The arguments of a call by name.
-
-    Attributes:
-        values: Arguments that are no tensors, and defaults.
-        places: Where the tensors stand among the flattened arguments.
-    """
+    """A call's arguments by name: values that are no tensors, and the tensors' places among the flattened ones."""
 
     values: dict[str, Any]
     places: dict[str, int]
 
     @classmethod
     def of(cls, site: Site, leaves: Sequence[Any], names: Sequence[str], defaults: dict[str, Any]) -> Bound:
-        """Bind flattened arguments to names.
-
-        Args:
-            site: The site of the call.
-            leaves: The arguments.
-            names: Names of the arguments, in their order.
-            defaults: Defaults of optional arguments.
-        """
+        """Bind the flattened arguments of a call at a site to their names, in order, and to the defaults."""
         tensors = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         positional, others = site.spec.unflatten(range(len(leaves)))
         numbers = {**dict(zip(names, positional, strict=False)), **others}

@@ -107,16 +107,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return torch.nn.functional.group_norm, bit for bit; in float32 the call keeps its statistics.
-
-    Args:
-        call: The call.
-        input: See torch, as the arguments that follow.
-        num_groups: See torch.
-        weight: See torch.
-        bias: See torch.
-        eps: See torch.
-    """
+    """Return torch.nn.functional.group_norm, bit for bit; in float32 the call keeps its statistics."""
     ordinary = input.dtype == torch.float32 and input.is_contiguous() and not call.autocast[0]
     if not ordinary or input.ndim < 2 or not len(input) or input[0].numel() <= num_groups:
         return functional.group_norm(input, num_groups, weight, bias, eps)  # it may refuse the batch
@@ -188,13 +179,7 @@ class _Cell(ABC):
 
     @abstractmethod
     def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
-        """Go back through a scan.
-
-        Args:
-            deltas: Gradients at h_t, shape (T, batch, n).
-            last: Gradients at the last state, except h_T.
-            scan: What the forward pass left.
-        """
+        """Go back through a scan: `deltas` at h_t, shape (T, batch, n), and `last` at the last state except h_T."""
 
 
 class _Lstm(_Cell):
@@ -326,12 +311,8 @@ def _seen_layer(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the outputs of all positions and the last state of one layer in one direction.
 
-    Args:
-        linear: Computes and records the products with the weights.
-        cell: The cell of the layer.
-        steps: x_t, shape (T, batch, m).
-        weights: W_x, W_h, b_x and b_h; the biases may be None.
-        state: h_0, and c_0 of an LSTM.
+    `linear` computes and records the products with the weights W_x, W_h, b_x and b_h, the biases or None. The steps x_t
+    have shape (T, batch, m); the state is h_0, and c_0 of an LSTM.
     """
 
     def product(values: Tensor, number: int) -> Tensor:
@@ -401,12 +382,10 @@ def unrolled(
 ) -> tuple[Tensor, ...]:
     """Return what torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu returns: the outputs, then the last states.
 
-    `linear` computes every product with a weight. The arguments after `func` are those of that function: inputs
-    (batch, T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for torch.lstm, and
-    for each layer and direction the weights of the input and of the state, their biases, and the projection.
-
-    Raises:
-        ValueError: The arguments are those of a packed sequence, (data, batch_sizes, ...).
+    `linear` computes every product with a weight. The arguments after `func` are those of that function: inputs (batch,
+    T, n) or (T, batch, n), first states (layers x directions, batch, width), two of them for torch.lstm, and for each
+    layer and direction the weights of the input and of the state, their biases, and the projection. Those of a packed
+    sequence, (data, batch_sizes, ...), are refused (ValueError).
     """
     if isinstance(initial, Tensor) and not initial.is_floating_point():
         raise ValueError(f"model: a recurrent layer takes a packed sequence, {PACKED}")

@@ -40,14 +40,7 @@ class Layout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arguments, some of which are tensors with a row for each record.
-
-    Attributes:
-        leaves: The arguments, flattened.
-        held: Which of them have a row for each record.
-        spec: How to put them together again.
-        records: Number of records.
-    """
+    """Arguments, flattened, with how to rebuild them; those that are held have a row for each record."""
 
     leaves: list[Any]
     held: list[bool]
@@ -56,11 +49,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """Read the number of records from the first tensor; all tensors of the same first size hold records.
-
-        Raises:
-            ValueError: There is no record.
-        """
+        """Read the number of records, at least 1, from the first tensor; tensors of that first size hold records."""
         leaves, spec = tree_flatten(values)
         sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not sizes or not sizes[0]:
@@ -89,12 +78,7 @@ class Rows(NamedTuple):
         return [self.take(torch.arange(count) % self.records) for count in counts]
 
     def invented(self, count: int, below: int) -> Self:
-        """Draw records of the same shapes, without reading these.
-
-        Args:
-            count: Number of records.
-            below: Whole numbers are below it; truth values are true, and real numbers N(0, 1).
-        """
+        """Draw records of these shapes, unread: whole numbers below a limit, true, and real numbers N(0, 1)."""
         generator = torch.Generator().manual_seed(0)
 
         def drawn(leaf: Tensor) -> Tensor:

@@ -62,19 +62,11 @@ def probe(
     given: Rows,
     kinds: Kinds,
 ) -> tuple[list[list[int]], bool]:
-    """Note the kinds of uses; return the layers, and whether a parameter has several uses.
+    """Note the kinds of uses of trained parameters; return the layers, and whether a parameter has several uses.
 
-    A layer is the numbers of the parameters that share a use. The probe restores the model's parameters, gradients,
-    buffers and Python attributes, and torch's generators.
-
-    Args:
-        model: In the mode in which it will be trained.
-        named: Its parameters that are trained.
-        given: Its arguments for at least one record.
-        kinds: Receives the kinds that are found; may hold those of other shapes of arguments.
-
-    Raises:
-        ValueError: The model mixes records, or a use has no rows for each record.
+    A layer is the numbers of the parameters that share a use. The model, in the mode in which it will be trained, runs
+    on the given arguments for at least one record. Its parameters, gradients, buffers and Python attributes, and
+    torch's generators, are restored. Raises ValueError if it mixes records, or a use has no rows for each record.
     """
     batches = _batches(model, given)
     with _restored(model, given.tensors[0].device), torch.enable_grad():
@@ -107,17 +99,11 @@ def probe(
 
 
 def require_separate_outputs(model: nn.Module, x: Tensor) -> None:
-    """Refuse a module in which one record of a batch changes another's output.
+    """Refuse (ValueError) a module in which one record of a batch changes another's output, or that keeps some.
 
-    Forward passes on two numbers of records are followed operator by operator, see the top of this file; a pass must
-    leave parameters, buffers and attributes as they are. The module is restored, except for what its first pass sets.
-
-    Args:
-        model: In the mode in which it will be trained.
-        x: Invented records as it takes them, shape (n, ...), n at least 1.
-
-    Raises:
-        ValueError: The module mixes records, keeps some, or does not return one row for each.
+    Forward passes on two numbers of invented records, shape (n, ...), are followed operator by operator, see the top of
+    this file; a pass must leave parameters, buffers and attributes as they are, and return one row for each record. The
+    module, in the mode in which it will be trained, is restored, except for what its first pass sets.
     """
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
@@ -172,13 +158,7 @@ def _restored(model: nn.Module, place: torch.device, *, move: bool = True) -> It
 
 
 class _ProbeRecorder(Recorder):
-    """Catches all functions of a probe's pass, and notes the kind of each use of a parameter.
-
-    Args:
-        named: The parameters.
-        kinds: What is known about uses.
-        tracker: Knows where the records stand; None in a first pass, which notes nothing.
-    """
+    """Catches all functions of a probe's pass, and notes the kind of each use; without a tracker it notes nothing."""
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, tracker: RowTracker | None = None
@@ -197,11 +177,7 @@ class _ProbeRecorder(Recorder):
         return settled
 
     def settle(self) -> None:
-        """Add the uses that the probe found to `kinds`.
-
-        Raises:
-            ValueError: Two calls of a kind see records in different dimensions.
-        """
+        """Add the uses found to `kinds`; raise ValueError if calls of a kind see records in different dimensions."""
         slots = self.kinds.slots
         for key, found in self._found:
             known = slots.setdefault(key, found)
@@ -212,11 +188,7 @@ class _ProbeRecorder(Recorder):
                 )
 
     def _states(self, key: Key, *tensors: Tensor) -> list[State]:
-        """Return the states of tensors of a use.
-
-        Raises:
-            ValueError: A tensor mixes records.
-        """
+        """Return the states of tensors of a use; raise ValueError if one mixes records."""
         if self._tracker is None:
             return [None for _ in tensors]
         states = self._tracker.states(*tensors)
@@ -268,15 +240,7 @@ class _ProbeRecorder(Recorder):
 
 
 class _Pass:
-    """One forward and one backward pass of the model on a batch.
-
-    Args:
-        model: The model.
-        named: Its parameters that are trained.
-        kinds: What is known of uses; receives what the pass finds if there is a first one.
-        batch: The records.
-        first: What the pass on another size left, or None.
-    """
+    """One forward and one backward pass of the model on a batch; the second, on another size, fills `kinds`."""
 
     def __init__(
         self,
@@ -304,14 +268,9 @@ class _Pass:
         require_inputs_kept(self.recorder.calls)
 
     def require_rows(self, first: _Pass, *, whole: bool = False) -> None:
-        """Refuse outputs that grow with the batch and mix records.
+        """Refuse (ValueError) outputs that mix records and grow from the first pass's batch to this one.
 
-        Args:
-            first: The pass on another size.
-            whole: Whether every output must have one row for each record, in their order.
-
-        Raises:
-            ValueError: There is such an output.
+        If `whole`, every output must have one row for each record, in their order.
         """
         for number, (output, state) in enumerate(zip(self.outputs, self.states, strict=True)):
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
@@ -324,15 +283,7 @@ class _Pass:
                 )
 
     def differentiate(self, named: Sequence[tuple[str, nn.Parameter]], seeded: Sequence[int]) -> None:
-        """Run the backward pass from gradients at some outputs.
-
-        Args:
-            named: The parameters that are trained.
-            seeded: Which outputs.
-
-        Raises:
-            ValueError: It mixes records, or reaches a parameter.
-        """
+        """Run the backward pass from gradients at seeded outputs; refuse (ValueError) one that mixes records."""
         generator = torch.Generator().manual_seed(1)
         roots = [self.outputs[n] for n in seeded]
         seeds = [torch.randn(root.shape, generator=generator).to(root) for root in roots]
@@ -356,11 +307,7 @@ class _Pass:
                 raise ValueError(f"model: parameter {name!r} {UNSEEN}")
 
     def require_rows_of_signals(self) -> None:
-        """Refuse gradients at uses whose records stand in other places than in the outputs.
-
-        Raises:
-            ValueError: There is such a gradient, or one mixes records.
-        """
+        """Refuse (ValueError) gradients at uses whose records stand in other places than in the outputs."""
         for call in self.recorder.calls:
             where, layouts = call.site.where, call.site.layouts[len(call.site.others) :]
             for found, layout in zip(call.deltas, layouts, strict=True):

@@ -63,11 +63,7 @@ def _always(*_: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _modules(loaded: int) -> tuple[ModuleType, ...]:
-    """Return the loaded modules of the package that ask whether a graph is traced.
-
-    Args:
-        loaded: Number of loaded modules of all packages; when it changes, they are looked up again.
-    """
+    """Return the modules of the package that ask whether a graph is traced, anew when more modules are loaded."""
     found = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
     return tuple(module for module in found if isinstance(vars(module).get(_NAME), type(_always)))
 
@@ -120,15 +116,9 @@ def _handed(
     kwargs: Mapping[str, Any] | None = None,
     recorder: Recorder | None = None,
 ) -> Any:
-    """Call a torch function, and record it if a parameter is among its arguments.
+    """Call a torch function, see torch for the arguments, and record it if a parameter is among them.
 
-    Args:
-        cls: See torch, as the arguments that follow.
-        func: See torch.
-        types: See torch.
-        args: See torch.
-        kwargs: See torch.
-        recorder: What records it, if it is not that of the thread's innermost block.
+    The recorder is that of the thread's innermost block unless one is given.
     """
     options, self = kwargs or {}, recorder or _LOCAL.recorder
     if self is None:
@@ -248,8 +238,7 @@ class Recorder:
     ) -> Any:
         """Call a function with parameters at some places of its flattened arguments, and record it.
 
-        Raises:
-            ValueError: It mixes records, or the probe has not met its kind.
+        Raises ValueError if it mixes records, or the probe has not met its kind.
         """
         name = getattr(func, "__name__", str(func))
         facts = [self._known[id(leaves[n])] for n in places]
@@ -276,14 +265,8 @@ class Recorder:
     ) -> Any:
         """Call a function with its parameters detached, and let the call receive the gradients of its outputs.
 
-        Args:
-            site: What the call has in common with others.
-            leaves: Its arguments, flattened, with their graph.
-            key: Its kind, unless it is known where the records stand.
-            signature: By which later calls find the site, or None.
-
-        Raises:
-            ValueError: It mixes records, returns complex numbers, or draws random ones.
+        Its kind, `key`, is not needed if it is known where the records stand; later calls find the site by the
+        signature. Raises ValueError if it mixes records, returns complex numbers, or draws random ones.
         """
         # 1. The arguments without their graph.
         kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -408,11 +391,7 @@ class Recorder:
         """Do nothing; a probe looks at tensors that are computed from parameters only."""
 
     def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
-        """Return where the records stand in the tensors of a use.
-
-        Raises:
-            ValueError: The probe has not met its kind.
-        """
+        """Return where the records stand in the tensors of a use; raise ValueError if its kind was not probed."""
         slots = self.kinds.slots.get(key)
         if slots is None or [slot.ndim for slot in slots] != [tensor.ndim for tensor in tensors]:
             raise ValueError(
@@ -442,16 +421,7 @@ class _Anchored(torch.autograd.Function):
 
 
 def _called_once(site: Site, leaves: Sequence[Any], place: torch.device) -> Any:
-    """Call a function that may have to be called again for each record.
-
-    Args:
-        site: Of the call.
-        leaves: Its arguments, flattened, with the parameters detached.
-        place: Where these are.
-
-    Raises:
-        ValueError: It draws random numbers.
-    """
+    """Call a function, parameters detached, that may be called again for each record; refuse random numbers."""
     args, kwargs = site.spec.unflatten(leaves)
     before = _random_state(place)
     result = site.func(*args, **kwargs)

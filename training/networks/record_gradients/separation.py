@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
+from opusim.training.networks.base import preserved_modes
 from opusim.training.networks.record_gradients.calls import real_tensors
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -50,30 +51,21 @@ _TOLERANCE = 1e-4
 def require_separate_steps(
     model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, seek: Callable[[], None] = lambda: None
 ) -> None:
-    """Refuse a module or a loss that lets one record change what others add; see the top of this file.
+    """Refuse (ValueError) a module or a loss that lets a record change what others add; see the top of this file.
 
-    Parameters, buffers, modes and torch's generators are restored, except for what the module's first training pass
-    sets, such as initial values that depend on its batch: no private batch may set them.
-
-    Args:
-        model: Maps records to outputs, with its feedback points if it has any.
-        loss: The losses of the records.
-        x: Invented records as the model takes them, shape (n, ...), n at least 5.
-        y: Their targets.
-        seek: Called before each pass; makes feedback repeat its draws.
-
-    Raises:
-        ValueError: There is such a module or loss, or the model cannot take the records.
+    The model, with its feedback points, gets at least 5 invented records, and the loss of each is taken; `seek`, called
+    before each pass, makes feedback repeat its draws. Parameters, buffers, modes and torch's generators are restored,
+    except for what the module's first training pass sets, such as initial values that depend on its batch: no private
+    batch may set them.
     """
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
     require_no_hooks(model)
-    modes = {module: module.training for module in model.modules()}
     try:
-        with preserved_generators(x.device):
+        with preserved_modes(model), preserved_generators(x.device):
             # what this pass sets comes from these records and stays
             seeded_output(model.train(), first_half(x))
-        with preserved_generators(x.device), preserved_buffers(model):
+        with preserved_modes(model), preserved_generators(x.device), preserved_buffers(model):
             first = require_fixed_tensors(model.train(), x)
             seeded_output(model, x.flip(0)[:_BATCH])
             if not same(first, seeded_output(model, x)):
@@ -98,27 +90,16 @@ def require_separate_steps(
             f"{reason}; a protected run must not stop because of what its records hold, so let the model accept all "
             "numbers of this shape (tokens: data.inputs = 'tokens')"
         ) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def require_steady_gradients(
     tape: RecordTape, args: Any, kwargs: Any, *, seek: Callable[[], None] = lambda: None
 ) -> None:
-    """Refuse a module whose gradients depend on earlier batches.
+    """Refuse (ValueError) a module whose gradients depend on earlier batches.
 
-    The loss of a record is a fixed function of its outputs. Parameters, buffers and torch's generators are restored;
-    the gradients of parameters are removed.
-
-    Args:
-        tape: The tape of the module, in the modes in which it will be trained.
-        args: Its arguments for at least one record, as `RecordTape` takes them, invented.
-        kwargs: Its keyword arguments, likewise.
-        seek: Called before each pass; makes feedback repeat its draws.
-
-    Raises:
-        ValueError: Gradients depend on earlier batches.
+    `args` and `kwargs` are invented, of at least one record, as `RecordTape` takes them; `seek`, called before each
+    pass, makes feedback repeat its draws. The loss of a record is a fixed function of its outputs. Parameters, buffers
+    and torch's generators are restored; the gradients of parameters are removed.
     """
     if runs_torch_only(tape.model):
         return
@@ -147,11 +128,7 @@ def _invented_losses(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def require_no_hooks(model: nn.Module) -> None:
-    """Refuse hooks on the gradients of parameters.
-
-    Raises:
-        ValueError: There is a hook; it would not run, since autograd computes no such gradient here.
-    """
+    """Refuse (ValueError) hooks on the gradients of parameters."""
     for name, parameter in model.named_parameters():
         later = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or later:
@@ -188,18 +165,7 @@ def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:
 def _require_steady(
     tape: RecordTape, loss: Loss, seek: Callable[[], None], records: Rows, targets: Tensor
 ) -> None:
-    """Refuse gradients that another pass on the same records does not repeat, and a module that remembers batches.
-
-    Args:
-        tape: The tape of the model.
-        loss: The losses of the records.
-        seek: Called before each pass.
-        records: At least 5 records.
-        targets: Their targets.
-
-    Raises:
-        ValueError: Gradients are not repeated, or the module remembers batches.
-    """
+    """Refuse (ValueError) gradients that another pass on the same records does not repeat, or memory of batches."""
     parameters = [parameter for layer in tape.layers for parameter in layer]
 
     def gradient(index: Tensor, factor: float) -> Tensor:

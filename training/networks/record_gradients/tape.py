@@ -92,14 +92,9 @@ class RecordTape:
         return self._signature(Rows.of((args, kwargs))) in self._followed
 
     def follow(self, args: Any, kwargs: Any) -> None:
-        """Locate the records in arguments of new shapes, on invented records.
+        """Locate the records in arguments of new shapes, on invented ones; only types and shapes are read.
 
-        Args:
-            args: Arguments of a batch; only their types and shapes are read.
-            kwargs: Keyword arguments, likewise.
-
-        Raises:
-            ValueError: The model mixes records of these shapes, or uses its parameters in another way.
+        Raises ValueError if the model mixes records of these shapes, or uses its parameters in another way.
         """
         given = Rows.of((args, kwargs))
         signature = self._signature(given)
@@ -143,15 +138,9 @@ class RecordTape:
     def recording(self, records: int, group: int = 1) -> Iterator[None]:
         """Watch the forward passes and the backward pass of one batch; the parameters' gradients are discarded.
 
-        The model may run several times on the same records; their gradients add up. Recomputed activations
-        (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
-
-        Args:
-            records: Number of records in the batch, or of groups of them; 0 for none.
-            group: See `begin`.
-
-        Raises:
-            ValueError: The model uses a parameter in another way than in the probe.
+        The model may run several times on the same records, 0 or more, or groups of them (see `begin`); their gradients
+        add up. Recomputed activations (torch.utils.checkpoint) and torch.autograd.grad are not supported; call
+        `backward`. Raises ValueError if the model uses a parameter in another way than in the probe.
         """
         checks.integer(records=records, minimum=0)
         for _, parameter in self._named:
@@ -165,25 +154,17 @@ class RecordTape:
         """Return the context for the forward passes of a batch; `recording` is `begin`, that context and `end`.
 
         A training loop whose backward pass happens elsewhere calls `begin` and `end` itself. The parameters must have
-        no gradients when the backward pass starts.
-
-        Args:
-            records: Number of records in the batch, or of groups of them; 0 for none.
-            group: Neighbouring rows of the batch that count as one record, such as those of a user: norms, factors and
-                sums are then those of groups.
+        no gradients when the backward pass starts. A `group` of neighbouring rows, such as those of a user, counts as
+        one record: norms, factors and sums are then those of groups.
         """
         self._records, self._uses, self._contributions = None, [], None
         self._begun, self._group = records, group
         return Recorder(self._named, self._kinds)
 
     def end(self, recorder: Recorder) -> None:
-        """Collect the uses that the forward passes and the backward pass of a batch recorded.
+        """Collect the uses that the passes of a batch recorded since `begin` returned the recorder.
 
-        Args:
-            recorder: What `begin` returned.
-
-        Raises:
-            ValueError: The model uses a parameter in another way than in the probe.
+        Raises ValueError if the model uses a parameter in another way than in the probe.
         """
         seen = [name for name, parameter in self._named if parameter.grad is not None]
         if seen:
@@ -207,11 +188,7 @@ class RecordTape:
 
     @property
     def contributions(self) -> Contributions:
-        """What the records of the recorded batch add to the gradients of the parameters.
-
-        Raises:
-            RuntimeError: No batch is recorded.
-        """
+        """What the recorded batch adds to the parameters' gradients; raise RuntimeError if no batch is recorded."""
         if self._records is None:
             raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
         if self._contributions is None:
@@ -227,9 +204,7 @@ class RecordTape:
     def set_gradients(self, factors: Tensor, divisor: float = 1.0) -> None:
         """Write (1/divisor) sum_i f_i g_i into the gradients of all parameters.
 
-        Args:
-            factors: f_i of each layer and record in [0, 2^60], float64, shape (depth, records); 0 removes a record.
-            divisor: The batch size, or a constant in its place.
+        Factors f_i lie in [0, 2^60], float64, shape (depth, records); 0 removes a record.
         """
         for parameter, total in self.contributions.totals(factors):
             parameter.grad = total.div_(divisor).float()
@@ -237,12 +212,7 @@ class RecordTape:
     def clip(self, bound: float, divisor: float = 1.0) -> int:
         """Write (1/divisor) sum_i min(1, C / norm(g_i)) g_i into the gradients, g_i over all parameters.
 
-        Args:
-            bound: C, above 0.
-            divisor: See `set_gradients`.
-
-        Returns:
-            The number of records left out because their gradients are not finite. It depends on private records.
+        Returns the number of records left out because their gradients are not finite. It depends on private records.
         """
         checks.positive(bound=bound, divisor=divisor)
         norms = self.squared_norms().sum(dim=0).sqrt()
@@ -263,11 +233,7 @@ class RecordTape:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that are trained, with their names.
-
-    Raises:
-        ValueError: There are none, or one is not float32.
-    """
+    """Return the parameters that are trained, by name; raise ValueError if there are none, or one is not float32."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("model has no parameter to train; set requires_grad of some")

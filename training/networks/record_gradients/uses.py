@@ -123,11 +123,7 @@ def copies(values: Tensor) -> Tensor:
 
 
 def require_separate_records(site: Site, leaves: Sequence[Any]) -> None:
-    """Refuse embeddings whose gradients are not sums over records of a matrix's size.
-
-    Raises:
-        ValueError: An embedding rescales its weights or its gradient by the batch, or has sparse gradients.
-    """
+    """Refuse (ValueError) embeddings whose gradients are not sums over records of a matrix's size."""
     defaults = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
     found = Bound.of(site, leaves, EMBEDDINGS[site.func], defaults).values
     if found["max_norm"] is not None or found["scale_grad_by_freq"]:

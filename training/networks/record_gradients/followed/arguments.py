@@ -118,13 +118,9 @@ def _is_hidden() -> bool:
 def _guard(
     owner: Any, name: str, *, first: bool, when: Callable[[], bool] = lambda: True
 ) -> tuple[Any, str, Callable[..., Any]]:
-    """Return a function that checks with the tracker before it calls another one.
+    """Return a function that checks with the tracker, `when` told so, before it calls an owner's function.
 
-    Args:
-        owner: Class or module of the other function.
-        name: Name of the other function.
-        first: Whether to check the tensor that it is called on, or those that follow.
-        when: Returns whether to check.
+    It checks the first tensor that the function is called on, or those that follow.
     """
     method: Callable[..., Any] = getattr(owner, name)
 

@@ -68,15 +68,10 @@ class Refused(Exception):
 def joined(
     states: Sequence[tuple[Tensor, State]], ndim: int, *, leading: bool = False
 ) -> tuple[State, int | None]:
-    """Return the state of tensors that are combined number by number, and the size of the dimension of records.
+    """Return the state of tensors combined number by number to `ndim` dimensions, and the size of the records' one.
 
-    Args:
-        states: The tensors and their states.
-        ndim: Number of dimensions of the result.
-        leading: Whether dimensions are counted from the first, instead of from the last as torch broadcasts.
-
-    Raises:
-        Refused: They hold records in different dimensions or orders.
+    `leading` counts dimensions from the first, instead of from the last as torch broadcasts. Raises Refused if they
+    hold records in different dimensions or orders.
     """
     found: Held | None = None
     size = None
@@ -112,11 +107,7 @@ def layouts(dim: int, rows: int) -> Iterator[Layout]:
 def codes(tensor: Tensor, layout: Layout, records: int, *, by_place: bool = False) -> Tensor:
     """Return a tensor of the same shape that holds the number of the record, from 1, at each place.
 
-    Args:
-        tensor: Its shape is taken.
-        layout: Which rows belong to a record.
-        records: Number of records.
-        by_place: Whether each number of a record gets a code of its own, records x place + number of the record.
+    `by_place` gives each number of a record a code of its own, records x place + number of the record.
     """
     shape = [1] * tensor.ndim
     shape[layout.dim] = -1
@@ -133,8 +124,7 @@ def codes(tensor: Tensor, layout: Layout, records: int, *, by_place: bool = Fals
 def decoded(moved: Tensor, records: int) -> State:
     """Return the state of a tensor from the codes that were moved into it; 0 stands for no record.
 
-    Raises:
-        Refused: The places of a record, or what it holds there, depend on which record it is, or records are left out.
+    Raises Refused if the places of a record, or what it holds there, depend on which it is, or records are left out.
     """
     if not moved.numel() or not bool(moved.any()):
         return None
@@ -168,11 +158,8 @@ def moved_state(
 ) -> list[State]:
     """Return the states of the results of data movement, found by moving codes of the records.
 
-    Args:
-        tensors: The tensors to move and their states, `Held` or None.
-        records: Number of records.
-        move: Moves codes that take the places of the tensors with these ids.
-        by_place: Whether it may move different numbers of different records.
+    The codes take the places of the tensors, `Held` or None, with these ids. Different numbers of different records may
+    be moved `by_place`.
     """
     frees = [state.free for _, state in tensors if isinstance(state, Held)]
     found: list[State] = []
@@ -207,10 +194,7 @@ def choices(tensors: Sequence[tuple[Tensor, State]]) -> Iterator[list[Layout | N
 def constant_state(value: Tensor, shape: tuple[int, ...], counts: tuple[int, int]) -> Held | None:
     """Return the state of a constant tensor that holds the same numbers for each record, or None if they differ.
 
-    Args:
-        value: The tensor, of a batch of the second size.
-        shape: Its shape in a batch of the first size.
-        counts: The two sizes.
+    It is of a batch of the second of two sizes, and its shape in a batch of the first one is given.
     """
     scaled = scaled_dimension(shape, tuple(value.shape), counts)
     if scaled is None:
@@ -238,11 +222,7 @@ def scaled_dimension(
 
 
 def strided_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return values in the memory order of a tensor.
-
-    Raises:
-        Refused: Its numbers share memory.
-    """
+    """Return values in the memory order of a tensor; refuse (Refused) one whose numbers share memory."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype)
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and reach != tensor.numel():

@@ -542,8 +542,7 @@ def added_at(op: Operation, outputs: Outputs) -> State:
 def _places(op: Operation, state: State) -> Held:
     """Return where x[...] puts the records; at least one of its indices depends on them or on their number.
 
-    Raises:
-        Refused: The indices take rows of other records, or a number of rows that depends on records.
+    Raises Refused if they take rows of other records, or a number of rows that depends on records.
     """
     given = [(n, index) for n, index in enumerate(op["indices"]) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):

@@ -219,15 +219,7 @@ def keeps_alike(op: Operation) -> bool:
 
 @dataclass
 class _Step:
-    """One operator of the first pass.
-
-    Attributes:
-        name: The operator.
-        numbers: Its arguments that are no tensors.
-        shapes: The shapes of its results.
-        values: Copies of small tensors made from Python's numbers.
-        cuts: Where it cuts a tensor, if it does.
-    """
+    """One operator of the first pass: its numbers, results' shapes, copies of Python's numbers, where it cuts."""
 
     name: str
     numbers: tuple[Any, ...]
@@ -359,15 +351,7 @@ class RowTracker(TorchDispatchMode):
         return None
 
     def require_inside(self, tensor: Tensor, method: str) -> None:
-        """Refuse to hand numbers of records to code outside of torch.
-
-        Args:
-            tensor: A tensor.
-            method: The method that would hand its numbers out.
-
-        Raises:
-            ValueError: The tensor depends on records.
-        """
+        """Refuse (ValueError) a method that hands numbers of records to code outside of torch."""
         if self.states(tensor) != [None]:
             raise self.noted(
                 f"model: {self._where(method)} hands numbers of the batch to code outside of torch, which may mix the "
@@ -381,11 +365,7 @@ class RowTracker(TorchDispatchMode):
         return error
 
     def require_unrefused(self) -> None:
-        """Raise the first refusal again.
-
-        Raises:
-            ValueError: There was one.
-        """
+        """Raise the first refusal, a ValueError, again."""
         if self.refused is not None:
             raise self.refused
 
@@ -484,11 +464,7 @@ class RowTracker(TorchDispatchMode):
         )
 
     def require_nothing_left(self) -> None:
-        """After the passes, refuse numbers of records in a tensor that no pass computed.
-
-        Raises:
-            ValueError: There are some.
-        """
+        """After the passes, refuse (ValueError) numbers of records in a tensor that no pass computed."""
         for number in self.survey.outside:
             if any(self.survey.states[number].values()):
                 raise ValueError(
@@ -497,11 +473,7 @@ class RowTracker(TorchDispatchMode):
                 )
 
     def require_parameters_kept(self, model: nn.Module) -> None:
-        """After a pass, refuse a parameter that numbers of records have replaced; `_follow` refuses writes into one.
-
-        Raises:
-            ValueError: There is such a parameter.
-        """
+        """Refuse (ValueError) a parameter that records' numbers replaced; `_follow` refuses writes into one."""
         named = dict(model.named_parameters())
         for name, state in zip(named, self.states(*named.values()), strict=True):
             if state is not None:
@@ -526,9 +498,8 @@ class RowTracker(TorchDispatchMode):
     def _follow(self, op: Operation, outputs: Outputs, first: Survey) -> None:
         """Note where the records stand in the results of an operator of the second pass.
 
-        Raises:
-            ValueError: It writes numbers of records into a parameter or a buffer.
-            Refused: It has no known rule, or its results have no known owner.
+        Raises ValueError if it writes numbers of records into a parameter or a buffer, and Refused without a known rule
+        or owner.
         """
         # 1. Refuse numbers of records that are written into a parameter or a buffer.
         written = op.written if any(op.states.values()) else []
@@ -572,14 +543,7 @@ class RowTracker(TorchDispatchMode):
                 self._spread(tensor, op.mixed("overwrites a tensor by what records share"))
 
     def _states(self, op: Operation, outputs: Outputs, step: _Step, before: int) -> list[State]:
-        """Return the states of an operator's results.
-
-        Args:
-            op: The operator.
-            outputs: Its results.
-            step: The operator of the first pass.
-            before: The number of records there.
-        """
+        """Return the states of an operator's results from its step of the first pass, on `before` records."""
         given = list(op.states.values())
         now, then = op.numbers, step.numbers  # NaN equals NaN
         alike = len(now) == len(then) and all(
@@ -681,11 +645,7 @@ class RowTracker(TorchDispatchMode):
     # Memory
 
     def _spread(self, tensor: Tensor, state: State) -> None:
-        """Give the views of a tensor's memory the state that it was overwritten with.
-
-        Raises:
-            Refused: They would hold the records in another order.
-        """
+        """Give the views of a tensor's memory the state it was overwritten with; refuse (Refused) another order."""
         if state is None:
             return
         known = self.survey.states.get(_memory(tensor)._cdata, {})

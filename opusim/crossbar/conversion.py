@@ -84,21 +84,11 @@ class DeviceModel(nn.Module):
         self.register_load_state_dict_pre_hook(_add_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module.
-
-        Raises:
-            ValueError: in the first call, a weight multiplies digitally without being named in `digital`, such as by
-                torch.nn.functional.linear(x, layer.weight).
-        """
+        """Call the module; ValueError in the first call if a weight multiplies digitally without being in `digital`."""
         return self._called(self.model, *args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network's own `generate`, such as that of a language model of transformers.
-
-        Raises:
-            AttributeError: The network has none.
-            ValueError: See `forward`.
-        """
+        """Call the network's own `generate`, such as that of a language model of transformers."""
         generate: Any = self.model.generate
         return self._called(generate, *args, **kwargs)
 

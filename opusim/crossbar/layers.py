@@ -112,14 +112,7 @@ class DeviceLinear(nn.Module):
 
     @torch._disable_dynamo
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b as the device gives it; torch.compile compiles what lies between devices.
-
-        Args:
-            x: shape (..., in_features), finite.
-
-        Returns:
-            Shape (..., out_features), of x's dtype.
-        """
+        """Return W x + b of x's dtype as the device gives it; torch.compile compiles what lies between devices."""
         self._follow()
         y: Tensor = _StraightThrough.apply(x, self.weight, self)
         return y if self.bias is None else y + self.bias
@@ -368,11 +361,7 @@ def has_groups(convolution: nn.Conv2d) -> bool:
 
 
 def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
-    """Return the zeros that a convolution adds on either side of each axis.
-
-    Raises:
-        ValueError: it is no product with zero-padded patches: it has groups, or another padding.
-    """
+    """Return the zeros that a convolution adds on either side of each axis; ValueError for groups or other padding."""
     padding: Any = convolution.padding
     if has_groups(convolution):
         raise ValueError(

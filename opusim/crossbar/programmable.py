@@ -404,11 +404,7 @@ class SeveralChips(ProgrammableDevice):
 
     @property
     def described_noise(self) -> NoiseModel:
-        """The law of the sum over the chips of an output, its limits taken over all outputs.
-
-        Raises:
-            NoiseUnknown: no law is known for the sum of the chips' noise.
-        """
+        """The law of the sum over the chips of an output, its limits over all outputs; NoiseUnknown if none is."""
         self._held()
         laws, scale = [chip.noise for chip in self._chips], self._scale
         lattices = [law for law in laws if isinstance(law, ConverterLatticeNoise)]
@@ -435,11 +431,7 @@ class SeveralChips(ProgrammableDevice):
         )
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return the sum of the chips' variances.
-
-        Raises:
-            CapabilityMissing: the chips compute none.
-        """
+        """Return the sum of the chips' variances; CapabilityMissing if they compute none."""
         self._held()
         total = torch.zeros((len(x), self.n_outputs), dtype=torch.float64, device=self._torch_device)
         for chip, (_, rows, columns) in zip(self._chips, self._placed, strict=True):

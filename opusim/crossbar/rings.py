@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from opusim.crossbar.photonic import Light, PhotonicDevice
+from opusim.crossbar.device import Light, PhotonicDevice
 from opusim.description.crossbar import RingSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream

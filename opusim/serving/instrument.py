@@ -80,10 +80,7 @@ class View:
     def __init__(
         self, device: NoisyDevice, window: Window, *, shared: bool, once: Callable[[Callable[[], Any]], Any]
     ) -> None:
-        self._once = once
-        self.window = window
-        self.shared = shared
-        self.device = device
+        self._once, self.window, self.shared, self.device = once, window, shared, device
         self._columns = slice(window.first, window.first + window.n_outputs)
         self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
         # The law of a programmable device depends on its matrix, which is not written before a client asks for it.
@@ -150,11 +147,7 @@ class View:
         return self.shaped(self.draw_readings(self.readings(shape)), shape)
 
     def readings(self, shape: tuple[int, ...]) -> int:
-        """Return how many readings of the view fill a drawn shape.
-
-        Raises:
-            TypeError, ValueError: no shape that can be drawn.
-        """
+        """Return how many readings of the view fill a drawn shape."""
         lengths = drawn_shape(shape, self.window.n_outputs, self.device.stated_noise)
         return -(-math.prod(lengths) // self.window.n_outputs)
 
@@ -246,12 +239,7 @@ def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.n
 
 
 def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
-    """Return the law that `packed_law` packed.
-
-    Raises:
-        ValueError, TypeError: it is no law that is known here.
-        LookupError: an array is missing.
-    """
+    """Return the law that `packed_law` packed; LookupError, TypeError or ValueError if it is none."""
     if values is None:
         return None
     plain = {
@@ -347,11 +335,7 @@ class Instrument:
         return [*lines, f"medium: {seed}; its fingerprint begins with {self.fingerprint_for(user)[:16]}"]
 
     def check(self, window: Window) -> None:
-        """Refuse a window that is no part of the instrument.
-
-        Raises:
-            TypeError, ValueError, ConfigError: it is no part of it.
-        """
+        """Refuse a window that is no part of the instrument."""
         checks.integer(n_inputs=window.n_inputs, n_outputs=window.n_outputs, minimum=1)
         checks.integer(outputs_from=window.first, minimum=0)
         checks.integer(seed=window.seed, minimum=0, maximum=2**64 - 1)
@@ -388,12 +372,7 @@ class Instrument:
         return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
     def note_change(self, view: View, writer: str | None) -> None:
-        """Note that a client changed the device's state; the fingerprint of a shared device then changes.
-
-        Args:
-            view: the client's.
-            writer: the user who programmed it; None if only time passed.
-        """
+        """Note that a user (None: only time) changed the device; a shared device's fingerprint then changes."""
         if not view.shared:
             return
         self._changes += 1
@@ -409,13 +388,7 @@ class Instrument:
     def require_own(self, view: View, user: str, *, reads: bool) -> None:
         """Refuse a shared device that another client changed since this one opened it.
 
-        Args:
-            view: the client's.
-            user: the client's user.
-            reads: whether the call shows the programmed matrix, which must then not be another user's.
-
-        Raises:
-            DeviceUnavailable: another client changed it, or another user programmed what is read.
+        A call that `reads` shows the programmed matrix, which must then not be another user's.
         """
         name = self.description.name
         if view.shared and view.held != self._changes:

@@ -10,10 +10,10 @@ from .adapters import SteppedCamera as SteppedCamera
 from .device import BenchDevice as BenchDevice
 from .device import open_bench as open_bench
 from .instruments import Grabber as Grabber
+from .instruments import MirrorLayout as MirrorLayout
 from .instruments import Patterns as Patterns
 from .instruments import Sequencer as Sequencer
-from .mirrors import MirrorLayout as MirrorLayout
-from .mirrors import mirror_layout as mirror_layout
+from .instruments import mirror_layout as mirror_layout
 from .ophyd import ophyd_detector as ophyd_detector
 from .probes import look_at_light as look_at_light
 from .probes import nonlinearity as nonlinearity

@@ -85,12 +85,7 @@ class LightLook(Shown):
 
 
 def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> LightLook:
-    """Show anchor, data mirrors, reference mirrors and nothing, and look at the outputs.
-
-    Args:
-        source: shows patterns and takes frames.
-        outputs: flat numbers of the outputs' pixels, or None for all pixels of the region.
-    """
+    """Show anchor, data mirrors, reference mirrors and nothing, and look at the outputs (None: the whole region)."""
     anchor, reference = source.layout.anchor(), source.layout.reference()
     shown = np.concatenate([anchor, ~reference, reference, ~anchor])
     frames = source.show(shown.repeat(_FRAMES, axis=0), outputs)
@@ -109,17 +104,10 @@ def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> Light
 
 
 def nonlinearity(read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int) -> tuple[float, float]:
-    """Return how far readings are from adding up, relative to them, and five standard errors of that.
+    """Return the root mean square of r over that of y, and what noise alone exceeds once in 10^6 (5 standard errors).
 
     With v and w of disjoint entries, r = y(v + w) - y(v) - y(w) is noise on a linear device. Each vector is read twice,
     and r r' of the two readings over y(v + w) y'(v + w) has no part in noise.
-
-    Args:
-        read: returns readings of ternary vectors, a row each.
-        n_inputs: width of a vector, at least 2.
-
-    Returns:
-        The root mean square of r over that of y, without noise, and the value that noise alone exceeds once in 10^6.
     """
     generator = torch.Generator().manual_seed(_SEED)
     signs = torch.randint(0, 2, (_PAIRS, n_inputs), generator=generator).mul_(2).sub_(1).float()
@@ -139,15 +127,7 @@ def require_light(
 ) -> None:
     """Refuse a bench whose light is not that of its setup, or changed since an earlier look of this opening.
 
-    Args:
-        look: the light now.
-        before_dn: the anchor's frame at the outputs before, DN.
-        settings: of the bench.
-        name: the device's name, for errors.
-        setup_of: the date of the setup that `before_dn` is from, or None if it is from this opening.
-
-    Raises:
-        DeviceFault: names saturation, another medium, a medium that moves, light that changed, or no interference.
+    `before_dn` is the anchor's frame before, of the setup of a date, or of this opening if `setup_of` is None.
     """
     told = f"device {name!r}:"
     again = ", or measure the setup anew (remove its file)" if settings.setup is not None else ""
@@ -173,13 +153,7 @@ def require_light(
 
 
 def light_is_unswitched(light: float, blank: float, top: int) -> str:
-    """Return cause and remedy of a bright blank frame to which the anchor adds hardly any light; empty otherwise.
-
-    Args:
-        light: anchor less blank, mean, DN.
-        blank: of the blank frame, DN.
-        top: the camera's largest number.
-    """
+    """Return cause and remedy of a bright blank frame to which the anchor adds hardly any light; empty otherwise."""
     if blank < _BRIGHT * top or light > _BRIGHT * blank:
         return ""
     return (
@@ -190,15 +164,7 @@ def light_is_unswitched(light: float, blank: float, top: int) -> str:
 
 
 def _other_light(look: LightLook, light: float, when: str, again: str, *, within: bool) -> str:
-    """Return the likeliest cause of a change of the light, and the remedy.
-
-    Args:
-        look: the light now.
-        light: the light over what it was.
-        when: since when.
-        again: that the setup can be measured anew.
-        within: whether it changed within an opening, in which the camera's settings stay.
-    """
+    """Return the likeliest cause of a change of the light, by the factor `light`, `when` it was, and the remedy."""
     changed = f"the light changed to {max(light, 0.0):.2g} times {when}"
     if light < LEAST_KNOWN:
         unswitched = light_is_unswitched(float(look.anchor_dn.mean()), look.blank_dn, 2**look.bits - 1)
@@ -224,11 +190,7 @@ def _other_light(look: LightLook, light: float, when: str, again: str, *, within
 
 
 def require_interference(look: LightLook, name: str) -> None:
-    """Refuse a bench on which data and reference do not interfere.
-
-    Raises:
-        DeviceFault: their mean square of cos(phase) is far below 1/2.
-    """
+    """Refuse a bench on which data and reference do not interfere: mean cos^2(phase) is far below 1/2."""
     if look.interference < _LEAST_INTERFERENCE:
         raise DeviceFault(
             f"device {name!r}: not an anchor: light of data and reference mirrors does not interfere (mean square of "
@@ -238,11 +200,7 @@ def require_interference(look: LightLook, name: str) -> None:
 
 
 def require_bits(source: Sequencer, name: str) -> None:
-    """Refuse a camera whose numbers end at 2^k - 1 with k below its bits.
-
-    Raises:
-        DeviceFault: they do.
-    """
+    """Refuse a camera whose numbers end at 2^k - 1 with k below its bits."""
     largest, bits = source.largest_dn, source.largest_dn.bit_length()
     if source.is_cut and largest < source.top_dn and largest == 2**bits - 1:
         raise DeviceFault(
@@ -254,18 +212,7 @@ def require_bits(source: Sequencer, name: str) -> None:
 def require_linear(
     found: tuple[float, float], look: LightLook, source: Sequencer, settings: BenchSettings, name: str
 ) -> None:
-    """Refuse a bench whose readings do not add up; `require_light` has excluded the other causes.
-
-    Args:
-        found: what `nonlinearity` returned.
-        look: the light now.
-        source: what took the frames.
-        settings: of the bench.
-        name: the device's name.
-
-    Raises:
-        DeviceFault: readings do not add up, or numbers end below the camera's bits.
-    """
+    """Refuse a bench whose readings, by `nonlinearity`, do not add up, after `require_light` excluded other causes."""
     require_bits(source, name)
     nonlinear, noise = found
     if nonlinear > (settings.most_nonlinear**2 + noise**2) ** 0.5:
@@ -292,16 +239,10 @@ def retrieved(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find T with abs(T x)^2 nearest to the light of patterns x, up to a phase and a conjugation at each output.
 
-    Alternating projections (Gerchberg and Saxton, Optik 35, 237, 1972): fields take the measured amplitudes, then the
-    T of least squares. Each output starts at random; one whose unexplained light shows a local minimum starts again.
-
-    Args:
-        shown: patterns, entries 0 and 1, shape (frames, inputs), of rank inputs.
-        light: light above a blank frame's, shape (frames, outputs).
-        rng: generator of the starting points.
-
-    Returns:
-        T, shape (outputs, inputs); and sum (abs(T x) - a)^2 / sum a^2 with the measured amplitudes a, shape (outputs,).
+    Alternating projections (Gerchberg and Saxton, Optik 35, 237, 1972): fields take the measured amplitudes, then the T
+    of least squares. Each output starts at random; one whose unexplained light shows a local minimum starts again.
+    Patterns (frames, inputs) have the rank inputs, light is that above a blank frame's. The second value is
+    sum (abs(T x) - a)^2 / sum a^2 of each output, with the measured amplitudes a.
     """
     rows, amplitudes = shown.astype(np.float64), np.sqrt(np.maximum(light, 0.0))
     solve, power = np.linalg.pinv(rows), np.maximum(np.square(amplitudes).sum(axis=0), 1e-300)

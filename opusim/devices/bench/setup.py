@@ -28,8 +28,7 @@ from scipy.ndimage import uniform_filter
 
 from opusim.camera.exposure import FRAME_SIGNS
 from opusim.description.camera import BenchSettings
-from opusim.devices.bench.instruments import Roi, Sequencer
-from opusim.devices.bench.mirrors import MirrorLayout
+from opusim.devices.bench.instruments import MirrorLayout, Roi, Sequencer
 from opusim.devices.bench.probes import light_is_unswitched, look_at_light, require_bits, require_interference
 from opusim.errors import ConfigError, DeviceFault
 from opusim.files import read_bytes, write_file
@@ -103,24 +102,12 @@ class BenchSetup(Shown):
         }
 
     def decode(self, signed: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return readings of ternary vectors.
-
-        Args:
-            signed: `signed_sum` of their frames, divided by the present light over the setup's.
-            x: the vectors, shape (vectors, n).
-
-        Returns:
-            Projection units, float64, shape (vectors, n_outputs).
-        """
+        """Return readings of vectors from `signed_sum` at the setup's light, projection units, (vectors, n_outputs)."""
         centre = (2 / self.layout.mirrors_of_anchor) * self.anchor_dn
         return np.asarray(self.scale * (signed - x.sum(axis=1, dtype=np.float64)[:, None] * centre))
 
     def save(self, path: Path) -> None:
-        """Write the setup as an npz file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the setup as an npz file."""
         layout, buffer = self.layout, io.BytesIO()
         np.savez_compressed(
             buffer,
@@ -140,15 +127,7 @@ class BenchSetup(Shown):
 
     @classmethod
     def load(cls, path: Path, name: str) -> BenchSetup:
-        """Read what `save` wrote.
-
-        Args:
-            path: the file.
-            name: the device's name, for errors.
-
-        Raises:
-            ConfigError: the file cannot be read, or is no setup.
-        """
+        """Read what `save` wrote; ConfigError if the file is no setup."""
         try:
             with np.load(io.BytesIO(read_bytes(path, at_most=_MOST_BYTES)), allow_pickle=False) as found:
                 if int(found["version"]) != _VERSION:
@@ -184,11 +163,7 @@ class BenchSetup(Shown):
 
 
 def signed_sum(frames: np.ndarray) -> np.ndarray:
-    """Return I_p - I_(a-p) - I_n + I_(a-n) of each vector, DN, float64.
-
-    Args:
-        frames: four for each vector, as `MirrorLayout.ternary` orders them, shape (4 vectors, n_outputs).
-    """
+    """Return I_p - I_(a-p) - I_n + I_(a-n) of each vector, DN, float64, from frames of `MirrorLayout.ternary`."""
     turns = frames.reshape(-1, len(FRAME_SIGNS), frames.shape[-1])
     return np.einsum("f,vfj->vj", FRAME_SIGNS, turns)
 
@@ -196,19 +171,9 @@ def signed_sum(frames: np.ndarray) -> np.ndarray:
 def measure_setup(
     source: Sequencer, settings: BenchSettings, *, n_outputs: int, name: str, longest_us: float, sensor: Roi
 ) -> BenchSetup:
-    """Find exposure, region and outputs of a bench, and the scale of its readings.
+    """Find exposure (up to `longest_us`), region and outputs of a bench, and the scale of its readings.
 
-    Args:
-        source: shows patterns and takes frames.
-        settings: of the bench.
-        n_outputs: outputs to find.
-        name: the device's name, for errors.
-        longest_us: longest exposure that the frame period allows, microseconds.
-        sensor: the whole sensor.
-
-    Raises:
-        DeviceFault: no light, too much light, no speckle, or too few usable pixels; the message says which.
-        DeviceError: an instrument failed.
+    DeviceFault says which is missing: no light, too much light, no speckle, or too few usable pixels.
     """
     search = partial(search_exposure, source, settings=settings, name=name, longest_us=longest_us)
     # 1. The largest region whose sides are multiples of the camera's step and of the binning.
@@ -267,21 +232,9 @@ def search_exposure(
 ) -> tuple[float, np.ndarray]:
     """Find the exposure at which the anchor's brighter half has the mean ``range_share`` of the converter's range.
 
-    Args:
-        source: shows anchor and blank.
-        roi: region of the camera.
-        settings: of the bench; a given ``exposure_us`` is taken as it is.
-        name: the device's name, for errors.
-        longest_us: longest exposure, microseconds.
-        start_us: where to begin.
-
-    Returns:
-        The exposure, microseconds, and the mean light of the anchor around each pixel, DN; the camera is left at that
-        exposure and region.
-
-    Raises:
-        DeviceFault: the mirrors change nothing that the camera sees, there is too much light, or numbers end below
-            the camera's bits.
+    A given ``exposure_us`` is taken as it is. Returns the exposure, microseconds, at which the camera is left, and the
+    mean light of the anchor around each pixel, DN. DeviceFault: the mirrors change nothing that the camera sees, there
+    is too much light, or numbers end below the camera's bits.
     """
     wanted_us = start_us if settings.exposure_us is None else settings.exposure_us
     top = source.top_dn
@@ -336,22 +289,12 @@ def search_exposure(
 
 
 def grain_spacing(first: np.ndarray, second: np.ndarray, *, name: str) -> tuple[int, int]:
-    """Return the rows and columns at which speckle intensities are independent.
+    """Return the least rows and columns at which speckle intensities correlate by 0.05 at most.
 
     Found in the two-dimensional correlation of what changes from pattern to pattern, |mu(d)|^2 with mu the fields'
-    correlation at the distance d. Frames are divided by their means, to take out how many mirrors are on; two exposures
-    of each pattern are correlated with each other, to take out noise.
-
-    Args:
-        first: frames of some patterns, shape (patterns, rows, columns), DN.
-        second: other frames of the same patterns.
-        name: the device's name, for errors.
-
-    Returns:
-        The least distance along rows, and along columns, at which the correlation is at most 0.05.
-
-    Raises:
-        DeviceFault: nothing changes from pattern to pattern, or grains are too large.
+    correlation at the distance d. Frames (patterns, rows, columns) are divided by their means, to take out how many
+    mirrors are on; two exposures of each pattern are correlated with each other, to take out noise. DeviceFault:
+    nothing changes from pattern to pattern, or grains are too large.
     """
     rows, columns = first.shape[1:]
     changes = []

@@ -264,8 +264,8 @@ def calibrate_command(
     if recorded is not None:
         # evaluate the frames; print the table, and write it with JSON, picture and description
         from opusim.calibration.recorded import read_frames
-        from opusim.calibration.recorded_report import CameraReport, measured_description
         from opusim.calibration.recorded_transfer import reduced, require_lawful
+        from opusim.calibration.report import CameraReport, measured_description
         from opusim.description.schema import load_description
 
         base = None if name is None else load_description(name)
@@ -295,8 +295,9 @@ def calibrate_command(
     if name is None:
         raise ConfigError("NAME", "--recorded", "is missing too; name a device, or give frames in files")
 
-    from opusim.calibration.calibrate import calibrate, print_calibration, write_report
+    from opusim.calibration.calibrate import calibrate
     from opusim.calibration.photon_transfer import Plan
+    from opusim.calibration.report import print_calibration, write_report
     from opusim.devices.registry import open_window
 
     with open_window(name, inputs, outputs, seed) as device:
@@ -383,7 +384,7 @@ def temperature_command(
     """Show how a device's temperature sets the noise of its readings, and what temperature a noise needs."""
     import torch
 
-    from opusim.calibration.calibrate import print_temperatures, temperature_figure
+    from opusim.calibration.report import print_temperatures, temperature_figure
     from opusim.description.schema import load_description
     from opusim.devices.registry import open_window
 

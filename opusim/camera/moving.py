@@ -55,12 +55,7 @@ _JITTER = 1e-12
 def bridge(times: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the law of a stationary Ornstein-Uhlenbeck process of variance 1 and tau 1 given its values at 0 and end.
 
-    Args:
-        times: in [0, end], shape (n,).
-        end: at least 0.
-
-    Returns:
-        Weights of the two values in the mean, shape (2, n), and the covariance, shape (n, n).
+    That is the weights of the two values in the mean at times in [0, end], shape (2, n), and the covariance (n, n).
     """
     if end == 0:
         return np.stack([np.ones(times.size), np.zeros(times.size)]), np.zeros((times.size, times.size))
@@ -100,11 +95,7 @@ class Hops:
         self._times = np.zeros(1)  # time 0, then those of the hops: in units of the decorrelation time
 
     def moved(self, times: np.ndarray) -> np.ndarray:
-        """Return by how much hops have moved the medium's own time until these times, all in its units.
-
-        Raises:
-            ValueError: more than 16,777,216 hops come before.
-        """
+        """Return by how much hops have moved the medium's own time until these times, all in its units."""
         last = float(np.max(times))
         if self._rate * last > _MOST_HOPS:
             raise ValueError(
@@ -145,11 +136,7 @@ class Motion:
         return steps + (hopped - hopped[0])
 
     def move_to(self, speckle: Speckle, time: float) -> None:
-        """Set the time of the next frame, in units of the decorrelation time, and move the medium there.
-
-        Raises:
-            ValueError: the time is out of range.
-        """
+        """Set the time of the next frame, in units of the decorrelation time, and move the medium there."""
         point = self._point(time)
         self._time = time
         speckle.move_to(point)
@@ -170,20 +157,10 @@ class Motion:
         complement: np.ndarray,
         stream: NoiseStream,
     ) -> torch.Tensor:
-        """Return the fields of frames that are exposed in turn from the present time on; the time passes.
+        """Return the fields (2 modes, frames, n_outputs) of frames in turn from the present time on; the time passes.
 
-        Args:
-            speckle: the medium, at the present time; moves on to the end of the last frame.
-            patterns: float32, shape (patterns, n_inputs), entries 0 and 1.
-            rows: number of each frame's pattern, int64, shape (frames,).
-            complement: whether the frame shows the pattern's complement in the anchor, bool, shape (frames,).
-            stream: source of the motion; takes one reading for every block of frames.
-
-        Returns:
-            float32, shape (2 modes, frames, n_outputs of the speckle), mirror units.
-
-        Raises:
-            ValueError: the medium is too old; see `opusim.camera.speckle.grid_point`.
+        Frame k shows pattern rows[k] of (patterns, n_inputs), or its complement in the anchor. The stream gives one
+        reading for every block of frames. ValueError: the medium is too old; see `opusim.camera.speckle.grid_point`.
         """
         out = torch.empty((len(speckle.law.planes), rows.size, speckle.n_outputs), dtype=torch.float32)
         at_once = int(_FRAMES_PER_ROOT * speckle.law.mirrors**0.5)
@@ -217,15 +194,9 @@ class Motion:
 def overlaps(
     speckle: Speckle, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray
 ) -> np.ndarray:
-    """Return the inner products of the mirrors' amplitudes in frames, float64, shape (frames, frames).
+    """Return the inner products of the mirrors' amplitudes in frames, float64, (frames, frames); see `Motion.fields`.
 
     A frame has the amplitudes v + S x, its complement l - S x, with v and l those of the blank frame and of the anchor.
-
-    Args:
-        speckle: as for `Motion.fields`, like the others.
-        patterns: what is shown.
-        rows: number of each frame's pattern.
-        complement: whether the frame shows the complement.
     """
     swing = speckle.swings(patterns)  # (patterns, n_inputs)
     ends = torch.from_numpy(speckle.ends).to(swing.device)  # (2, mirrors)

@@ -77,15 +77,7 @@ MOST_TAU = (2**32 - 2 * _NODE) // STEPS_PER_TAU
 
 
 def grid_point(time: float, parts: int = 1) -> float:
-    """Return the grid point nearest a time in units of tau, in steps of the grid.
-
-    Args:
-        time: since time 0.
-        parts: 1, or `PARTS_OF_A_STEP` for the nearest point of the finer grid.
-
-    Raises:
-        ValueError: it is negative, or beyond 1,048,560 tau.
-    """
+    """Return the grid point nearest a time in units of tau, in steps; with `PARTS_OF_A_STEP` that of the finer grid."""
     if not 0 <= time <= MOST_TAU:
         raise ValueError(
             f"time = {time:g} decorrelation times: must lie in [0, {MOST_TAU}]; begin a new medium"
@@ -185,12 +177,7 @@ class SpeckleLaw:
         return math.cos(angle), math.sin(angle)
 
     def grained(self, pixels: range, raw: Callable[[range], torch.Tensor]) -> torch.Tensor:
-        """Return numbers of contiguous pixels that correlate as grains do.
-
-        Args:
-            pixels: contiguous.
-            raw: returns independent numbers of contiguous places, on the last axis; each place is asked for once.
-        """
+        """Return numbers of contiguous pixels that correlate as grains do, from independent `raw` ones of places."""
         shares = self.weights
         if self.row_pixels is None:
             wide = raw(range(pixels.start, pixels.stop + len(shares) - 1))
@@ -247,11 +234,7 @@ class Speckle:
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def drift_to(self, time: float) -> None:
-        """Move the medium to a time in units of its decorrelation time; see `opusim.camera.speckle`.
-
-        Raises:
-            ValueError: the time is out of range.
-        """
+        """Move the medium to a time in units of its decorrelation time; see `opusim.camera.speckle`."""
         self.move_to(grid_point(time))
 
     def move_to(self, point: float) -> None:
@@ -290,14 +273,9 @@ class Speckle:
         return frames.double()
 
     def normals(self, rows: int, stream: NoiseStream) -> torch.Tensor:
-        """Return standard normal numbers that correlate over outputs as the entries do.
+        """Return normals (2 modes, rows, n_outputs) of variance 1 / modes that correlate over outputs as entries do.
 
-        Args:
-            rows: numbers of each output.
-            stream: source; takes one reading of it, or one for each row of pixels that grains meet.
-
-        Returns:
-            float32, shape (2 modes, rows, n_outputs), of variance 1 / modes: components are independent, and rows are.
+        Takes one reading of the stream, or one for each row of pixels that grains meet.
         """
         components, pixels = len(self.law.planes), self.pixels
         if len(self.law.weights) == 1:
@@ -360,14 +338,7 @@ class Speckle:
         return np.asarray(reduce(np.hypot, limits) * self.law.modes**-0.5)
 
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return fields of binary frames.
-
-        Args:
-            frames: float32, shape (frames, n_inputs), entries 0 and 1, on any torch device.
-
-        Returns:
-            float32, shape (2 modes, frames, n_outputs), on the CPU: real and imaginary parts, exact with one mode.
-        """
+        """Return fields (2 modes, frames, n_outputs) of binary frames, real and imaginary parts; exact in one mode."""
         planes = self.law.planes
         out = torch.empty((len(planes), frames.shape[0], self.n_outputs), dtype=torch.float32)
         for part, plane in enumerate(planes):
@@ -394,16 +365,7 @@ class Speckle:
         return out if self.law.modes == 1 else out.mul_(self.law.modes**-0.5)
 
     def fields_of(self, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray) -> torch.Tensor:
-        """Return fields of frames that show patterns, or their complements in the anchor.
-
-        Args:
-            patterns: as `fields` takes them.
-            rows: number of each frame's pattern, int64, shape (frames,).
-            complement: whether the frame shows the complement, bool, shape (frames,).
-
-        Returns:
-            float32, shape (2 modes, frames, n_outputs), on the CPU.
-        """
+        """Return fields (2 modes, frames, n_outputs) of frames of patterns[rows], or of complements in the anchor."""
         field = self.fields(patterns)[:, torch.from_numpy(rows)]
         if complement.any():
             total = torch.from_numpy(self.total.astype(np.float32))[:, None, :]
@@ -416,11 +378,7 @@ class Speckle:
         return 8 * self.law.modes * self.law.n_inputs * self.n_outputs <= self.law.dense_limit_mib * 2**20
 
     def dense(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
-        """P or Q at the outputs, transposed, float32, kept until the medium drifts.
-
-        Raises:
-            ValueError: the two exceed dense_limit_mib.
-        """
+        """P or Q at the outputs, transposed, kept until the medium drifts; ValueError beyond dense_limit_mib."""
         if not self.fits_dense:
             raise ValueError(
                 f"dense_limit_mib = {self.law.dense_limit_mib:g}: the dense medium takes "
@@ -436,13 +394,7 @@ class Speckle:
         return matrix
 
     def responses(self, plane: int) -> torch.Tensor:
-        """Return the change of a component of the field that each input makes, times the root of the modes.
-
-        That is `dense`, float32, shape (n_inputs, n_outputs).
-
-        Raises:
-            ValueError: see `dense`.
-        """
+        """Return the change of a component of the field that each input makes, times the root of the modes."""
         return self.dense(plane)
 
     def _tile(self, plane: int, outputs: range, inputs: range) -> torch.Tensor:

@@ -93,11 +93,7 @@ class LightonDevice(NoisyDevice):
 
     @property
     def described_noise(self) -> GaussianNoise:
-        """Gaussian, as the description assumes.
-
-        Raises:
-            NoiseUnknown: it assumes nothing.
-        """
+        """Gaussian, as the description assumes; NoiseUnknown if it assumes nothing."""
         if self._std is None:
             raise NoiseUnknown(
                 f"device {self.name!r}: its noise is not known; measure it by "
@@ -106,11 +102,7 @@ class LightonDevice(NoisyDevice):
         return GaussianNoise(std=self._std, n_outputs=self.n_outputs)
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """B of the simulated device, float32, shape (n_outputs, n_inputs).
-
-        Raises:
-            CapabilityMissing: hardware cannot tell its matrix; project unit vectors instead.
-        """
+        """B of the simulated device, float32, shape (n_outputs, n_inputs); hardware cannot tell it."""
         self.require("matrix")
         self._require_open()
         b = self._opu.device.random_matrix.real.T * (math.sqrt(self.n_inputs) * (self._settings.scale or 1.0))
@@ -206,11 +198,7 @@ class LightonDevice(NoisyDevice):
 
 
 def import_lightonml() -> types.ModuleType:
-    """Import lightonml.
-
-    Raises:
-        DeviceUnavailable: it is not installed, or does not import.
-    """
+    """Import lightonml; DeviceUnavailable if it is not installed, or does not import."""
     if "pkg_resources" not in sys.modules and importlib.util.find_spec("pkg_resources") is None:
         sys.modules["pkg_resources"] = _pkg_resources()
     try:
@@ -283,11 +271,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Turn every exception of lightonml into an error of this project; Ctrl-C passes.
-
-    Args:
-        name: the device's name, for messages.
-    """
+    """Turn every exception of lightonml into an error of this project that names the device; Ctrl-C passes."""
     try:
         yield
     except (DeviceError, ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):

@@ -182,9 +182,7 @@ class SharedDevice(NoisyDevice):
 
     def __init__(self, opener: Callable[[], NoisyDevice], ranks: Ranks) -> None:
         self.held: NoisyDevice | None = None
-        self._ranks = ranks
-        self._step = _NOT_SOUGHT
-        self._has_met = False
+        self._ranks, self._step, self._has_met = ranks, _NOT_SOUGHT, False
 
         def opened() -> tuple[DeviceDescription, dict[str, Any], NoiseModel | None, Usage]:
             self.held = device = opener().open()
@@ -330,11 +328,7 @@ class SharedDevice(NoisyDevice):
         self._step = _NOT_SOUGHT
 
     def _agree_on(self, act: int, rows: int, width: int) -> list[int]:
-        """Return each process's number of rows once all of them have made the same call.
-
-        Raises:
-            DeviceError: The processes made different calls.
-        """
+        """Return each process's number of rows; DeviceError unless all of them have made the same call."""
         self._has_met = True
         step = self._step - 2**64 if self._step >= 2**63 else self._step  # as a signed number of 64 bits
         found = self._ranks.rows([act, step, int(self._step == _NOT_SOUGHT), width, rows])

@@ -56,11 +56,7 @@ class SimulatedDevice(NoisyDevice):
 
     @classmethod
     def require_described(cls, description: DeviceDescription) -> MediumSettings:
-        """Return the medium's settings of a description that this class can run.
-
-        Raises:
-            ConfigError: there is no section ``[medium]``, or there are options.
-        """
+        """Return the settings of ``[medium]``; ConfigError if there is none, or there are options."""
         if description.medium is None:
             raise ConfigError(
                 description.name, "medium", "missing; a simulated device needs [medium] with a seed"
@@ -106,20 +102,11 @@ class SimulatedDevice(NoisyDevice):
             self._stream.seek(step)
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """B itself, float32, shape (n_outputs, n_inputs), on the device's torch device.
-
-        A view of the device's own matrix; hardware cannot tell its matrix.
-
-        Raises:
-            ValueError: it exceeds the description's dense_limit_mib.
-        """
+        """B itself, a view, float32, (n_outputs, n_inputs), on the device's torch device; ValueError if too large."""
         return self.medium.dense(self._torch_device).T
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return the variance of readings of x, squared projection units, float64; the same for every x.
-
-        Hardware cannot tell it; a calibration estimates it.
-        """
+        """Return the variance of readings of x, squared projection units, float64; the same for every x."""
         variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
         return variance.expand(x.shape[0], self.n_outputs)
 
@@ -166,11 +153,7 @@ class GaussianDevice(SimulatedDevice):
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
-        """Return how temperature sets the noise of readings, which is the same for every x.
-
-        Raises:
-            ConfigError: sigma is given directly.
-        """
+        """Return how temperature sets the noise of every x's readings; ConfigError if sigma is given directly."""
         law = self._noise_settings.temperature_law
         if law is None:
             raise ConfigError(

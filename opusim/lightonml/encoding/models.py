@@ -122,8 +122,7 @@ class ConvAE(_SoftCode):
         }
         self.encoder = nn.Conv2d(in_ch, out_ch, kernel_size, **convolution)
         self.decoder = nn.ConvTranspose2d(out_ch, in_ch, kernel_size, **convolution)
-        self.beta = beta
-        self.flatten = flatten
+        self.beta, self.flatten = beta, flatten
 
     def code(self, input: Tensor) -> Tensor:
         """Return the code, uint8, shape (n, out_ch, h, w), or (n, bits)."""

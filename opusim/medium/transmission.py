@@ -318,8 +318,8 @@ class Direction:
     def add_to(self, tensor: Tensor, number: int, scale: float | Tensor, *, start: int = 0) -> None:
         """Add scale z to a tensor, in place; each operation rounds to float32, the last to the tensor's type.
 
-        The tensor, the direction's `number`-th in [0, 2^32), is contiguous, of any floating type and device; a scale may
-        be a float32 scalar there. `start`, a multiple of `STRIDE`, is the entry for the first element.
+        The tensor, the direction's `number`-th in [0, 2^32), is contiguous, of any floating type and device; a scale
+        may be a float32 scalar there. `start`, a multiple of `STRIDE`, is the entry for the first element.
         """
         self.return_and_move(tensor, number, back=0.0, keep=1.0, move=scale, start=start)
 

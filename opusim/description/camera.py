@@ -360,11 +360,11 @@ class DriftSettings(StrictSection):
         decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
         reanchor_steps: steps from one measurement of the anchor to the next, or None to measure it at opening only.
-        within_call: whether the medium also moves between the frames of a step (`opusim.camera.moving`), which are then
-            exposed one frame period apart, from the step's time on; None: it rests until the next step. A step should
-            last as long as its frames take: frames after seconds_per_step see the medium of later steps.
+        within_call: whether the medium also moves between the frames of a step (`opusim.camera.speckle`), which are
+            then exposed one frame period apart, from the step's time on; None: it rests until the next step. A step
+            should last as long as its frames take: frames after seconds_per_step see the medium of later steps.
         hops_per_s: mean rate at which the laser hops to another mode, per second, or None if it keeps its wavelength;
-            given with the next two keys (`opusim.camera.moving`).
+            given with the next two keys (`opusim.camera.speckle`).
         hop_pm: change of the wavelength at a hop, picometres; some 300 for a bare laser diode.
         spectral_width_pm: change of the wavelength at which the correlation of the speckle's intensities falls to a
             half, picometres.

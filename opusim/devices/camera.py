@@ -28,8 +28,7 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
-from opusim.camera.moving import Hops, Motion, motion, overlaps
-from opusim.camera.speckle import Speckle
+from opusim.camera.speckle import Hops, Motion, Speckle, motion, overlaps
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
@@ -206,7 +205,7 @@ class CameraDevice(NoisyDevice):
         frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then
         taken at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
         place of C_fg light_f light_g, given the present medium: the variance is that of the first reading of the next
-        call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.moving.motion`),
+        call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.speckle.motion`),
             Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2,      over M if M modes are averaged.
 
         Raises:
@@ -434,7 +433,7 @@ class CameraDevice(NoisyDevice):
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
         exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`), times a factor for each hop
-        of the laser (`opusim.camera.moving`). With ``drift.within_call`` the next frame is exposed at that time, and
+        of the laser (`opusim.camera.speckle`). With ``drift.within_call`` the next frame is exposed at that time, and
         the medium moves on with every frame. ConfigError: the description has no drift.
         """
         checks.non_negative(time_s=time_s)

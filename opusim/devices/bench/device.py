@@ -30,16 +30,18 @@ from opusim.devices.bench.instruments import (
     mirror_layout,
     opened,
 )
-from opusim.devices.bench.probes import (
+from opusim.devices.bench.setup import (
     LEAST_KNOWN,
+    BenchSetup,
     LightLook,
     look_at_light,
+    measure_setup,
     nonlinearity,
     require_light,
     require_linear,
     retrieved,
+    signed_sum,
 )
-from opusim.devices.bench.setup import BenchSetup, measure_setup, signed_sum
 from opusim.devices.kinds import Capability
 from opusim.devices.usage import DeviceWork
 from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable, NoiseUnknown
@@ -225,7 +227,7 @@ class BenchDevice(NoisyDevice):
         """Find the complex transmission matrix T by phase retrieval from intensities of random patterns.
 
         Neither reference nor anchor is shown, so that all outputs are found equally well, from fewer frames than
-        `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.probes.retrieved`.
+        `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.setup.retrieved`.
 
         Args:
             frames_per_input: random binary frames for each input, at least 6; as many blank frames as inputs, at least

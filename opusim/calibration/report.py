@@ -13,21 +13,12 @@ from matplotlib.figure import Figure
 from scipy.special import ndtr, ndtri
 
 from opusim.calibration.calibrate import Calibration, described_constants
-from opusim.calibration.frames import (
-    COUNT,
-    Estimate,
-    jackknife,
-)
+from opusim.calibration.frames import COUNT, Estimate, jackknife
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.calibration.recorded_transfer import RecordedTransfer
 from opusim.description.schema import DeviceDescription, copied, packaged_names, parse_description
 from opusim.description.section import merged, nested
-from opusim.devices.certificate import (
-    Certificate,
-    GaussianLaw,
-    Limits,
-    TestedProperty,
-)
+from opusim.devices.certificate import Certificate, GaussianLaw, Limits, TestedProperty
 from opusim.p_values import FAMILY_ALARM
 from opusim.tables import (
     blank_figure,

@@ -54,13 +54,7 @@ from scipy.special import ndtr, ndtri
 from typing_extensions import override
 
 from opusim import checks
-from opusim.camera.exposure import (
-    FRAME_SIGNS,
-    MOST_SATURATED,
-    Exposure,
-    Recovery,
-    ReferenceBeam,
-)
+from opusim.camera.exposure import FRAME_SIGNS, MOST_SATURATED, Exposure, Recovery, ReferenceBeam
 from opusim.camera.speckle import FaultyMirrors, Speckle, SpeckleLaw, grid_point, medium_weights
 from opusim.camera.stages import Sensor, fill_counts, frame_normals, pixel_normals
 from opusim.description.camera import (

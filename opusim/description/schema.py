@@ -639,10 +639,7 @@ def _thermal_read_out(described: Mapping[str, Any], temperature_c: Any) -> dict[
         f"crossbar.temperature.{key}": {"status": "assumed", "source": source}
         for key, source in sources.items()
     }
-    return {
-        "crossbar": {"temperature": section | {TEMPERATURE: temperature_c}},
-        "provenance": provenance,
-    }
+    return {"crossbar": {"temperature": section | {TEMPERATURE: temperature_c}}, "provenance": provenance}
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any] | None:

@@ -224,12 +224,7 @@ class ShiftTest:
     """
 
     def __init__(
-        self,
-        tolerance: float,
-        error: float,
-        first_error: float,
-        level: float,
-        numbers: float | None = None,
+        self, tolerance: float, error: float, first_error: float, level: float, numbers: float | None = None
     ) -> None:
         self.tolerance = tolerance + SURE * first_error
         self.error = _INFLATION * max(error, _FLOOR)

@@ -248,17 +248,10 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class AppendedFile:
-    """A regular file that one process appends to; after a failed write it refuses every other.
+    """A regular file, made if it is missing, that one process appends to; after a failed write it refuses every other.
 
-    Only reopening the file shows what a failed write left on the disk. Content after the stated end, left by a kill or
-    Ctrl-C, is removed before the next write.
-
-    Args:
-        path: The file, created if it is missing; a symbolic link is refused.
-        end: Bytes that are kept; None for all.
-
-    Raises:
-        OSError: It cannot be opened or cut.
+    Only reopening the file shows what a failed write left on the disk. Content after the stated end (None: the file's),
+    left by a kill or Ctrl-C, is removed before the next write. A symbolic link is refused.
     """
 
     def __init__(self, path: Path, *, end: int | None = None) -> None:

@@ -34,11 +34,7 @@ class PluginError(OpusimError, ValueError):
 class Deferred:
     """A module that is imported when a name in it is first used, by whichever thread comes first.
 
-    Importing numba and scipy's functions takes as long as a short command; a command that only reads a run needs
-    neither.
-
-    Args:
-        name: Full name of the module.
+    Importing numba and scipy's functions takes as long as a short command; one that only reads a run needs neither.
     """
 
     def __init__(self, name: str) -> None:

@@ -182,11 +182,7 @@ class Progress:
 
 
 class _NotebookBar:
-    """A bar below a notebook's cell, without a widget, so that every front end shows it; removed at the end.
-
-    Args:
-        display: The module `IPython.display`.
-    """
+    """A bar below a notebook's cell, without a widget, so that every front end shows it; removed at the end."""
 
     def __init__(self, display: Any) -> None:
         self._html = display.HTML

@@ -264,13 +264,7 @@ _STUCK_REMEDY = "have the mirror array repaired, or begin a new run"
 
 
 class _Change:
-    """What differs between two looks at the outputs that are not silent.
-
-    Args:
-        first: the look at the beginning.
-        now: the later one.
-        alive: which outputs count, shape (outputs,).
-    """
+    """What differs between two looks at the outputs that are alive, not silent."""
 
     def __init__(self, first: FrameLook, now: FrameLook, alive: np.ndarray) -> None:
         self._first, self._now, self._alive = first, now, alive

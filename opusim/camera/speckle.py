@@ -239,19 +239,7 @@ class Speckle:
 
     Pixels are taken in order of their number, those whose anchor intensity at time 0 lies within the law's limits; so
     a smaller window of outputs has the first outputs of a larger one. The choice is part of the device, like a
-    factory's map of pixels: it does not depend on noise.
-
-    Attributes:
-        point: grid point of the present time.
-
-    Args:
-        law: see `SpeckleLaw`.
-        n_outputs: pixels to find.
-        file: what to name in errors.
-        pixels: numbers of the pixels, int64, increasing, or None to find usable ones.
-
-    Raises:
-        ConfigError: no pixel in 64 fits.
+    factory's map of pixels: it does not depend on noise. `point` is the grid point of the present time.
     """
 
     _OF_A_TIME: ClassVar = ("anchor",)
@@ -498,14 +486,9 @@ class Speckle:
 
 
 class FaultyMirrors(Speckle):
-    """The medium as a camera sees it behind a faulty mirror array; see `opusim.camera.speckle`.
+    """The medium as a camera sees it behind a faulty mirror array, by its seed; see `opusim.camera.speckle`.
 
     The map of usable pixels is that of the sound array: faults came later.
-
-    Args:
-        law: as for `Speckle`, like n_outputs, file and pixels.
-        faults: what is wrong.
-        seed: which array this is, in [0, 2^64).
     """
 
     _OF_A_TIME: ClassVar = ("_ends",)
@@ -662,12 +645,7 @@ def motion(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Hops:
     """Mode hops of a laser, at times that are computed from a seed.
 
-    Attributes:
-        jump: log(1 / rho), by which a hop moves the medium's own time, in units of the decorrelation time.
-
-    Args:
-        drift: with `hops_per_s`, `hop_pm` and `spectral_width_pm`.
-        seed: of the times.
+    `jump` is log(1 / rho), by which a hop moves the medium's own time, in units of the decorrelation time.
     """
 
     def __init__(self, drift: DriftSettings, seed: int) -> None:
@@ -699,12 +677,7 @@ class Hops:
 
 
 class Motion:
-    """The time of a medium that moves while frames are taken.
-
-    Args:
-        frame: frame period in units of the decorrelation time, above 0.
-        hops: mode hops of the laser, or None.
-    """
+    """The time of a medium that moves while frames are taken, in units of the decorrelation time, and jumps at hops."""
 
     def __init__(self, frame: float, hops: Hops | None = None) -> None:
         self.frame, self._hops = frame, hops

@@ -84,11 +84,21 @@ class DeviceModel(nn.Module):
         self.register_load_state_dict_pre_hook(_add_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; ValueError in the first call if a weight multiplies digitally without being in `digital`."""
+        """Call the module.
+
+        Raises:
+            ValueError: in the first call, a weight multiplies digitally without being named in `digital`, such as by
+                torch.nn.functional.linear(x, layer.weight).
+        """
         return self._called(self.model, *args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network's own `generate`, such as that of a language model of transformers."""
+        """Call the network's own `generate`, such as that of a language model of transformers.
+
+        Raises:
+            AttributeError: The network has none.
+            ValueError: See `forward`.
+        """
         generate: Any = self.model.generate
         return self._called(generate, *args, **kwargs)
 
@@ -422,12 +432,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class DigitalProducts(TorchDispatchMode):
-    """Refuses products of weights outside of devices while it is active.
+    """Refuses products of weights, by name, outside of devices while it is active.
 
     `torch.nn.functional.linear(x, layer.weight)` multiplies with the digital weight of a layer that is on a device.
-
-    Args:
-        weights: Parameters to watch, by name.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:

@@ -77,14 +77,7 @@ _EXACT = 2.0**14
 
 
 class Pairs:
-    """The devices of one programming; `weights` tells what they hold at a time.
-
-    Args:
-        wanted: the matrix W, float32, entries in [-1, 1], shape (n_outputs, n_inputs).
-        settings: laws and constants.
-        chip: seed of the chip, in [0, 2^64).
-        number: which programming of the chip this is, from 0.
-    """
+    """The devices of a chip's `number`-th programming of the matrix W; `weights` tells what they hold at a time."""
 
     def __init__(self, wanted: torch.Tensor, settings: CrossbarSettings, *, chip: int, number: int) -> None:
         self._wanted, self._settings, self._chip, self._number = wanted, settings, chip, number
@@ -402,9 +395,6 @@ class ConvertedDevice(ProgrammableDevice):
 
     The seed of ``[medium]`` says which chip this is; the noise of products comes from the stream of the mode. A
     subclass sets `_converter` and gives `_product_of`, `_program` and `_restored`.
-
-    Args:
-        description, **window: as for `ProgrammableDevice`.
     """
 
     _converter: Converter
@@ -507,18 +497,11 @@ class ConvertedDevice(ProgrammableDevice):
 
 
 class CrossbarDevice(ConvertedDevice):
-    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`).
+    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`): ``[crossbar]`` and ``[medium]``.
 
     The seed of ``[medium]`` says which chip this is: the random matrix, and what differs from device to device and from
     programming to programming of this object, are drawn from it in both modes, so that a chip that is opened again
     holds the same matrix. The noise of products comes from the stream of the mode, as on every device.
-
-    Args:
-        description: one with the sections ``[crossbar]`` and ``[medium]``.
-        **window: as for `NoisyDevice`.
-
-    Raises:
-        ConfigError: a section is missing or superfluous.
     """
 
     can = ProgrammableDevice.can | {"multiply_transposed", "wait"}
@@ -639,13 +622,7 @@ class Light(NamedTuple):
 
 
 class LightProduct(TiledProduct):
-    """The product of a chip, with the noise of its detectors.
-
-    Args:
-        weights: w, float32.
-        converter: bits and bounds.
-        light: the noise, and the other quadrature.
-    """
+    """The product of a chip, with the noise of its detectors and the light in the other quadrature."""
 
     def __init__(self, weights: torch.Tensor, converter: Converter, light: Light) -> None:
         super().__init__(weights, converter, ProductSettings())
@@ -678,13 +655,6 @@ class PhotonicDevice(ConvertedDevice):
 
     A subclass names its section of the description and gives `_light`. A setting is held as long as the heaters are
     on, so that nothing drifts. Light goes one way.
-
-    Args:
-        description: one with the subclass's section and ``[medium]``.
-        **window: as for `ProgrammableDevice`.
-
-    Raises:
-        ConfigError: a section is missing.
     """
 
     section: ClassVar[str]

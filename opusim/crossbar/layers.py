@@ -112,7 +112,14 @@ class DeviceLinear(nn.Module):
 
     @torch._disable_dynamo
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b of x's dtype as the device gives it; torch.compile compiles what lies between devices."""
+        """Return W x + b as the device gives it; torch.compile compiles what lies between devices.
+
+        Args:
+            x: shape (..., in_features), finite.
+
+        Returns:
+            Shape (..., out_features), of x's dtype.
+        """
         self._follow()
         y: Tensor = _StraightThrough.apply(x, self.weight, self)
         return y if self.bias is None else y + self.bias

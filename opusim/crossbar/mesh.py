@@ -174,16 +174,9 @@ def set_phases(mesh: Mesh, settings: MeshSettings) -> Mesh:
 
 
 class MeshDevice(PhotonicDevice):
-    """Singular vectors in meshes of interferometers, read by homodyne detection.
+    """Singular vectors in meshes of interferometers, read by homodyne detection: ``[mesh]`` and ``[medium]``.
 
     The seed of ``[medium]`` says which chip this is: its splitters, and the random matrix before any is programmed.
-
-    Args:
-        description: one with the sections ``[mesh]`` and ``[medium]``.
-        **window: as for `ProgrammableDevice`; at most `ports` inputs and outputs.
-
-    Raises:
-        ConfigError: a section is missing, or the description has more inputs or outputs than the chip ports.
     """
 
     section = "mesh"

@@ -338,18 +338,10 @@ class ProgrammableDevice(NoisyDevice):
 
 
 class SeveralChips(ProgrammableDevice):
-    """A matrix on several chips of one kind, each with its own part of the rows and columns.
+    """A matrix on several chips of one kind and description, each with its own part of the rows and columns.
 
     All chips work at once: a frame takes the time of one chip and the power of all. Outputs of chips that share rows
     are added digitally, after their converters. Each chip has a seed of its own.
-
-    Args:
-        chip: class of the chips.
-        description: of one chip, which is smaller than the window.
-        n_inputs: of the window.
-        n_outputs: likewise.
-        seed: of the noise of all chips.
-        **options: further arguments of the chips.
     """
 
     def __init__(

@@ -114,14 +114,11 @@ def patience_s(setting: float | None) -> float:
 
 
 class ExclusiveUse:
-    """The right to use a device, for this process only.
+    """The right to use a device of a name, for this process only.
 
-    The lock is a file in the folder that OPUSIM_LOCKS names, else in a private folder (`lock_folder`). If
-    several users share a device, all must set OPUSIM_LOCKS to one folder that all can write. The kernel gives the lock
-    back when its holder dies.
-
-    Args:
-        name: the device's name.
+    The lock is a file in the folder that OPUSIM_LOCKS names, else in a private folder (`lock_folder`). If several users
+    share a device, all must set OPUSIM_LOCKS to one folder that all can write. The kernel gives the lock back when its
+    holder dies.
     """
 
     def __init__(self, name: str) -> None:

@@ -61,13 +61,6 @@ class CameraDevice(NoisyDevice):
     Attributes:
         speckle: the medium as the camera sees it.
         is_holographic: whether the linear product is read with a reference beam instead of the anchor's complements.
-
-    Args:
-        description: one with the sections ``[medium]`` and ``[camera]``.
-        **window: as for `NoisyDevice`; n_inputs and the reference mirrors together are at least 2.
-
-    Raises:
-        ConfigError: a section is missing or contradicts another; at opening, too many outputs would be saturated.
     """
 
     can = NoisyDevice.can | {"matrix", "intensities"}

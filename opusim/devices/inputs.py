@@ -80,17 +80,9 @@ def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
 
 
 class BinaryFrames:
-    """Checked binary vectors, made float32 a few rows at a time.
+    """Checked binary vectors (frames, n_inputs), made float32 a few rows at a time.
 
-    Args:
-        x: shape (frames, n_inputs), any real, integer or boolean dtype, entries 0 and 1.
-        n_inputs: the device's width.
-        packed: whether x holds eight mirrors in a byte, as `numpy.packbits` gives them: uint8, shape
-            (frames, ceil(n_inputs / 8)).
-
-    Raises:
-        TypeError: x is no tensor or array, is complex, or is packed and not uint8.
-        ValueError: wrong shape, a tensor that requires a gradient, or an entry other than 0 and 1.
+    `packed` ones hold eight mirrors in a byte, as `numpy.packbits` gives them: uint8, (frames, ceil(n_inputs / 8)).
     """
 
     def __init__(self, x: torch.Tensor | np.ndarray, n_inputs: int, *, packed: bool = False) -> None:

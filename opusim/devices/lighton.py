@@ -59,13 +59,6 @@ class LightonDevice(NoisyDevice):
     The simulated device is a noiseless product whose matrix comes from the description's medium.seed; ``[noise]`` adds
     Gaussian noise to it in software. The appliance has noise of an unpublished law: `noise` is what
     ``[noise]`` assumes or a certificate found, and without either it is refused.
-
-    Args:
-        description: one with a section ``[lighton]``.
-        **window: as for `opusim.devices.base.NoisyDevice`.
-
-    Raises:
-        ConfigError: the section is missing, or a simulated device has no medium.
     """
 
     can = NoisyDevice.can | {"intensities"}

@@ -176,9 +176,6 @@ class Monitor(Unmonitored):
         show: takes frames of fixed patterns, or tells that the device has none.
         baseline: the device as it was when a run began, or None to measure it now.
         certified: whether the law is a certificate's; each check then takes more blank readings.
-
-    Raises:
-        ValueError: the baseline holds another number of reference vectors.
     """
 
     baseline: Baseline

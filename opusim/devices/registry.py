@@ -159,23 +159,12 @@ _PROJECT, _DRAW, _PROJECT_FOR_ALL = range(3)
 class SharedDevice(NoisyDevice):
     """A device that several processes use as one: `opusim.open_shared_device` opens it.
 
-    The first process holds the device. In each call the others send it their rows, it reads the rows of all processes
-    in the order of ranks, in one reading call, and sends each process its readings. A row therefore has the same noise
-    as in a single process that shows all rows in this order.
+    The first process holds the device (`held`). In each call the others send it their rows, it reads the rows of all
+    processes in the order of ranks, in one reading call, and sends each process its readings. A row therefore has the
+    same noise as in a single process that shows all rows in this order.
 
     Every process must make the same calls in the same order; a process without rows passes an empty batch. An error of
     the device, or of one process's arguments, is raised in every process. `seek` takes effect in the next call.
-
-    Attributes:
-        held: The device itself on the first process, None on the others.
-
-    Args:
-        opener: Opens the device; called on the first process only.
-        ranks: The processes.
-
-    Raises:
-        DeviceError: The device cannot be opened; on every process.
-        ProcessLost: Another process ended or did not answer in time.
     """
 
     reads_noise = True

@@ -25,17 +25,7 @@ class SimulatedDevice(NoisyDevice):
     """A device whose B is a `opusim.medium.transmission.Medium` with the description's seed.
 
     Its `intensities` are |R x|^2 of a complex medium R = (P + iQ) / sqrt 2 of the same seed, independent of B: P and Q
-    are the real media that a `camera` device has.
-
-    Attributes:
-        medium: the medium of the open window.
-
-    Args:
-        description: a description with a section ``[medium]`` and no ``[options]``.
-        **window: as for `NoisyDevice`.
-
-    Raises:
-        ConfigError: a section is missing or superfluous.
+    are the real media that a `camera` device has. `medium` is that of the open window.
     """
 
     can = NoisyDevice.can | {"matrix", "intensities"}
@@ -112,15 +102,7 @@ class SimulatedDevice(NoisyDevice):
 
 
 class IdealDevice(SimulatedDevice):
-    """y = B x, exact; `draw` gives zeros.
-
-    Args:
-        description: one without a section ``[noise]``.
-        **window: as for `opusim.devices.base.NoisyDevice`.
-
-    Raises:
-        ConfigError: the description has noise.
-    """
+    """y = B x, exact, of a description without ``[noise]``; `draw` gives zeros."""
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
@@ -131,17 +113,10 @@ class IdealDevice(SimulatedDevice):
 
 
 class GaussianDevice(SimulatedDevice):
-    """y = B x + N(0, sigma^2 I), sigma given directly or through the temperature law; the same noise on intensities.
+    """y = B x + N(0, sigma^2 I), sigma of ``[noise]`` directly or by temperature; the same noise on intensities.
 
     The product is exact before the noise is added (see `Medium`), so results do not depend on
     tiling or thread count. `project` and `draw` take consecutive readings of one stream: no two share noise.
-
-    Args:
-        description: one with a section ``[noise]``.
-        **window: as for `opusim.devices.base.NoisyDevice`.
-
-    Raises:
-        ConfigError: the description has no noise.
     """
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:

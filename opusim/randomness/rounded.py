@@ -195,12 +195,8 @@ def turn_of_pair(v: int, *, sine: bool) -> int:
 class NormalNoise(RoundedNoise):
     """Noise from a source of finished N(0, 1) numbers, such as a device: rounded, but with the law of its source.
 
-    The source's own rounding may still reveal something of a value.
-
-    Args:
-        numbers: N(0, 1), shape (n,), or shape (n, 4) for Laplace noise: (a^2 + b^2 - c^2 - d^2) / 2.
-        scale: As for `ExactNoise`.
-        law: Law of the noise.
+    The source's own rounding may still reveal something of a value. Laplace noise takes four numbers each,
+    (a^2 + b^2 - c^2 - d^2) / 2.
     """
 
     def __init__(self, numbers: torch.Tensor, scale: float, law: Law) -> None:

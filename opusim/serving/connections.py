@@ -187,11 +187,7 @@ _ANSWER_LIMIT = 2**40
 
 
 class Refusals:
-    """Logs one line for each refusal, and counts those of a cause that has too many.
-
-    Args:
-        every_s: seconds after which a cause has its lines again.
-    """
+    """Logs one line for each refusal, and counts those of a cause that has too many within `every_s` seconds."""
 
     def __init__(self, every_s: float = _LINES_S) -> None:
         self._every_s = every_s
@@ -221,21 +217,13 @@ class Refusals:
 
 
 class ServerSocket:
-    """Listens for users whose keys are known; used by one thread.
+    """Listens, at ``tcp://*:5555`` or the like, for users whose keys are known; used by one thread.
 
     Args:
         users: who they are.
-        bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
+        bind: where to listen; ``tcp://127.0.0.1:*`` takes a free port, which `endpoint` tells.
         largest: bytes of a frame beyond which libzmq hangs up before it takes memory.
         silence_s: seconds without a sign of life of its host after which a connection is closed.
-
-    Attributes:
-        endpoint: where it listens, with the port.
-        refusals: writes refusals into the log.
-
-    Raises:
-        DeviceUnavailable: pyzmq is missing.
-        ConfigError: the address cannot be bound.
     """
 
     def __init__(self, users: Users, bind: str, *, largest: int, silence_s: float) -> None:
@@ -340,21 +328,10 @@ def beat_s(*silences_s: float) -> float:
 
 
 class Link:
-    """An encrypted connection, which libzmq restores by itself if it breaks.
+    """An encrypted connection of a user's pair to a server's key, which libzmq restores by itself if it breaks.
 
     A request is answered, refused, or given up after `silence_s` seconds in which nothing came from the server. Safe
     for threads: a heartbeat is left out while a request is under way, which sends its own.
-
-    Args:
-        host: name or address of the server.
-        port: its port.
-        key: the user's pair.
-        server: the server's public key.
-        name: the device's name, for messages.
-        silence_s: as above, seconds.
-
-    Raises:
-        DeviceUnavailable: pyzmq is missing.
     """
 
     def __init__(self, host: str, port: int, key: Key, server: Key, *, name: str, silence_s: float) -> None:

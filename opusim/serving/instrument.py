@@ -68,13 +68,9 @@ class Window:
 
 
 class View:
-    """What one client sees; used by the thread that owns the instrument.
+    """What one client sees in its window; used by the thread that owns the instrument.
 
-    Args:
-        device: the open device.
-        window: the client's part of it.
-        shared: whether other views use the same device; it is not closed then, and steps are not the client's.
-        once: makes a call of the device, with a time-out if it needs one.
+    A device that other views share is not closed, and steps are not the client's. `once` calls it, with a time-out.
     """
 
     def __init__(
@@ -261,9 +257,9 @@ class Instrument:
     """A device as a server holds it, used by one thread.
 
     Args:
-        description: the device's.
-        n_inputs: inputs that clients may open, None for all.
-        n_outputs: outputs that clients may open, likewise.
+        description: the device's; clients may open `n_inputs` and `n_outputs` of it, None for all.
+        n_inputs: see above.
+        n_outputs: see above.
         certificate: path of the certificate whose limits every client is told as the noise; None for the description's.
         torch_device: on which a simulation computes.
         call_timeout_s: seconds after which a call of a shared device is abandoned if its description sets no time-out,
@@ -271,9 +267,6 @@ class Instrument:
 
     Attributes:
         row_s: seconds for each row of an act, in its last batch.
-
-    Raises:
-        ConfigError, DeviceError: as `opusim.open_device`.
     """
 
     def __init__(

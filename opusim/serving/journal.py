@@ -70,14 +70,7 @@ class Entry:
 
 
 class Journal:
-    """Appends entries to a file, one whole line each.
-
-    Args:
-        path: the file; its folder is made, closed to other users.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Appends entries to a file, one whole line each; its folder is made, closed to other users."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

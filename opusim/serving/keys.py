@@ -181,13 +181,7 @@ class Users:
     """The users that a server accepts: every ``*.pub`` of its folder except its own, read again every second.
 
     A file is left out, with a line in the log, if it is no key, if its name inside differs from the file's (a user
-    could pass for another), or if it holds the public key of an earlier file.
-
-    Args:
-        folder: the server's keys; only its owner may write there.
-
-    Raises:
-        ConfigError: the server's own pair is missing, unreadable or expired, or others may add keys.
+    could pass for another), or if it holds the public key of an earlier file. Only the server's owner may write there.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -111,11 +111,7 @@ class Session:
 
 
 class Work:
-    """A call of a client, done batch by batch.
-
-    Args:
-        session: whose it is.
-        message: of kind "open", "call" with an act, or "close".
+    """A call ("open", an act, or "close") of a client's session, done batch by batch.
 
     Attributes:
         begun: whether a part of it is done.
@@ -290,14 +286,9 @@ def content_digest(message: Message) -> bytes:
 
 
 class Places:
-    """The clients that have a place, and those that wait for one.
+    """The clients that have a place, and those that wait for one, at most so many in all and of one user.
 
     Waiting clients ask again and again; one that has not asked for `patience_s` seconds loses its turn.
-
-    Args:
-        most: clients at once, at least 1.
-        most_of_user: clients of one user at once, those who wait included, at least 1.
-        patience_s: as above.
     """
 
     def __init__(self, most: int, *, most_of_user: int, patience_s: float) -> None:
@@ -584,21 +575,10 @@ class Limits:
 
 
 class Server:
-    """Serves an instrument until it is stopped.
+    """Serves an instrument to users, within limits, until it is stopped; from `run` on its own thread alone uses it.
 
-    Args:
-        instrument: what is served; used by the server's own thread only from `run` on.
-        users: who may use it.
-        bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
-        journal: where usage is written.
-        limits: see `Limits`.
-
-    Attributes:
-        endpoint: where it listens, with the port.
-
-    Raises:
-        DeviceUnavailable: pyzmq is missing.
-        ConfigError: the address cannot be bound.
+    `bind` says where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port, which `endpoint`
+    tells. Usage is written into the journal.
     """
 
     def __init__(

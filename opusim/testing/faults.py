@@ -144,15 +144,7 @@ class _Plan:
 
 
 class FaultyDevice(NoisyDevice):
-    """A wrapper around a device of another kind than a camera, whose readings it spoils; see `faulty_device`.
-
-    Args:
-        description: one whose [options] say what goes wrong.
-        **window: as for NoisyDevice.
-
-    Raises:
-        ConfigError: an option is missing or unknown, or the device is a camera or cannot tell its matrix.
-    """
+    """A wrapper around a device of another kind than a camera, whose readings it spoils; see `faulty_device`."""
 
     repaired = False
     """Set on this class: whether the fault is repaired, in cameras too."""

@@ -139,7 +139,16 @@ class SlmsuiteNoise:
         self._random = np.random.default_rng(seed)
 
     def apply(self, image: np.ndarray, exposure_s: float, levels: int) -> np.ndarray:
-        """Return digital numbers of a frame from counts without noise; ValueError if `levels` are not as described."""
+        """Return digital numbers of a frame.
+
+        Args:
+            image: counts without noise.
+            exposure_s: of the frame, seconds.
+            levels: numbers of the simulated camera's converter.
+
+        Raises:
+            ValueError: the converter's bits are not the described ones.
+        """
         if self._sensor.top_dn != levels - 1:
             raise ValueError(
                 f"bitdepth: the simulated camera has {levels} levels, and the description {self._sensor.top_dn + 1:g}; "

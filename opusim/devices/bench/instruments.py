@@ -94,7 +94,11 @@ class MirrorLayout(Shown):
         return float(np.mean(switches @ self._blocks) / self._blocks.sum())
 
     def mirrors(self, switches: np.ndarray) -> np.ndarray:
-        """Return patterns of the whole array, uint8, (patterns, rows, columns), from boolean (patterns, groups)."""
+        """Return patterns of the whole array: uint8, shape (patterns, rows, columns).
+
+        Args:
+            switches: boolean, shape (patterns, groups).
+        """
         padded = np.zeros((len(switches), self.groups + 1), dtype=np.uint8)
         padded[:, :-1] = switches
         blocks = padded[:, self.owner]  # -1 is the last column
@@ -114,13 +118,22 @@ class MirrorLayout(Shown):
         return ~self.data(np.ones((1, self.n_inputs)))
 
     def data(self, x: np.ndarray) -> np.ndarray:
-        """Return switches of binary vectors of n entries, n at most n_inputs: (vectors, groups), the reference off."""
+        """Return switches of binary vectors: shape (vectors, groups), the reference off.
+
+        Args:
+            x: entries 0 and 1, shape (vectors, n), n at most n_inputs.
+        """
         switches = np.zeros((len(x), self.groups), dtype=bool)
         switches[:, : x.shape[1]] = x != 0
         return switches
 
     def ternary(self, x: np.ndarray, anchor: np.ndarray | None = None) -> np.ndarray:
-        """Return switches of the four frames of each x = p - n: p, a - p, n, a - n; by default a has all groups on."""
+        """Return switches of the four frames of each ternary vector x = p - n: p, a - p, n, a - n, vector by vector.
+
+        Args:
+            x: entries -1, 0 and 1, shape (vectors, n), n at most n_inputs.
+            anchor: switches of a, shape (1, groups), with every input on; None: all groups on.
+        """
         a = self.anchor() if anchor is None else anchor
         p, n = self.data(x > 0), self.data(x < 0)
         return np.stack([p, a & ~p, n, a & ~n], axis=1).reshape(-1, self.groups)
@@ -147,11 +160,21 @@ def mirror_layout(
     name: str,
     window: tuple[int | None, int | None] = (None, None),
 ) -> MirrorLayout:
-    """Assign the blocks of a window (rows, columns; None for all) in the middle of an array.
+    """Assign the blocks of a window in the middle of an array.
 
     Every input gets k = floor((1 - reference_share) blocks / n_inputs) blocks, at least 1; the reference gets
-    k n_inputs reference_share / (1 - reference_share), at least 1; the other blocks stay off. A block's side is
-    `macro_pixel` mirrors. ConfigError: the window is larger than the array, or has too few blocks.
+    k n_inputs reference_share / (1 - reference_share), at least 1; the other blocks stay off.
+
+    Args:
+        shape: rows and columns of the array.
+        n_inputs: number of inputs.
+        macro_pixel: side of a block, mirrors.
+        reference_share: share of the blocks of the anchor that are the reference.
+        name: of the device, for errors.
+        window: rows and columns of mirrors that are used, None for all.
+
+    Raises:
+        ConfigError: the window is larger than the array, or has too few blocks.
     """
     used = []
     for length, wanted, key in zip(shape, window, ("window_rows", "window_columns"), strict=True):
@@ -360,9 +383,19 @@ class Sequencer:
         self._levels = (blank_dn, anchor_dn)
 
     def show(self, switches: np.ndarray, outputs: np.ndarray | None = None) -> np.ndarray:
-        """Show patterns (patterns, layout.groups) and return a frame for each: the pixels `outputs`, None for all.
+        """Show patterns and return a frame for each.
 
-        DeviceFault: frames were lost or doubled in every try, or an instrument broke its protocol.
+        Args:
+            switches: boolean, shape (patterns, layout.groups): which groups of mirrors are on.
+            outputs: flat numbers of the pixels that are wanted, or None for whole frames.
+
+        Returns:
+            Unsigned integers: shape (patterns, len(outputs)), or (patterns, rows, columns).
+
+        Raises:
+            DeviceFault: frames were lost or doubled in every try, or an instrument broke its protocol.
+            DeviceTimeout: no frame came.
+            DeviceError: an instrument failed.
         """
         parts = []
         for start in range(0, len(switches), self.at_once):

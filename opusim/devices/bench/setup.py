@@ -107,7 +107,12 @@ class LightLook(Shown):
 
 
 def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> LightLook:
-    """Show anchor, data mirrors, reference mirrors and nothing, and look at the outputs (None: the whole region)."""
+    """Show anchor, data mirrors, reference mirrors and nothing, and look at the outputs.
+
+    Args:
+        source: shows patterns and takes frames.
+        outputs: flat numbers of the outputs' pixels, or None for all pixels of the region.
+    """
     anchor, reference = source.layout.anchor(), source.layout.reference()
     shown = np.concatenate([anchor, ~reference, reference, ~anchor])
     frames = source.show(shown.repeat(_FRAMES, axis=0), outputs)
@@ -126,10 +131,17 @@ def look_at_light(source: Sequencer, outputs: np.ndarray | None = None) -> Light
 
 
 def nonlinearity(read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int) -> tuple[float, float]:
-    """Return the root mean square of r over that of y, and what noise alone exceeds once in 10^6 (5 standard errors).
+    """Return how far readings are from adding up, relative to them, and five standard errors of that.
 
     With v and w of disjoint entries, r = y(v + w) - y(v) - y(w) is noise on a linear device. Each vector is read twice,
     and r r' of the two readings over y(v + w) y'(v + w) has no part in noise.
+
+    Args:
+        read: returns readings of ternary vectors, a row each.
+        n_inputs: width of a vector, at least 2.
+
+    Returns:
+        The root mean square of r over that of y, without noise, and the value that noise alone exceeds once in 10^6.
     """
     generator = torch.Generator().manual_seed(_PAIRS_SEED)
     signs = torch.randint(0, 2, (_PAIRS, n_inputs), generator=generator).mul_(2).sub_(1).float()
@@ -354,7 +366,15 @@ class BenchSetup(Shown):
         }
 
     def decode(self, signed: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return readings of vectors from `signed_sum` at the setup's light, projection units, (vectors, n_outputs)."""
+        """Return readings of ternary vectors.
+
+        Args:
+            signed: `signed_sum` of their frames, divided by the present light over the setup's.
+            x: the vectors, shape (vectors, n).
+
+        Returns:
+            Projection units, float64, shape (vectors, n_outputs).
+        """
         centre = (2 / self.layout.mirrors_of_anchor) * self.anchor_dn
         return np.asarray(self.scale * (signed - x.sum(axis=1, dtype=np.float64)[:, None] * centre))
 
@@ -379,7 +399,15 @@ class BenchSetup(Shown):
 
     @classmethod
     def load(cls, path: Path, name: str) -> BenchSetup:
-        """Read what `save` wrote; ConfigError if the file is no setup."""
+        """Read what `save` wrote.
+
+        Args:
+            path: the file.
+            name: the device's name, for errors.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no setup.
+        """
         try:
             with np.load(io.BytesIO(read_bytes(path, at_most=_MOST_BYTES)), allow_pickle=False) as found:
                 if int(found["version"]) != _VERSION:
@@ -423,9 +451,19 @@ def signed_sum(frames: np.ndarray) -> np.ndarray:
 def measure_setup(
     source: Sequencer, settings: BenchSettings, *, n_outputs: int, name: str, longest_us: float, sensor: Roi
 ) -> BenchSetup:
-    """Find exposure (up to `longest_us`), region and outputs of a bench, and the scale of its readings.
+    """Find exposure, region and outputs of a bench, and the scale of its readings.
 
-    DeviceFault says which is missing: no light, too much light, no speckle, or too few usable pixels.
+    Args:
+        source: shows patterns and takes frames.
+        settings: of the bench.
+        n_outputs: outputs to find.
+        name: the device's name, for errors.
+        longest_us: longest exposure that the frame period allows, microseconds.
+        sensor: the whole sensor.
+
+    Raises:
+        DeviceFault: no light, too much light, no speckle, or too few usable pixels; the message says which.
+        DeviceError: an instrument failed.
     """
     search = partial(search_exposure, source, settings=settings, name=name, longest_us=longest_us)
     # 1. The largest region whose sides are multiples of the camera's step and of the binning.
@@ -484,9 +522,21 @@ def search_exposure(
 ) -> tuple[float, np.ndarray]:
     """Find the exposure at which the anchor's brighter half has the mean ``range_share`` of the converter's range.
 
-    A given ``exposure_us`` is taken as it is. Returns the exposure, microseconds, at which the camera is left, and the
-    mean light of the anchor around each pixel, DN. DeviceFault: the mirrors change nothing that the camera sees, there
-    is too much light, or numbers end below the camera's bits.
+    Args:
+        source: shows anchor and blank.
+        roi: region of the camera.
+        settings: of the bench; a given ``exposure_us`` is taken as it is.
+        name: the device's name, for errors.
+        longest_us: longest exposure, microseconds.
+        start_us: where to begin.
+
+    Returns:
+        The exposure, microseconds, and the mean light of the anchor around each pixel, DN; the camera is left at that
+        exposure and region.
+
+    Raises:
+        DeviceFault: the mirrors change nothing that the camera sees, there is too much light, or numbers end below
+            the camera's bits.
     """
     wanted_us = start_us if settings.exposure_us is None else settings.exposure_us
     top = source.top_dn
@@ -541,12 +591,22 @@ def search_exposure(
 
 
 def grain_spacing(first: np.ndarray, second: np.ndarray, *, name: str) -> tuple[int, int]:
-    """Return the least rows and columns at which speckle intensities correlate by 0.05 at most.
+    """Return the rows and columns at which speckle intensities are independent.
 
     Found in the two-dimensional correlation of what changes from pattern to pattern, |mu(d)|^2 with mu the fields'
-    correlation at the distance d. Frames (patterns, rows, columns) are divided by their means, to take out how many
-    mirrors are on; two exposures of each pattern are correlated with each other, to take out noise. DeviceFault:
-    nothing changes from pattern to pattern, or grains are too large.
+    correlation at the distance d. Frames are divided by their means, to take out how many mirrors are on; two exposures
+    of each pattern are correlated with each other, to take out noise.
+
+    Args:
+        first: frames of some patterns, shape (patterns, rows, columns), DN.
+        second: other frames of the same patterns.
+        name: the device's name, for errors.
+
+    Returns:
+        The least distance along rows, and along columns, at which the correlation is at most 0.05.
+
+    Raises:
+        DeviceFault: nothing changes from pattern to pattern, or grains are too large.
     """
     rows, columns = first.shape[1:]
     changes = []

@@ -33,12 +33,7 @@ class AE(nn.Module):
 
 
 class EncoderDecoder(AE):
-    """Codes 1[W x > 0] with the decoder W^T; only the decoder learns. Tissier et al., arXiv 1803.09065.
-
-    Args:
-        input_size: Width of x.
-        hidden_size: Width of the code.
-    """
+    """Codes 1[W x > 0] with the decoder W^T; only the decoder learns. Tissier et al., arXiv 1803.09065."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ from .instruments import Patterns as Patterns
 from .instruments import Sequencer as Sequencer
 from .instruments import mirror_layout as mirror_layout
 from .ophyd import ophyd_detector as ophyd_detector
-from .probes import look_at_light as look_at_light
-from .probes import nonlinearity as nonlinearity
 from .setup import BenchSetup as BenchSetup
 from .setup import grain_spacing as grain_spacing
+from .setup import look_at_light as look_at_light
 from .setup import measure_setup as measure_setup
+from .setup import nonlinearity as nonlinearity
 from .setup import search_exposure as search_exposure
